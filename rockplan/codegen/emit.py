@@ -1,10 +1,10 @@
 """Emit: a schedule -> straight-line Python with explicit `del`s.
 
 takes: CDGraph with calls, Interface, Schedule. returns: Code. guarantees: the text executes the
-schedule event by event, a result in the storage of an operand where `lifetimes.taken_over` says so;
-each line names the place in the user's model; views are derived where they are read and cost no
-memory; one function for the forward phase, one for each slice of the backward phase, a slice ending
-where gradients are handed to autograd. See docs/model.md, Code generation.
+schedule event by event; a result is written into an operand's storage where `lifetimes.taken_over`
+says so; each line names the place in the user's model; views are derived where they are read and
+cost no memory; there is one function for the forward phase, and one for each slice of the backward
+phase. A slice ends where gradients are handed to autograd. See docs/model.md, Code generation.
 """
 
 from __future__ import annotations
@@ -42,18 +42,20 @@ _INDENT = "    "
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """source: one module of Python text with `forward(frame)` and `backward_<k>(frame)`.
+    """Generated Python text, and what its caller has to know about it.
 
+    source: one module of Python text with `forward(frame)` and `backward_<k>(frame)`.
     handed: for each backward slice, the values (parameters, inputs) whose gradients it returns.
     operators: identifier in the text -> operator name.
-    checked: residents that the backward phase reads, so that a change between forward and
-    backward is noticed; read: those that each of its slices reads, so that a change by a hook
-    between two slices is. copied: residents of which the forward leaves copies in `frame.copies`,
-    and in whose place it has copies when it runs again; the backward phase has the residents.
-    acting: results of what the forward calls for more than its results, in order, as the operator
-    and the name by which `frame.saved` has it after the forward, empty if it has not; reused: those
-    of them, by place, that a forward which runs again takes from `frame.first`. pages: names,
-    bytes and devices of storages that it pages to the host.
+    Residents by position: checked: those that the backward phase reads, so that a change between
+    forward and backward is noticed; read: those that each slice reads, so that a change by a hook
+    between two slices is noticed; copied: those of which the forward leaves copies in
+    `frame.copies`. When the forward runs again, it uses the copies; the backward phase uses the
+    residents.
+    acting: results of forward operators with side effects, in order, each as (operator, its name in
+    `frame.saved` after the forward, or '' if it is not there); reused: positions among `acting` of
+    the results that a forward which runs again takes from `frame.first`. pages: (name, bytes,
+    device) of each storage that it pages to the host.
     """
 
     source: str
@@ -68,11 +70,11 @@ class Code:
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
-    """Python text that executes `schedule`.
+    """Return Python text that executes `schedule`.
 
-    again: for a forward phase that already ran: every operation runs as it runs again, without
-    changing buffers but copies of them; what acts outside does not run. Raises BackwardError where
-    an operation can run only once.
+    again: for a forward phase that already ran: every operation runs as a re-execution, changes
+    copies of buffers and not the buffers, and operators with side effects do not run. Raises
+    BackwardError where an operation can run only once.
     """
     return _Emitter(graph, interface, schedule, again).emit()
 
@@ -86,6 +88,7 @@ class _Names:
         self.operators: dict[str, str] = {}
 
     def of(self, key: object, wish: str) -> str:
+        """Return the name of `key`: a valid identifier made of `wish` at the first call."""
         if key not in self._of:
             stem = re.sub(r"\W", "_", wish)
             if not stem or stem[0].isdigit() or keyword.iskeyword(stem):
@@ -106,12 +109,12 @@ class _Names:
 
 
 class _Emitter:
-    """Walks the events of one schedule.
+    """Walks through the events of one schedule and writes the text.
 
     `_live` maps each storage to the variables that hold it, `_saved` to those that wait in
-    `frame.saved` until a slice needs them: a storage is in one of the two, or in neither where
-    only the caller holds it. `_alive` has all that are alive in the schedule; `_arriving` the pages
-    of storages that are on their way from the host.
+    `frame.saved` until a slice needs them: a storage is in one of the two, or in neither if only
+    the caller holds it. `_alive` has the storages that are alive in the schedule; `_arriving` maps
+    storages whose copy from the host is under way to the names of their pages.
     """
 
     def __init__(
@@ -191,7 +194,8 @@ class _Emitter:
         )
 
     def _reused(self) -> tuple[int, ...]:
-        """Of what acts in the forward, results that others read."""
+        """Return the positions among `_acting` of the results that other nodes, or views in the
+        output, read."""
         graph = self._graph
         read = {d for n in graph.nodes for d in n.reads}
         outputs = (graph.values[o.value] for o in self._interface.outputs if o.value is not None)
@@ -202,8 +206,8 @@ class _Emitter:
     # -- slices and what travels between them ----------------------------------------------
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        """Event ranges of the backward phase; each ends after a run of frees that hands
-        gradients over."""
+        """Yield event ranges of the backward phase; each ends after a run of consecutive frees that
+        hands over a gradient."""
         events = self._schedule.events
         start = self._schedule.forward_length
         hands = False
@@ -217,8 +221,8 @@ class _Emitter:
             yield start, len(events)
 
     def _merged_slices(self) -> list[tuple[int, int]]:
-        """Slices, where the last one hands something over: what follows the last gradient
-        belongs to it. Gradients that are held, as those of inputs are, go with the last."""
+        """Return the slices, the last two joined if the last one hands nothing over. Gradients that
+        are held, such as those of inputs, are returned by the last slice."""
         slices = list(self._slices())
         first, last = slices[-1]
         hands = any(self._is_handed(e) for e in self._schedule.events[first:last])
@@ -249,8 +253,12 @@ class _Emitter:
             self._live[self._graph.values[tangent].data].append(tangent)
 
     def _save(self, position: int) -> None:
-        """Put what later events need into the frame: the variables of storages of ours that
-        are no views. What only the caller holds, or lets go, is left to the caller."""
+        """Put variables that later slices need into the frame: those of our storages that are no
+        views.
+
+        position: the next event. A storage that the caller holds is saved only if a later event
+        reads it.
+        """
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -265,6 +273,7 @@ class _Emitter:
             self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 
     def _end_forward(self) -> None:
+        """Save what the backward phase needs, and return the tensors of the result."""
         leaves = [self._interface.outputs[i] for i in self._interface.results]
         outputs = [leaf.value for leaf in leaves if leaf.value is not None]
         for value in outputs:
@@ -282,8 +291,11 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        """Return gradients, in the order in which autograd is to sum contributions: with each go
-        those before it, which autograd keeps for the plan until it has added the last."""
+        """Return gradients in the order in which autograd must sum contributions.
+
+        handed: gradient data that the slice hands over; position: the next event. A contribution is
+        returned together with all earlier ones to the same target that no slice has returned yet.
+        """
         given = {pair for d in handed for pair in self._targets[d]}
         last: dict[int, int] = {}
         for place, pair in enumerate(self._unhanded):
@@ -323,7 +335,7 @@ class _Emitter:
             self._drop(event.data)
 
     def _page_out(self, store: ComputeNode) -> None:
-        """The beginning of a copy to the host."""
+        """Begin a copy to the host."""
         values = [ref.index for ref in refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
         size_bytes = self._graph.data[first.data].size_bytes
@@ -331,7 +343,7 @@ class _Emitter:
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
     def _copy(self, call: Call) -> None:
-        """The end of a copy to the host, or the beginning of one from there."""
+        """End a copy to the host, or begin one back."""
         if call.op == STORE:
             self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
             return
@@ -342,6 +354,7 @@ class _Emitter:
         self._arriving[data] = page
 
     def _await(self, data: int) -> None:
+        """Wait for the copy of `data` from the host, if one is under way."""
         if data in self._arriving and data not in self._shadowed:
             self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
 
@@ -354,12 +367,13 @@ class _Emitter:
         self._live[data] = []
 
     def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
+        """Write the calls of one execution. taken: the takeover that it uses."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)
         repeats = self._again and node.phase is Phase.FORWARD
         if repeats and not self._copies.isdisjoint(node.writes):
-            return  # it is there
+            return  # `frame.copies` has its result
         if repeats and _acts(node):
             self._take_results(node)
             return
@@ -381,7 +395,7 @@ class _Emitter:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
 
     def _take_results(self, node: ComputeNode) -> None:
-        """Of the forward that ran before, in place of what acts outside."""
+        """Take the results of an operator with side effects from the first run of the forward."""
         places = {value: place for place, value in enumerate(self._acting)}
         for value in _results(self._graph, node):
             self._line(f"{self._name(value)} = frame.first[{places[value]}]")
@@ -389,7 +403,8 @@ class _Emitter:
 
     @staticmethod
     def _skip(node: ComputeNode) -> None:
-        """What changes something outside is not done twice."""
+        """Leave out a node that changes outside state, which must not happen twice. Raises
+        BackwardError if it has results."""
         if node.writes:
             raise BackwardError(
                 f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "
@@ -401,6 +416,8 @@ class _Emitter:
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
+        """Save the generator's state before the first execution, restore it before a
+        re-execution."""
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
@@ -411,7 +428,8 @@ class _Emitter:
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
     def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
-        """A re-execution makes its own copy of a storage that is alive, and drops it."""
+        """Write calls. A re-execution makes its own copy of a storage that is alive, and drops
+        it."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
@@ -426,7 +444,7 @@ class _Emitter:
         self._saved.update(waiting)
 
     def _assign(self, call: Call) -> None:
-        """One statement: the call, its results bound to variables."""
+        """Write one statement: the call, its results bound to variables."""
         expression = _expression(call, self._name, self._names.operator)
         read = {ref.index for ref in refs(call)}
         fresh = [r for r in call.made if r not in read]
@@ -469,12 +487,12 @@ class _Emitter:
 
 
 def _acts(node: ComputeNode) -> bool:
-    """Does it do something beside its results?"""
+    """Return whether the node has a side effect."""
     return copy_of(node) is None and any(facts_of(call.op).effect for call in node.calls)
 
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
-    """What a node makes that is no view -> the operator."""
+    """Return value -> operator for the results of a node that are no views."""
     made = ((r, c.op) for c in node.calls for r in c.made)
     return {
         r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
@@ -486,7 +504,7 @@ def _is_view(graph: CDGraph, value: int) -> bool:
 
 
 def _acting_results(graph: CDGraph) -> dict[int, str]:
-    """Of all forward nodes that act, in order."""
+    """Return value -> operator for results of all forward nodes with side effects, in order."""
     results: dict[int, str] = {}
     for node in filter(_acts, graph.forward):
         results |= _results(graph, node)
@@ -498,7 +516,7 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Text of `guard_<number>(leaves, constants, buffers)`, and its operators."""
+    """Return the text of `guard_<number>(leaves, constants, buffers)`, and its operators."""
     names = _Names()
 
     def name(value: int) -> str:
@@ -517,14 +535,14 @@ def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], .
 
 
 def _pattern(op: str, targets: Sequence[str]) -> str:
-    """Left-hand side for the result of `op`: a name, or as many as it returns."""
+    """Return the left-hand side for the results of `op`: one name, or a tuple of names."""
     is_one = not is_kernel(op) and _returns_one(op)
     return targets[0] if is_one else "".join(f"{t}, " for t in targets).rstrip()
 
 
 @functools.cache
 def _returns_one(op: str) -> bool:
-    """Is the result a tensor? Otherwise it is several, or a list of them."""
+    """Return whether the result is one tensor, and not several or a list."""
     namespace, packet, overload = op.split(".")
     returns = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.returns
     if len(returns) > 1 and any("List" in str(r.type) for r in returns):
@@ -533,6 +551,8 @@ def _returns_one(op: str) -> bool:
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
+    """Return the call as a Python expression. name, operator: identifiers of values and
+    operators."""
     if is_kernel(call.op):
         return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]
@@ -544,6 +564,7 @@ def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str]
 
 
 def _literal(argument: object, name: Callable[[int], str]) -> str:
+    """Return an argument as a Python expression. Raises UnsupportedModel for an unknown type."""
     if isinstance(argument, ValueRef):
         return name(argument.index)
     if isinstance(argument, tuple):

@@ -21,20 +21,21 @@ from rockplan.values.interface import Interface, OutputLeaf
 from rockplan.values.schedule import Schedule
 
 Pattern = tuple[tuple[int, ...] | None, ...]
-"""For each output tensor the strides of its incoming gradient, None if there is none."""
+"""For each output tensor the strides of its incoming gradient, None if it gets none."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executable:
     """A plan ready to run.
 
-    targets: for each backward slice, positions among the residents of the tensors whose
-    gradients it returns; outputs: leaves of the result that are tensors, one for each tensor;
-    relations: among those; pattern: of the incoming gradients that the plan was made for; devices,
-    device_types: that the graph computes on; random: it draws numbers; early: positions of those of
-    the targets that are read after their gradient is complete and handed over; again: the same plan
-    for a forward phase that runs once more, and so changes no buffers (raises BackwardError where
-    that cannot be had). layout: of what it pages to the host, if it does.
+    targets: for each backward slice, positions among the residents of the tensors whose gradients
+    it returns; outputs: leaves of the result that are tensors, one for each tensor object;
+    relations: how these are related; pattern: strides of the incoming gradients that the plan was
+    made for; devices, device_types: where the graph computes; random: it draws random numbers;
+    early: positions of targets that are read after their complete gradient was handed over; again:
+    builds the plan for a forward phase that runs once more, and so changes no buffers (raises
+    BackwardError if that is impossible). layout: of the storages that it pages to the host, None if
+    it pages none.
     """
 
     code: Code
@@ -61,9 +62,11 @@ def build(
     again: bool = False,
     host_path: str | None = None,
 ) -> Executable:
-    """Generate and load the code of a plan. host_path: a folder for what it pages to the host.
+    """Generate and load the code of a plan. again: for a forward phase that runs once more;
+    host_path: a folder for what it pages to the host.
 
-    Raises HostMemoryError where that has no room, InvalidInput as `arenas.pool_of`."""
+    Raises HostMemoryError if host memory is too small, InvalidInput as `arenas.pool_of`.
+    """
     code = emit(graph, interface, schedule, again)
     position = {v: i for i, v in enumerate(interface.residents)}
     outputs = tuple(interface.outputs[i] for i in interface.results)
@@ -95,7 +98,7 @@ def build(
 
 
 def _layout(code: Code, host_path: str | None) -> Layout | None:
-    """Of what the code pages to the host."""
+    """Return the layout of what the code pages to the host, None if it pages nothing."""
     if not code.pages:
         return None
     (device,) = {device for _, _, device in code.pages}  # several were refused before the search
@@ -106,16 +109,15 @@ def _layout(code: Code, host_path: str | None) -> Layout | None:
 def _early(
     targets: Sequence[Sequence[int]], read: Sequence[Sequence[int]], storages: Sequence[int]
 ) -> tuple[int, ...]:
-    """Targets of which a later slice reads something that lies in their storage.
-
-    storages: of each resident."""
+    """Return the targets whose storage is read by a later slice than the last that returns their
+    gradient. storages: storage of each resident."""
     last_read = {storages[r]: number for number, reads in enumerate(read) for r in reads}
     last_handed = {t: number for number, reads in enumerate(targets) for t in reads}
     return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
 
 
 class Frame(Pages):
-    """What the generated code keeps between its functions, for one run of them."""
+    """State that the generated functions share during one run of them."""
 
     __slots__ = ("_replay", "_tangents", "copies", "first", "residents", "saved")
 
@@ -152,7 +154,7 @@ class Frame(Pages):
 
 
 def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...]:
-    """The forward phase; the generated code keeps version counters."""
+    """Run the forward phase; version counters of tensors are kept, as in eager."""
     frame.layout = executable.layout
     return _run(
         executable, frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd
@@ -160,8 +162,8 @@ def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...
 
 
 def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.Tensor, ...]:
-    """One slice of the backward phase, without version counters: a gradient must not be known
-    as a view, or autograd could not add to it in place."""
+    """Run one slice of the backward phase, without version counters and views: autograd could not
+    add in place to a gradient that counts as a view."""
     functions = executable.functions.backward
     made = _run(executable, frame, functions[number], torch._C._AutoDispatchBelowADInplaceOrView)
     if number + 1 == len(functions):
@@ -172,9 +174,11 @@ def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.
 def _run(
     executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Run generated code with the kernels of eager: below autograd (`guard`: the dispatch keys
-    to skip), gradient mode on (some kernels look at it), and autocast off, because its casts are
-    operations of the graph."""
+    """Run generated code with the kernels of eager.
+
+    guard: skips dispatch keys, those of autograd. Gradient mode is on (some kernels look at it),
+    and autocast off, because its casts are operators of the graph.
+    """
     for device_type in executable.device_types:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

@@ -21,8 +21,8 @@ from rockplan.values.interface import Interface
 
 SliceFunction = Callable[[Any], tuple[torch.Tensor, ...]]
 
-# Operators that a function of PyTorch calls as they are, given the same arguments in the same
-# order. (Views are methods of tensors in the text already, see `emit`.)
+# Operators with a function of PyTorch that takes the same arguments in the same order.
+# (Views are methods of tensors in the text already, see `emit`.)
 _FUNCTIONS: dict[str, Callable[..., Any]] = {
     row.name: operator.attrgetter(row.function.removeprefix("torch."))(torch)
     for row in ROWS
@@ -63,6 +63,8 @@ def _execute(
     filename: str,
     kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
+    """Execute the text and return its namespace. filename: its name in tracebacks; kernels:
+    operator name -> compiled function."""
     known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch}
     for identifier, op in operators:
@@ -73,7 +75,7 @@ def _execute(
 
 
 def _operator(op: str) -> Callable[..., Any]:
-    """Without the Python frame of OpOverload.__call__."""
+    """Return the operator as a function without the Python frame of OpOverload.__call__."""
     library, packet, overload = op.split(".")
     overloaded: Callable[..., Any] = getattr(
         getattr(getattr(torch.ops, library), packet), overload

@@ -1,13 +1,12 @@
 """Returned: what the caller does to the results of a call before their gradients come.
 
-A plan keeps to itself what flows between its results, so some of it would go wrong without a
-word. Where a result is computed from another, the gradient of that is the sum of what comes from
-outside, which is all that a hook on it would see and change, and of what comes by the plan. Where
-results share memory, a change of one in place is one of the others, which autograd does not know,
-since each is a tensor of its own to it.
-
+Gradients that flow between results of one plan stay inside the plan, so two things would go wrong
+silently. If one result is computed from another, the gradient of the latter is the sum of what
+comes from outside and of what comes through the plan, but a hook on it would see and change only
+the former. If results share memory, an in-place change of one changes the others, and autograd does
+not know, since each is a tensor of its own.
 takes: the leaves of a result, the tensors of a call. returns: Returned. guarantees: no result is
-kept alive, and modules whose results have nothing to do with one another pay nothing.
+kept alive, and modules whose results are unrelated pay nothing.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from rockplan.values.interface import Interface
 
 @dataclass(frozen=True, slots=True)
 class Relations:
-    """How the results of a module are related, each by its position among the leaves.
+    """How the results of a module are related, each given by its position among the leaves.
 
-    results: those that are tensors, in order; apart: of several that require a gradient, (one,
-    those that it is computed from without another between them), the latter before the former;
-    made_from: (one, all that it is computed from); overlapping: pairs that require a gradient and
-    share elements.
+    results: those that are tensors, in order; apart: for results that require a gradient, (result,
+    results that it is directly computed from), the latter listed first; made_from: (result, all
+    results that it is computed from); overlapping: pairs that require a gradient and share
+    elements.
     """
 
     results: tuple[int, ...]
@@ -41,7 +40,7 @@ class Relations:
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
-    """Of the results of `interface`."""
+    """Return the relations between the results of `interface`."""
     values = {
         i: graph.values[leaf.value]
         for i, leaf in enumerate(interface.outputs)
@@ -59,15 +58,16 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
 
 
 def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, ...]:
+    """Return the results that `made` is computed from without another result in between."""
     beyond = {i for between in made_from[made] for i in made_from[between]}
     return tuple(i for i in made_from[made] if i not in beyond)
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
-    """True if two tensors in one storage are known to have no element in common.
+    """Return True if two tensors in one storage are known to have no element in common.
 
-    Of two parts along a dimension, elements lie in different ranges within each step of the
-    dimensions before it; of parts along the first one, in different ranges of the storage.
+    Two slices along a dimension lie in different ranges within each step of the dimensions before
+    it; slices along the first dimension, in different ranges of the storage.
     """
     if 0 in (*a.shape, *b.shape):
         return True
@@ -78,14 +78,15 @@ def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
 
 
 def _are_apart_within(a: TensorSpec, b: TensorSpec, step: int | None) -> bool:
-    """Where all that moves by `step` or more moves by multiples of it (None: nothing does), do
-    the elements of `a` and `b` lie in different ranges of each step?"""
+    """Return whether the elements of `a` and `b` lie in different ranges of each period of `step`
+    elements. Strides of at least `step` must be multiples of it; step None: the whole storage."""
     one, other = _range_within(a, step), _range_within(b, step)
     return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
 
 
 def _range_within(spec: TensorSpec, step: int | None) -> tuple[int, int] | None:
-    """First and last place of an element in a step; None where they are no range of it."""
+    """Return the first and last offset of an element within a period of `step`; None if the
+    elements are no range within it."""
     first = last = spec.offset if step is None else spec.offset % step
     for size, stride in zip(spec.shape, spec.stride, strict=True):
         if step is None or stride < step:
@@ -102,7 +103,7 @@ _REMEDY = (
 
 
 class Returned:
-    """The results of one call, after they were returned."""
+    """The results of one call, watched after they were returned."""
 
     def __init__(self, related: Relations, results: Mapping[int, torch.Tensor]) -> None:
         """results: by position, as `related.results`."""
@@ -115,10 +116,10 @@ class Returned:
         self._versions = {i: counter._version for i, counter in self._counters.items()}
 
     def check_between(self, made: int, ends_here: bool) -> None:
-        """`made` has a gradient: raise BackwardError where somebody waits for what comes from it to
-        a result that it is computed from.
+        """Raise BackwardError if leaf `made` got a gradient, and a result that it is computed from
+        waits for its part of it: the part stays inside the plan.
 
-        ends_here: autograd goes from there to such results, and no further.
+        ends_here: autograd goes on from `made` to such results only, and no further.
         """
         made_from = dict(self._related.made_from)[made]
         if ends_here:
@@ -139,13 +140,14 @@ class Returned:
                 )
 
     def _is_watched(self, inner: int) -> bool:
-        """Is there a hook on it, or is it there and retains its gradient?"""
+        """Return whether leaf `inner` has a hook, or is alive and retains its gradient."""
         tensor = self._tensors[inner]()
         hooks = filter(_sees_the_gradient, self._hooks[inner].values())
         return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise BackwardError where a result with a gradient may have been changed by another."""
+        """Raise BackwardError if a result with a gradient may have been changed through another
+        result."""
         if not self._related.overlapping:
             return
         arrived = zip(self._related.results, gradients, strict=True)
@@ -161,8 +163,8 @@ class Returned:
 
 
 def _hooks(result: torch.Tensor) -> Mapping[int, object]:
-    """The hooks on the gradient of `result`, those to come as well: autograd calls them also where
-    the tensor is gone, or was changed in place and has others."""
+    """Return the live dictionary of hooks on the gradient of `result`. Autograd calls these also
+    after the tensor is deleted, or was changed in place and has new hooks."""
     result.register_hook(_no_hook).remove()
     hooks: Mapping[int, object] | None = result._backward_hooks
     assert hooks is not None
@@ -170,17 +172,16 @@ def _hooks(result: torch.Tensor) -> Mapping[int, object]:
 
 
 def _sees_the_gradient(hook: object) -> bool:
-    """Not so those of `fully_shard`: they only tell it, by the first of all results that has a
-    gradient, that the backward pass begins."""
+    """Return False for hooks of `fully_shard`, which only learn that the backward pass begins."""
     return not str(getattr(hook, "__module__", "")).startswith("torch.distributed.fsdp.")
 
 
 def _no_hook(gradient: torch.Tensor) -> None:
-    """It is removed at once, and leaves the dictionary that hooks are kept in."""
+    """Do nothing: registering and removing it creates the dictionary that hooks are kept in."""
 
 
 def _counter(result: torch.Tensor) -> torch.Tensor:
-    """An empty tensor that has the version counter of `result`, and none of its memory."""
+    """Return an empty tensor that shares the version counter of `result`, and no memory."""
     counter = result.detach()
     counter.data = torch.empty(0, dtype=result.dtype, device=result.device)
     return counter

@@ -1,6 +1,6 @@
 """Replay of random draws: a recomputation sees the generator state of the first execution.
 
-The generator that the user sees is never moved by a replay: `begin` says how to undo it.
+A replay does not move the generator that the user sees: `begin` returns how to undo it.
 """
 
 from __future__ import annotations
@@ -25,17 +25,18 @@ def _generator(device: str) -> torch.Generator:
 
 
 def cuda_devices(tensors: Iterable[object]) -> list[int]:
-    """Indices of the CUDA devices that some of `tensors` are on."""
+    """Return the indices of the CUDA devices of those `tensors` that are on one."""
     return sorted({t.device.index for t in tensors if isinstance(t, torch.Tensor) and t.is_cuda})
 
 
 def is_capturing() -> bool:
-    """Whether a CUDA graph is captured, in which a state can be neither read nor set."""
+    """Return whether a CUDA graph is being captured; generator states can then be neither read nor
+    set."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def save(device: str) -> torch.Tensor:
-    """The state of the default generator of `device`, a CPU byte tensor.
+    """Return the state of the default generator of `device`, a CPU byte tensor.
 
     Raises StalePlan while a CUDA graph is captured.
     """
@@ -63,8 +64,8 @@ def end(undo: Undo) -> None:
 
 
 def starts(devices: Iterable[str]) -> Starts:
-    """Copies of the default generators of `devices`, which hold no memory of tensors; none where a
-    CUDA graph is captured: its forward cannot run a second time from the same state."""
+    """Return copies of the default generators of `devices`, which hold no memory of tensors; none
+    while a CUDA graph is captured: its forward cannot run a second time from the same state."""
     if is_capturing():
         return ()
     return tuple((g, g.clone_state()) for g in map(_generator, devices))
@@ -72,7 +73,7 @@ def starts(devices: Iterable[str]) -> Starts:
 
 @contextlib.contextmanager
 def restarted(starts: Starts) -> Iterator[None]:
-    """The generators as they were at `starts`, and afterwards as before."""
+    """Put the generators into their states at `starts` while inside, and back afterwards."""
     before = [(generator, generator.get_state()) for generator, _ in starts]
     try:
         for generator, start in starts:
@@ -84,9 +85,10 @@ def restarted(starts: Starts) -> Iterator[None]:
 
 
 def state_bytes(device: torch.device) -> int:
-    """Size of one saved state as the budget counts it: on the device that is measured.
+    """Return the bytes of one saved state as the budget counts them, on the device that is
+    measured.
 
-    A CUDA generator's state lives in host memory, so it costs nothing there.
+    The state of a CUDA generator is in host memory, so it costs 0 bytes there.
     """
     if device.type != "cpu":
         return 0

@@ -1,8 +1,8 @@
-"""Unmade results: what stands in the result of a planned call for leaves that it does not make.
+"""Unmade results: stand-ins in the result of a planned call for leaves that the plan does not make.
 
 takes: an `Unmade`. returns: a tensor of its shape, dtype and device, without memory. guarantees:
-what trainers do to a result that nobody reads (casts, moves, `detach`, copies) passes; whatever
-needs a value raises ResultNotMade, with what to do.
+what trainers do to a result that nobody reads (casts, moves, `detach`, copies) works; whatever
+needs a value raises ResultNotMade, with a remedy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from rockplan.values.interface import Unmade
 
 _aten = torch.ops.aten
 
-# Operators that make a tensor of the same numbers.
+# Operators whose result has the same values as the argument.
 _PASSES = frozenset(
     [
         _aten._to_copy.default,
@@ -31,7 +31,7 @@ _PASSES = frozenset(
 
 
 class UnmadeResult(torch.Tensor):
-    """Stands for a leaf of a result. It requires no gradient."""
+    """A tensor without memory in place of a leaf of a result. It requires no gradient."""
 
     _of: Unmade
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
@@ -48,6 +48,7 @@ class UnmadeResult(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Return a new stand-in for operators that keep values; refuse all others."""
         given, options = args[0] if args else None, kwargs or {}
         if func in _PASSES and isinstance(given, UnmadeResult):
             dtype = options.get("dtype") or given.dtype
@@ -65,7 +66,7 @@ class UnmadeResult(torch.Tensor):
             "the loss."
         )
 
-    # What reads values past the dispatcher.
+    # Methods that read values without going through the dispatcher.
     numpy = tolist = item = data_ptr = storage = untyped_storage = _refuse
     backward = retain_grad = register_hook = _refuse
     __array__ = __dlpack__ = __reduce_ex__ = _refuse

@@ -1,9 +1,9 @@
 """Capture: an nn.Module with a sample -> one recorded run, forward then backward.
 
 takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: those
-of `tracing.recording`. A recording that comes to a call of an opaque function of which nothing is
-known yet ends there, and begins anew once that call has run.
-What becomes of it: docs/model.md, Capture and lowering.
+of `tracing.recording`. A recording ends at a call of an opaque function about which nothing is
+known yet; that call runs, and the recording starts anew.
+What a Capture becomes: docs/model.md, Capture and lowering.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def capture(
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
-    forward: what to call instead of `module.forward`.
-    incoming: what the backward pass starts from; None: what a step may well start from
-    (`likely_starts`), with only_loss the loss. only_loss: of the result nothing but scalars and
-    what backward starts from is needed.
+    forward: called instead of `module.forward`.
+    incoming: the leaves that the backward pass starts from; None: those that a step probably starts
+    from (`likely_starts`), with only_loss the loss. only_loss: of the result only scalars and the
+    leaves that backward starts from are needed.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     sample = Sample(module, forward or module.forward, args, kwargs, incoming, only_loss, _rows)
@@ -47,7 +47,7 @@ def capture(
 
 
 def _rows() -> Iterator[Patch]:
-    """What the kernels of others need while a forward is recorded."""
+    """Yield the patches that kernels of other libraries need while a forward is recorded."""
     yield from flex_attention.PATCHES
     yield from opaque_calls.patches()
     yield from triton_launches.patches()

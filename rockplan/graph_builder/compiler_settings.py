@@ -1,9 +1,8 @@
-"""Settings: how Inductor is to make kernels, whatever the caller has set for code of their own.
+"""Settings: how Inductor compiles our kernels, whatever the caller has set for other code.
 
 returns: Inductor's settings, for `torch._inductor.config.patch`. guarantees: one kernel has one
-code, wherever it is compiled: nothing that decides what it computes, or what it needs, is left to
-globals, environment variables or measured times. Where files lie and what is logged is the
-caller's.
+code, wherever it is compiled: nothing that decides its results or its memory is left to globals,
+environment variables or measured times. Paths of files and logging stay as the caller set them.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ import torch
 from rockplan.graph_builder.digests import digest
 
 _OURS: dict[str, Any] = {
-    # One configuration of each reduction: of several the fastest would be taken when it first runs,
-    # which sums in another order on another day.
+    # One configuration for each reduction: of several, the fastest at the first run would be
+    # used, and that may sum in another order on another day.
     "deterministic": True,
     "batch_invariant": False,
     "max_autotune": False,
@@ -30,26 +29,26 @@ _OURS: dict[str, Any] = {
     "benchmark_combo_kernel": False,
     "combo_kernels": False,
     "triton.multi_kernel": 0,
-    # A row in several programs: none of them may write over it (`in_place`).
+    # No row in several programs: otherwise none of them may write over it (`in_place`).
     "triton.cooperative_reductions": False,
     "triton.force_cooperative_reductions": False,
     "triton.persistent_reductions": True,
     "triton.mix_order_reduction": True,
     "split_reductions": True,
     "loop_ordering_after_fusion": True,
-    # Numbers are those of the operators, but for roundings in between.
+    # Results equal those of the operators, except for roundings in between.
     "use_fast_math": False,
     "emulate_precision_casts_on_saved_tensors": True,
     "cpp.enable_unsafe_math_opt_flag": False,
     "cpp.enable_floating_point_contract_flag": "off",
-    # What looks at arguments in each call: planning has done so.
+    # No checks of arguments in each call: planning has checked them.
     "size_asserts": False,
     "nan_asserts": False,
     "scalar_asserts": False,
     "alignment_asserts": False,
     "runtime_triton_nan_asserts": False,
     "assume_aligned_inputs": False,
-    # One function of tensors, in Python, on the stream that is current.
+    # One Python function of tensors, on the current stream.
     "cpp_wrapper": False,
     "graph_partition": False,
     "freezing": False,
@@ -62,10 +61,10 @@ _OURS: dict[str, Any] = {
     "cpu_backend": "cpp",
     "cuda_backend": "triton",
 }
-"""Named because environment variables set their defaults, or to be other than by default."""
+"""Settings whose default we change, or whose default an environment variable may change."""
 
 FINGERPRINT = digest(["called by function", *_OURS.items()])[:8]
-"""Changes where kernels that have the same names may cost other times, or bytes."""
+"""Changes when kernels of the same names may have other times or bytes."""
 
 _CALLERS = (
     "aot_inductor",
@@ -93,11 +92,12 @@ _CALLERS = (
     "verbose_progress",
     "worker_",
 )
-"""What names of settings begin with that decide nothing of a kernel: processes, caches, logs."""
+"""Prefixes of settings that do not affect a kernel: processes, caches, logs."""
 
 
 def settings_for(keeps_roundings: bool) -> dict[str, Any]:
-    """Of those that this torch knows."""
+    """Return the settings for a kernel, as far as this version of torch knows them.
+    keeps_roundings: round where eager's operators would."""
     from torch._inductor import config
 
     ours = {name: value for name, value in _OURS.items() if _is_known(config, name)}
@@ -114,7 +114,7 @@ _UNKNOWN = object()
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Of all that the caller has set."""
+    """Return the defaults of all settings that the caller has changed."""
     entries = getattr(config, "_config", {})
     return {
         name: entry.default
@@ -125,7 +125,8 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_deterministic_algorithms() -> Iterator[None]:
-    """Which change what Inductor writes (it fills new memory): what is fused has one order."""
+    """Switch deterministic algorithms off while inside: they change the code that Inductor writes
+    (it fills new memory), and fused code has a fixed order anyway."""
     is_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)

@@ -1,7 +1,8 @@
 """Digests: equal text for equal problems, in every process.
 
 takes: a graph, a problem or a profile. returns: sha256 in hexadecimal. guarantees: independent of
-PYTHONHASHSEED, of the process and of where files lie; what a digest leaves out is said at each.
+PYTHONHASHSEED, of the process and of where files lie; each docstring says what
+its digest leaves out.
 """
 
 from __future__ import annotations
@@ -24,14 +25,16 @@ from rockplan.values.graph import (
 )
 from rockplan.values.profile import Profile
 
-# Types of torch whose repr is their whole value; matched by name, so that torch is not needed here.
+# Types of torch whose repr is their whole value; matched by name, so that torch is not imported.
 _NAMED_LITERALS = frozenset({"dtype", "device", "layout", "memory_format"})
 _AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 
 def digest(content: object, on_any_device: bool = False) -> str:
-    """sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON.
-    on_any_device: without the numbers of devices."""
+    """Return sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON.
+
+    on_any_device: leave out the indices of devices.
+    """
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
     if on_any_device:
         text = re.sub(r"\b(cuda|xpu|hpu|npu):\d+", r"\1", text)
@@ -39,13 +42,13 @@ def digest(content: object, on_any_device: bool = False) -> str:
 
 
 def problem_digest(problem: CDGraph) -> str:
-    """Digest of everything that a solver sees of a block or of a whole graph: sizes, kinds, reads,
-    writes, what may be taken over, phases, times, workspaces, flags, outputs, held, handed and
+    """Return a digest of everything that a solver sees of a block or of a whole graph: sizes,
+    kinds, reads, writes, takeovers, phases, times, workspaces, flags, outputs, held, handed and
     dropped data.
 
-    Left out: names, calls, values, and storages that are always alive and never paid for. The
-    input of the block, though resident in its problem, counts: the chain may drop it. Storages
-    count in order of first appearance.
+    Left out: names, calls, values, and storages that are always alive and never paid for. The input
+    of the block, though resident in its problem, counts: the chain may drop it. Storages count in
+    order of first appearance.
     """
     local: dict[int, int] = {}
     for node in problem.nodes:
@@ -83,11 +86,12 @@ def _takeover(takeover: Takeover, local: Mapping[int, int]) -> list[list[int]]:
 
 
 def graph_digest(graph: CDGraph, *, on_any_device: bool = False) -> str:
-    """Digest of the captured program: storages, nodes, calls, literals, specs of values, names.
-    on_any_device: equal for what processes run on devices of theirs (cuda:0, cuda:1).
+    """Return a digest of the captured program: storages, nodes, calls, literals, specs of values,
+    names.
 
+    on_any_device: equal for processes that run it on different devices (cuda:0, cuda:1).
     Left out: prices (sizes, times, workspaces), which the digest of the profile covers, source
-    lines, which name files, and what may be taken over (`takes_digest`).
+    lines, which name files, and takeovers (`takes_digest`).
     """
     return digest(
         [
@@ -102,12 +106,12 @@ def graph_digest(graph: CDGraph, *, on_any_device: bool = False) -> str:
 
 
 def takes_digest(graph: CDGraph) -> str:
-    """Digest of what may be taken over: of kernels a compiler has a say in that."""
+    """Return a digest of all takeovers: those of kernels depend on the compiler."""
     return digest([[[t.operands, t.results] for t in n.takes] for n in graph.nodes])
 
 
 def profile_digest(profile: Profile) -> str:
-    """Digest of what a profile says: where it holds and every cost."""
+    """Return a digest of a profile: where it holds, and every cost."""
     return digest(
         [
             [profile.source, profile.device, profile.torch_version, profile.threads],
@@ -120,7 +124,7 @@ def profile_digest(profile: Profile) -> str:
 
 
 def canonical_literal(literal: object) -> object:
-    """JSON form of an argument of a call: its type and its exact value.
+    """Return the JSON form of an argument of a call: its type and its exact value.
 
     Raises TypeError for an object whose value is not known to be in its repr.
     """
@@ -145,9 +149,8 @@ def canonical_literal(literal: object) -> object:
 
 
 def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
-    """Shape, strides, offset, dtype and device of `spec`, for JSON; 'conj' and 'neg' if it is.
-
-    offset: in place of its own."""
+    """Return shape, strides, offset, dtype and device of `spec` for JSON, and 'conj' and 'neg' if
+    they apply. offset: replaces that of the spec."""
     if offset is None:
         offset = spec.offset
     marks = [name for name, is_so in (("conj", spec.is_conj), ("neg", spec.is_neg)) if is_so]
@@ -166,7 +169,7 @@ def _node_costs(node: ComputeNode) -> list[object]:
 
 
 def _unusual(node: ComputeNode) -> list[object]:
-    """Nothing of most nodes."""
+    """Return the fields that most nodes do not have, so that older digests stay valid."""
     queue = [] if node.queue is Queue.COMPUTE else [node.queue.value]
     return [*queue, "optional"] if node.optional else queue
 

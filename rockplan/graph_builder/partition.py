@@ -5,7 +5,7 @@ guarantees: every node belongs to exactly one block; the forward nodes of a bloc
 the forward order, its backward nodes a slice of the backward order; the keep-all schedule of
 every problem is legal.
 
-A storage that alone is read by what comes later is a separator, unless it must be dropped: the
+A storage is a separator if it is the only one that later nodes read, unless it must be dropped: the
 chain passes nothing else from block to block. Pinned storages (outputs of the module, results
 that cannot be recomputed, masks and tables that depend on no parameter and serve several blocks)
 are kept from their computation to their last use and take no part in the search for separators;
@@ -41,17 +41,17 @@ def partition(
     differentiable_inputs: frozenset[int] | None = None,
     pins: frozenset[int] | None = None,
 ) -> tuple[Block, ...]:
-    """Blocks of `graph`.
+    """Cut `graph` into blocks.
 
-    differentiable_inputs: data of kind INPUT that carry activations, so that what is computed
-    from them is worth recomputing; None takes the inputs of floating dtype.
+    differentiable_inputs: data of kind INPUT that carry activations, so that what is computed from
+    them is worth recomputing; None means the inputs of floating dtype.
     pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
     """
     side = side_storages(graph, differentiable_inputs).difference(graph.dropped)
     kept = _unavoidable_pins(graph) | side
     kept |= choose_pins(graph, kept) if pins is None else pins
-    # A gradient that crosses several boundaries wherever they are is no reason to place one:
-    # the second search does without those that the first one finds.
+    # A gradient that crosses several boundaries wherever they are should not influence their
+    # places: the second search ignores the gradients that spanned blocks in the first.
     first_chain = _chain(graph, kept)
     chain = _chain(graph, kept | _spanning(first_chain))
     kept = kept - _local(chain, side) | _spanning(chain)
@@ -63,8 +63,8 @@ def partition(
 def side_storages(
     graph: CDGraph, differentiable_inputs: frozenset[int] | None = None
 ) -> frozenset[int]:
-    """Activations that depend on constants and on inputs without gradient only, through nodes
-    that are not random: masks, position ids, rotary tables. One copy serves every block."""
+    """Return activations that depend only on constants and on inputs without gradient, through
+    nodes that are not random: masks, position ids, rotary tables. One copy serves every block."""
     if differentiable_inputs is None:
         differentiable_inputs = _floating_inputs(graph)
     known = {
@@ -87,9 +87,9 @@ def _floating_inputs(graph: CDGraph) -> frozenset[int]:
 
 
 def _unavoidable_pins(graph: CDGraph) -> frozenset[int]:
-    """What the caller holds, and what cannot be computed again.
+    """Return what the caller holds, and what cannot be computed again.
 
-    Gradients are computed once anyway: those are not kept longer than they are needed.
+    Gradients are left out: they are computed once anyway, and need not be kept longer.
     """
     once = (d for n in graph.forward if not n.recomputable for d in n.writes)
     return frozenset((*graph.outputs, *graph.held, *once))
@@ -97,8 +97,8 @@ def _unavoidable_pins(graph: CDGraph) -> frozenset[int]:
 
 @dataclass(frozen=True, slots=True)
 class _Cut:
-    """Boundary between block s and block s + 1: the separator, the first forward node of block
-    s + 1, and the first backward node of block s (indices of nodes)."""
+    """Boundary between block s and block s + 1: the separator, and the indices of the first forward
+    node of block s + 1 and of the first backward node of block s."""
 
     separator: int
     forward: int
@@ -107,7 +107,11 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Where nodes and storages stand: separators[s] lies between block s and block s + 1."""
+    """Nodes and storages by block: separators[s] lies between block s and block s + 1.
+
+    kept: pinned storages; forward, backward: node indices of each block; block_of: block of each
+    node.
+    """
 
     graph: CDGraph
     kept: frozenset[int]
@@ -118,16 +122,17 @@ class _Chain:
     view: GraphView
 
     def made_in(self, data: int) -> int | None:
-        """Block whose node writes `data`."""
+        """Return the block whose node writes `data`, None if no node does."""
         node = self.view.producer.get(data)
         return None if node is None else self.block_of[node]
 
     def read_in(self, data: int) -> set[int]:
-        """Blocks whose nodes read `data`."""
+        """Return the blocks whose nodes read `data`."""
         return {self.block_of[n] for n in self.view.readers[data]}
 
 
 def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
+    """Cut the graph at every legal place, where storages of `kept` do not count as crossing."""
     cuts = _cuts(graph, kept)
     forward_length, length = len(graph.forward), len(graph.nodes)
     forward = [range(*ends) for ends in pairwise([0, *(c.forward for c in cuts), forward_length])]
@@ -152,12 +157,12 @@ def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
 
 
 def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
-    """Every legal cut, in forward order.
+    """Return every legal cut, in forward order.
 
-    Within its window the backward order is cut where the fewest bytes of gradients cross, at
-    the earliest place that gives the block above a backward node. A block without one inside the
-    chain would leave its gradient alive across two boundaries: there, and where the window is
-    empty, the boundary is dropped, and the two blocks are one.
+    Within its window the backward order is cut where the fewest bytes of gradients cross, at the
+    earliest place that gives the block above a backward node. A block without backward nodes inside
+    the chain would leave its gradient alive across two boundaries: such a boundary, and one with an
+    empty window, is dropped, and its two blocks are joined.
     """
     separators = _separators(graph, kept)
     windows = _windows(graph, kept, separators)
@@ -175,7 +180,7 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
 
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
-    """(separator, first node after it) in forward order, each at its earliest place."""
+    """Return (separator, first node after it) in forward order, each at its earliest place."""
     separators: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
         if len(alive) == 1 and alive.isdisjoint(graph.dropped):
@@ -185,7 +190,8 @@ def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
 
 
 def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
-    """After each forward node: the storages that later forward nodes read, pinned ones apart."""
+    """Return for each forward node the storages that later forward nodes read, without pinned
+    ones."""
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive: frozenset[int] = frozenset()
     sets: list[frozenset[int]] = []
@@ -199,12 +205,12 @@ def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]
 def _windows(
     graph: CDGraph, kept: frozenset[int], separators: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """For each separator the lowest and the highest index of the first backward node below it;
-    an empty window has low > high.
+    """Return for each separator the lowest and the highest index of the first backward node below
+    it; an empty window has low > high.
 
-    A backward node must stand in a block that has what it reads: the block that makes the
-    storage or, for a separator, also the next one. What is there for every block (parameters,
-    inputs, pinned storages) shows in the same way where a node belongs, but does not force it.
+    A backward node must stand in a block that has its operands: the block that makes the storage
+    or, for a separator, also the next one. Operands available to every block (parameters, inputs,
+    pinned storages) show in the same way where a node belongs, but do not force it.
     """
     starts = [forward for _, forward in separators]
     blocks: dict[int, tuple[int, int]] = {}
@@ -222,7 +228,8 @@ def _windows(
 def _windows_for(
     graph: CDGraph, blocks: Mapping[int, tuple[int, int]], count: int
 ) -> list[tuple[int, int]]:
-    """Windows of `count` boundaries if `blocks` are the first and last block of each storage."""
+    """Return windows of `count` boundaries if `blocks` are the first and last block of each
+    storage."""
     after_last = [len(graph.forward)] * (count + 1)
     first = [len(graph.nodes)] * (count + 1)
     for node in graph.backward:
@@ -237,7 +244,8 @@ def _windows_for(
 
 
 def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
-    """At each node: bytes of gradients (tangents too) made before it, read at it or later."""
+    """Return for each node the bytes of gradients (tangents too) made before it and read at it or
+    later."""
     view = GraphView(graph)
     last_read = {d: n.index for n in graph.backward for d in n.reads}
     born = {d: n.index + 1 for n in graph.backward for d in n.writes}
@@ -251,7 +259,8 @@ def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
 
 
 def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> list[int]:
-    """Bytes alive at each of `length` places; a lifetime is (first, one after the last, bytes)."""
+    """Return the bytes alive at each of `length` places; a lifetime is (first place, one after the
+    last, bytes)."""
     change = [0] * (length + 1)
     for begin, end, size_bytes in lifetimes:
         change[begin] += size_bytes
@@ -263,12 +272,12 @@ def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> li
 
 
 def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
-    """Activations whose pinning lets the chain be cut where it could not be (skips of a UNet,
-    the encoder's output of T5), few and small; empty if no block is too large.
+    """Return activations whose pinning allows cuts that were impossible (skips of a UNet, the
+    encoder's output of T5), few and small; empty if no block is too large.
 
-    Greedy: what is alive together between two forward nodes, and for longer than a block should
-    be, is a candidate; the one that takes the most work off too large blocks per byte is pinned,
-    until nothing is gained.
+    Greedy: sets of storages that are alive together between two forward nodes, each for longer than
+    a block should be, are candidates; the one that takes the most work off too large blocks per
+    byte is pinned, until nothing is gained.
     """
     view = GraphView(graph)
     last_read = {d: n.index for n in graph.forward for d in n.reads}
@@ -299,7 +308,7 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
 
 
 def _excess(alive: Sequence[frozenset[int]]) -> int:
-    """Sum of squared sizes (forward nodes) of the blocks that are too large."""
+    """Return the sum of squared sizes (forward nodes) of the blocks that are too large."""
     counted: set[int] = set()
     starts = [0]
     for position, storages in enumerate(alive):
@@ -314,13 +323,15 @@ def _excess(alive: Sequence[frozenset[int]]) -> int:
 
 
 def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
-    """Side storages of one block only: nothing is gained by keeping them longer than it needs."""
+    """Return side storages of one block only: keeping them longer than the block needs gains
+    nothing."""
     unavoidable = _unavoidable_pins(chain.graph)
     return {d for d in side - unavoidable if chain.read_in(d) <= {chain.made_in(d)}}
 
 
 def _spanning(chain: _Chain) -> set[int]:
-    """Gradients that live across several boundaries, and tangents that several blocks read."""
+    """Return gradients that live across several boundaries, and tangents that several blocks
+    read."""
     spanning = set()
     for data in chain.graph.data:
         blocks = chain.read_in(data.index)
@@ -334,10 +345,10 @@ def _spanning(chain: _Chain) -> set[int]:
 
 
 def _background_bytes(chain: _Chain) -> list[int]:
-    """For each block: the most bytes alive outside its problem while it runs.
+    """Return for each block the most bytes alive outside its problem while it runs.
 
-    It runs forward in the first pass, perhaps forward again while the blocks above it run
-    backward, and backward.
+    It runs forward in the first pass, perhaps forward again while the blocks above it run backward,
+    and backward.
     """
     lifetimes = list(_lifetimes(chain))
     outside = _sum_over_time(
@@ -349,8 +360,8 @@ def _background_bytes(chain: _Chain) -> list[int]:
     last = len(chain.forward) - 1
 
     def above(s: int) -> int:
-        """Before block s runs backward; before anything does, if no block above has backward
-        nodes, it may run forward again for them all the same."""
+        """Return the peak outside before block s runs backward. If no block above has backward
+        nodes, it may still run forward again for them, once the backward phase has begun."""
         started = chain.backward[s].start - forward_length
         return highest[min(max(started, s < last), len(highest) - 1)]
 
@@ -374,9 +385,9 @@ def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node:
 
 
 def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
-    """(data, first node, one after the last node) of pinned storages and of tangents.
+    """Yield (data, first node, one after the last node) of pinned storages and of tangents.
 
-    A forward node that may run again needs what it reads until its block has run backward.
+    A forward node that may run again needs its operands until its block has run backward.
     """
     graph = chain.graph
     for data in graph.data:
@@ -393,10 +404,10 @@ def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
 
 
 def _needed_until(chain: _Chain, node: int) -> int:
-    """One after the last node during which `node` may still run."""
+    """Return one after the last node during which `node` may still run."""
     reader = chain.graph.nodes[node]
     if reader.phase is Phase.FORWARD and _may_rerun(reader, chain.kept):
-        # A block without backward nodes runs again when the backward phase has begun.
+        # A block without backward nodes may run again just after the backward phase has begun.
         begun = min(len(chain.graph.forward) + 1, len(chain.graph.nodes))
         return max(chain.backward[chain.block_of[node]].stop, begun)
     return node + 1
@@ -410,8 +421,9 @@ def _may_rerun(node: ComputeNode, kept: frozenset[int]) -> bool:
 
 
 def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
+    """Return block `s` of the chain."""
     graph = chain.graph
-    # The last block passes on nothing; what it is there for are the outputs of the module.
+    # The last block passes nothing on; its output is the first output of the module.
     outputs = (*chain.separators, *graph.outputs[:1])
     problem = _problem(chain, s)
     read = {d for n in (*chain.forward[s], *chain.backward[s]) for d in graph.nodes[n].reads}
@@ -435,7 +447,7 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
 
 
 def _problem(chain: _Chain, s: int) -> CDGraph:
-    """Block `s` as a graph of its own; storages are numbered by first appearance."""
+    """Return block `s` as a graph of its own; storages are numbered by first appearance."""
     graph = chain.graph
     nodes = [graph.nodes[n] for n in (*chain.forward[s], *chain.backward[s])]
     made = {d for n in nodes for d in n.writes} - chain.kept
@@ -478,7 +490,8 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
 
 
 def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
-    """The only INPUT of a problem is the separator that the block reads."""
+    """Return the kind of a storage in a problem; only the separator that the block reads is an
+    INPUT. made: storages that the block makes."""
     kind = chain.graph.data[data].kind
     if data in chain.kept or kind in (DataKind.INPUT, DataKind.CONSTANT):
         return DataKind.CONSTANT
@@ -488,14 +501,14 @@ def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
 
 
 def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
-    """Bytes of the pinned results that a re-execution of `node` makes a second time."""
+    """Return the bytes of the pinned results that a re-execution of `node` makes a second time."""
     if not _may_rerun(node, chain.kept):
         return 0
     return chain.view.bytes_of(d for d in node.writes if d in chain.kept)
 
 
 def _common_module(modules: Sequence[str]) -> str:
-    """The deepest module path that holds at least two thirds of `modules`."""
+    """Return the deepest module path that holds at least two thirds of `modules`."""
     counts: Counter[str] = Counter()
     for path in modules:
         parts = path.split(".") if path else []

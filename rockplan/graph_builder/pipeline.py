@@ -1,12 +1,11 @@
 """The pipeline of the front half: a recorded run -> a graph, as two tuples of passes.
 
-takes: a Capture, Options. returns: Lowered, with what each pass left and took. guarantees: what a
-schedule of the graph computes is what the run computes, bit for bit but for what `Options.tile` and
-`Options.compile` say.
-
-Taking a line out of a tuple takes a mechanism out of the product; `Options(without=("name",))` does
-so for one call. Each pass takes a value and returns a new one; between two of them the tables of
-`run_rules` and `graph_rules` say whether the value is legal, where `CHECKED` is on.
+takes: a Capture, Options. returns: Lowered, with what each pass left and its duration. guarantees:
+a schedule of the graph computes what the run computes, bit for bit except for what `Options.tile`
+and `Options.compile` say.
+Removing a line of a tuple removes a mechanism from the product; `Options(without=("name",))` does
+so for one call. Each pass takes a value and returns a new one; after each pass the tables
+`recorded.rules` and `graph_rules` check the value if `CHECKED` is on.
 """
 
 from __future__ import annotations
@@ -38,26 +37,30 @@ from rockplan.values.plan import PassTrace
 _Form = TypeVar("_Form", Capture, CDGraph)
 
 CHECKED: ContextVar[bool] = ContextVar("rockplan checked passes", default=False)
-"""Whether what every pass leaves is held against the tables of rules: on in tests."""
+"""True if the result of every pass is checked against the tables of rules, as in tests."""
 
 
 class HeadStaysWhole(Exception):
-    """Says why no head of the run can be in parts."""
+    """Raised with the reason why no head of the run can be tiled."""
 
 
 # -- passes from a run to a run ----------------------------------------------------------------
 
 
 def functionalize(run: Capture, options: Options) -> Capture:
-    """Replace changes in place by operators that make a new storage: those that could not run
-    together with what they change; all that can, where heads in parts or kernels are wanted."""
+    """Replace changes in place by operators that make a new storage.
+
+    Only changes that could not be in one node with what they change; with a tiled head or kernels,
+    all changes where that is possible.
+    """
     return with_versions(run, everywhere=bool(options.tile or options.compile))
 
 
 def tile(run: Capture, options: Options) -> Capture:
     """Write the head of the model and its loss once for each part of its rows.
 
-    Raises HeadStaysWhole."""
+    Raises HeadStaysWhole.
+    """
     if not options.tile:
         return run
     made = tiled(run, None if options.tile is True else options.tile)
@@ -67,7 +70,8 @@ def tile(run: Capture, options: Options) -> Capture:
 
 
 def add_rows(run: Capture, options: Options) -> Capture:
-    """Add gradients of embeddings row by row to that of a head in parts that has their weight."""
+    """Add gradients of embeddings row by row to the gradient of a tiled head with the same
+    weight."""
     return with_rows_added(run) if run.tiles.parts else run
 
 
@@ -120,7 +124,7 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def _named(*passes: Callable[..., object]) -> tuple[str, ...]:
-    """What `Options.without` calls passes."""
+    """Return the names of passes as in `Options.without`."""
     return tuple(one.__name__.replace("_", "-") for one in passes)
 
 
@@ -128,11 +132,11 @@ NAMES = _named(*RUN_PASSES, *GRAPH_PASSES)
 
 
 def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS) -> Lowered:
-    """The graph of a recorded run, after all passes.
+    """Return the graph of a recorded run, after all passes.
 
-    rng_state_bytes: size of one saved generator state on the device. Raises HeadStaysWhole where
+    rng_state_bytes: size of one saved generator state on the device. Raises HeadStaysWhole if
     `options.tile` finds no head, InvalidInput for options that do not fit the run, UnsupportedModel
-    for what no graph can say.
+    for a run that no graph can represent.
     """
     run, before = _passed(RUN_PASSES, run, options)
     since = time.perf_counter()
@@ -146,7 +150,7 @@ def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS
 def _passed(
     passes: Sequence[Callable[[_Form, Options], _Form]], form: _Form, options: Options
 ) -> tuple[_Form, list[PassTrace]]:
-    """`form` after all passes that the options do not leave out, with what each of them took."""
+    """Return `form` after all passes that the options do not leave out, and a trace of each."""
     traces: list[PassTrace] = []
     for one, name in zip(passes, _named(*passes), strict=True):
         if name in options.without:
@@ -163,7 +167,7 @@ def _passed(
 def _checked(
     made: Capture | CDGraph, name: str, seconds: float, is_changed: bool = True
 ) -> PassTrace:
-    """The trace of a pass, whose result is held against the table of its form."""
+    """Check the result of a pass against the rules of its form; return its trace."""
     if CHECKED.get() and is_changed:
         if isinstance(made, Capture):
             check(run_rules.RULES, made, f"after {name}")

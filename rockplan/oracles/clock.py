@@ -1,10 +1,11 @@
-"""The clock: when each event of a schedule happens, and what it waits for.
+"""The clock: when each event of a schedule happens, and which copies it waits for.
 
 takes: a priced CDGraph and a legal Schedule. returns: Clock. guarantees: on each queue one node
-runs at a time. Computations run in the order of the schedule, a copy out begins as soon as what it
-reads is made, in that order, a copy in where it stands, where its room is taken. Computations wait
-for a copy out where it stands, since what it reads may go there, and for a copy in where what it
-makes is first read. Without copies it is the sum of what the computations take.
+runs at a time. Computations run in the order of the schedule. A copy out begins as soon as its
+operand is made, in the order of making; a copy in where it stands, since its memory is allocated
+there. Computations wait for a copy out where it stands, since the operand may be freed there, and
+for a copy in where its result is first read. Without copies the time is the sum of the
+computations' times.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rockplan.values.schedule import Compute, Schedule
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Of the event `position`: when it begins and when it is done."""
+    """One copy. position: its event in the schedule; begin and end in ns of the clock."""
 
     position: int
     queue: Queue
@@ -30,9 +31,13 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """starts_ns: of each event, on the queue of computations, and at last when all is done; waits
-    and frees count as part of the event before. waits_ns: event -> how long it has computations
-    wait for a copy, where it does. copies: in the order in which they begin on each queue."""
+    """When everything happens, in ns from the start of the step.
+
+    starts_ns: start of each event on the queue of computations, and finally the end of all; waits
+    and frees count as part of the event before them. waits_ns: position of an event -> how long
+    computations wait there for a copy, if they do. copies: in the order in which they begin on each
+    queue.
+    """
 
     starts_ns: tuple[int, ...]
     waits_ns: dict[int, int]
@@ -44,7 +49,7 @@ class Clock:
 
 
 def clock(graph: CDGraph, schedule: Schedule) -> Clock:
-    """The clock of `schedule`, which must be legal (`verify`)."""
+    """Return the clock of `schedule`, which must be legal (`verify`)."""
     stores = leaving(graph, schedule) if view_of(graph).has_copies else {}
     now_ns, starts_ns = 0, [0]
     free_ns = dict.fromkeys(Queue, 0)
@@ -53,8 +58,8 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
     waits_ns: dict[int, int] = {}
     copies: list[Copy] = []
 
-    def copied(position: int, queue: Queue, from_ns: int, time_ns: int) -> int:
-        begins_ns = max(free_ns[queue], from_ns)
+    def copied(position: int, queue: Queue, earliest_ns: int, time_ns: int) -> int:
+        begins_ns = max(free_ns[queue], earliest_ns)
         free_ns[queue] = begins_ns + time_ns
         copies.append(Copy(position, queue, begins_ns, free_ns[queue]))
         return free_ns[queue]
@@ -85,7 +90,7 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
 
 
 def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
-    """Of storages that are paged, in the order in which they leave."""
+    """Return a Trip for each paged storage, in the order in which they leave the device."""
     if not view_of(graph).has_copies:
         return ()
     clocked = clock(graph, schedule)
@@ -116,7 +121,8 @@ def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
 
 
 def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, int]:
-    """Storage -> how long computations wait for its copies, the last of several that are late."""
+    """Return storage -> how long computations wait for its copies in. If several copies are late at
+    one event, the last to arrive counts."""
     ends_ns = {copy.position: copy.ends_ns for copy in clocked.copies}
     came_ns: dict[int, int] = {}
     waits_ns: defaultdict[int, int] = defaultdict(int)
@@ -133,8 +139,8 @@ def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, 
 
 
 def leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, ComputeNode]]]:
-    """Position at which a storage is made -> the copies out of it, and where they stand: in this
-    order they begin, by the clock and in the code."""
+    """Return position at which a storage is made -> the copies out of it, as (position where the
+    copy stands, node), in the order in which they begin, by the clock and in the code."""
     made: dict[int, int] = {}
     found: defaultdict[int, list[tuple[int, ComputeNode]]] = defaultdict(list)
     for position, event in enumerate(schedule.events):
@@ -144,6 +150,6 @@ def leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, Com
         node = graph.nodes[event.node]
         if node.queue is Queue.OUT:
             found[max(made[d] for d in node.reads)].append((position, node))
-        for d in node.writes:  # a re-execution drops its copy of what is alive
+        for d in node.writes:  # if `d` is alive, a re-execution drops the copy that it makes
             made.setdefault(d, position)
     return dict(found)

@@ -1,14 +1,13 @@
-"""Constraints: activations that a user wants kept or recomputed, room that the caller needs.
+"""Constraints: activations that a user wants kept or recomputed, and memory that the caller needs.
 
-takes: a CDGraph and patterns. returns: the graph that solvers get. guarantees: every legal
-schedule of the result is a legal schedule of `graph` that obeys the patterns, and needs no more.
+takes: a CDGraph and patterns. returns: the graph that solvers get. guarantees: every legal schedule
+of the result is a legal schedule of `graph` that obeys the patterns, and needs no more bytes there.
+To keep an activation, its node is marked as one that may run only once. To recompute it, it is put
+into `CDGraph.dropped`: dead between the phases. `verify` judges both; solvers need no rule for
+them. Memory for the caller's loss is workspace of the last forward node.
 
-What is kept is never made again: its node counts as one that may run once. What is recomputed is
-in `CDGraph.dropped`: dead between the phases. `verify` judges both, and no solver knows more. What
-the caller's loss needs is workspace of the last forward node.
-
-A pattern without '/' names a module, and stands for all activations that are made in it and in
-its submodules; one with '/' names activations (`rockplan.values.names`), with or without their
+A pattern without '/' names a module, and stands for all activations that are made in it and in its
+submodules; one with '/' names activations (`rockplan.values.names`), with or without their
 occurrence. '*', '?' and '[...]' are those of `fnmatch`; '*' also crosses dots.
 
     layers.*.attn            everything made inside the attention of every layer
@@ -31,7 +30,7 @@ from rockplan.values.names import activation_names
 from rockplan.values.schedule import Compute, keep_all
 
 NEAREST = 3
-"""Names that an error offers."""
+"""How many similar names an error offers."""
 
 
 def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> CDGraph:
@@ -53,11 +52,12 @@ def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> 
 
 
 def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
-    """`graph` whose last forward node needs, as workspace, what the caller's loss will need.
+    """Return `graph` whose last forward node needs, as workspace, what the caller's loss will need.
 
     That is memory of the caller, so the promised peak counts the gradients only. But a plan that
-    fills its budget there to the last byte would make a step need more. Keeping everything needs
-    no more than in eager: where that leaves less room for a loss, eager leaves no more.
+    fills its budget at that node to the last byte would make a step need more. The workspace is
+    capped so that keeping everything needs no more than in eager, where the loss has no more room
+    either.
     """
     everything = keep_all(graph)
     last = graph.nodes[len(graph.forward) - 1]
@@ -85,6 +85,8 @@ def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
 
 
 def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
+    """Return the data that match a `recompute` pattern. once: node that must run once -> the `keep`
+    pattern that says so. Raises InvalidConstraint if a matching one cannot be recomputed."""
     producer = producers(graph)
     dropped = _matching(graph, pattern, "recompute")
     names = activation_names(graph)
@@ -110,7 +112,8 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
 
 
 def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
-    """Activations that `pattern` stands for, at least one."""
+    """Return the activations that `pattern` stands for, at least one. option: its name in
+    errors."""
     producer = producers(graph)
     names = activation_names(graph)
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
@@ -131,7 +134,8 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Does `pattern` match 'layers.0.attn/softmax#1:0', with or without ':0' and '#1'?"""
+    """Return whether `pattern` matches 'layers.0.attn/softmax#1:0', with or without ':0' and
+    '#1'."""
     return any(fnmatchcase(n, pattern) for n in (name, *_shortened(name)))
 
 
@@ -145,13 +149,13 @@ def _is_inside(module: str, pattern: str) -> bool:
 
 
 def _ancestors(module: str) -> list[str]:
-    """'a', 'a.b' and 'a.b.c' for 'a.b.c'."""
+    """Return the paths of a module and of those around it: 'a', 'a.b' and 'a.b.c' for 'a.b.c'."""
     parts = module.split(".") if module else []
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 
 
 def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
-    """Names like `pattern`; those that differ in numbers only count once."""
+    """Return the known names most like `pattern`; names that differ only in numbers count once."""
     stems = dict.fromkeys(re.sub(r"\d+", "*", _shortened(name)[1]) for name in known)
     folded = re.sub(r"\d+", "*", pattern)
     return difflib.get_close_matches(folded, stems, n=NEAREST, cutoff=0.0)

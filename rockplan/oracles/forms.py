@@ -1,6 +1,6 @@
-"""Forms: what passes hand on, held against a table of rules.
+"""Forms: check an intermediate form (run or graph) against a table of rules.
 
-takes: rules, each of which yields what breaks it and says in its docstring what holds. raises
+takes: rules. A rule is a function that yields what breaks it; its docstring says what holds. raises
 IllegalForm.
 """
 
@@ -15,7 +15,8 @@ _Form = TypeVar("_Form")
 
 
 def check(rules: Iterable[Callable[[_Form], Iterator[str]]], form: _Form, when: str) -> None:
-    """Raise IllegalForm with the first rule that `form` breaks. when: what made it."""
+    """Raise IllegalForm with the first rule that `form` breaks. when: the pass that made the
+    form."""
     for rule in rules:
         for broken in rule(form):
             raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")

@@ -1,7 +1,7 @@
-"""What is legal of a graph: a table of rules, each with what breaks it.
+"""Legality of a graph: a table of rules, each a function that yields what breaks it.
 
-takes: a CDGraph. `oracles.forms.check` asks after each pass, where
-`CHECKED` is on; `verify` says what is legal of a schedule.
+takes: a CDGraph. `oracles.forms.check` applies them after each pass if `CHECKED` is on; `verify`
+judges schedules.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, is_kernel, required, value_refs
 
 Rule = Callable[[CDGraph], Iterator[str]]
-"""Yields what breaks it; its docstring says what holds."""
+"""Yields what breaks the rule; its docstring says what must hold."""
 
 
 def numbered_by_place(graph: CDGraph) -> Iterator[str]:

@@ -1,9 +1,9 @@
-"""The rules of memory, as planners see them: the one place that says what a storage weighs, what
-makes it, who reads it, what may run again, in whose storage a result may be written.
+"""The rules of memory for planners: the one place that says what a storage weighs, which nodes make
+and read it, what may run again, and where a result may take over a storage.
 
-takes: a priced CDGraph. guarantees: `simulate` and `lifetimes` weigh storages by it, `verify` has
-rules of its own, and what a planner makes is judged by those. Nothing else looks at sizes, makers
-or takeovers of a graph to plan (`tests/test_rules.py`).
+takes: a priced CDGraph. guarantees: `simulate` and `lifetimes` take sizes from it; `verify`, which
+judges what planners make, has rules of its own. No planner reads sizes, makers or takeovers from a
+graph directly (`tests/test_rules.py`).
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from rockplan.values.graph import (
 
 
 class GraphView:
-    """Of one graph; each fact is found when it is asked for first."""
+    """Facts of one graph, each computed at its first use. Tuples are indexed by node or storage."""
 
     def __init__(self, graph: CDGraph) -> None:
         self.graph = graph
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """Of each storage in bytes, 0 where it is resident or on the host; then of `states`."""
+        """Bytes of each storage, 0 if it is resident or on the host; then those of `states`."""
         sizes = (d.size_bytes if d.kind.weighs else 0 for d in self.graph.data)
         return (*sizes, *(self.graph.rng_state_bytes for _ in self.states))
 
     @cached_property
     def on_host(self) -> frozenset[int]:
-        """Storages in the memory of the host: of `DataNode.size_bytes` there."""
+        """Storages in host memory, where they take `DataNode.size_bytes`."""
         return frozenset(d.index for d in self.graph.data if d.kind is DataKind.HOST)
 
     @cached_property
     def has_copies(self) -> bool:
-        """Does a node run on another queue than that of computations?"""
+        """True if a node runs on another queue than that of computations."""
         return any(n.queue is not Queue.COMPUTE for n in self.graph.nodes)
 
     @cached_property
     def states(self) -> dict[int, int]:
-        """Node that draws -> the generator's state before it, a storage numbered beyond those of
-        the graph. Nothing makes it but the node's first execution, if it runs more than once; the
-        others read it."""
+        """Random node -> index of the storage of the generator's state before it, numbered beyond
+        the graph's storages. The first execution makes it, if the node runs more than once;
+        re-executions read it."""
         drawing = (n.index for n in self.graph.nodes if n.random)
         return {i: k for k, i in enumerate(drawing, len(self.graph.data))}
 
     @cached_property
     def state_bytes(self) -> tuple[int, ...]:
-        """Of each node: what is kept from its first execution to its last, and set aside at each
-        one, if it runs more than once."""
+        """For each node, bytes of the generator state that is saved from its first execution to its
+        last, and set aside during each re-execution, if it runs more than once."""
         states, sizes = self.states, self.sizes
         return tuple(sizes[states[n.index]] if n.random else 0 for n in self.graph.nodes)
 
@@ -67,18 +67,19 @@ class GraphView:
 
     @cached_property
     def remaker(self) -> dict[int, int]:
-        """The same, with `maker` where there is one."""
+        """Storage -> the node that makes it again (`maker`), or else its producer."""
         again = ((d, self.maker(d)) for d in self.producer)
         return self.producer | {d: i for d, i in again if i is not None}
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
-        """Storage -> nodes, ascending."""
+        """Storage -> the nodes that read it, ascending."""
         return readers(self.graph)
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, storages that are not resident: they may be missing."""
+        """For each node, the storages that it reads and that are not resident: they may be
+        missing."""
         data = self.graph.data
         return tuple(
             tuple(d for d in n.reads if not data[d].kind.resident) for n in self.graph.nodes
@@ -86,7 +87,7 @@ class GraphView:
 
     @cached_property
     def reads_again(self) -> tuple[tuple[int, ...], ...]:
-        """Of each node, the same where it runs again."""
+        """For each node, what a re-execution reads: `reads`, and the saved generator state."""
         states = self.states
         return tuple(
             (*reads, states[i]) if i in states else reads for i, reads in enumerate(self.reads)
@@ -99,13 +100,13 @@ class GraphView:
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
-        """Of each node, what it writes."""
+        """For each node, the bytes that it writes."""
         return tuple(self.bytes_of(n.writes) for n in self.graph.nodes)
 
     @cached_property
     def takes(self) -> tuple[tuple[Takeover, ...], ...]:
-        """Of each node, ways to write results where operands die that are as large, those that
-        take more first."""
+        """For each node, its takeovers whose results are as large as the operands, those that take
+        more first."""
         return tuple(tuple(filter(self._fits, n.takes)) for n in self.graph.nodes)
 
     def _fits(self, takeover: Takeover) -> bool:
@@ -113,7 +114,8 @@ class GraphView:
         return all(self.sizes[operand] == self.sizes[result] for operand, result in pairs)
 
     def taken(self, node: int, dies: Callable[[int], bool]) -> Takeover | None:
-        """How it writes results where operands die: the first way whose operands all do."""
+        """Return the takeover that the node uses: the first whose operands all die; None without
+        one."""
         for takeover in self.takes[node]:
             if all(map(dies, takeover.operands)):
                 return takeover
@@ -121,19 +123,19 @@ class GraphView:
 
     @cached_property
     def taken_bytes(self) -> tuple[int, ...]:
-        """Of each node, what it may save by that at most."""
+        """For each node, the most bytes that a takeover may save."""
         return tuple(
             max((self.bytes_of(t.operands) for t in takes), default=0) for takes in self.takes
         )
 
     @cached_property
     def tangents(self) -> frozenset[int]:
-        """Storages that are alive from where the backward phase starts."""
+        """Storages that come alive where the backward phase starts."""
         return frozenset(d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
-        """Storages that stay to the end."""
+        """Storages that stay alive to the end once made."""
         return frozenset(self.graph.held)
 
     @cached_property
@@ -143,7 +145,8 @@ class GraphView:
 
     @cached_property
     def may_go(self) -> frozenset[int]:
-        """Storages of some size that can be made again, hence dropped."""
+        """Storages that may be freed early: of more than 0 bytes, not held, and with a node to make
+        them again."""
         return frozenset(
             d
             for d, size in enumerate(self.sizes)
@@ -152,7 +155,7 @@ class GraphView:
 
     @cached_property
     def makers(self) -> tuple[tuple[int, ...], ...]:
-        """Of each storage and state, nodes that make it again."""
+        """For each storage and state, the nodes that make it again."""
         makers: list[tuple[int, ...]] = [()] * len(self.sizes)
         for i in sorted(self.again):
             for d in self.graph.nodes[i].writes:
@@ -160,7 +163,7 @@ class GraphView:
         return tuple(makers)
 
     def maker(self, d: int) -> int | None:
-        """The fastest of them; None where nothing makes it again."""
+        """Return the fastest node that makes storage `d` again; None if there is none."""
         makers = self.makers[d]
         if len(makers) > 1:
             return min(makers, key=lambda i: (self.graph.nodes[i].time_ns, i))
@@ -170,7 +173,7 @@ class GraphView:
         return sum(map(self.sizes.__getitem__, storages))
 
     def own_bytes(self, node: ComputeNode) -> int:
-        """What the node takes beside its operands."""
+        """Return the bytes that the node takes in addition to its operands."""
         return node.workspace_bytes + self.made_bytes[node.index]
 
 
@@ -178,8 +181,8 @@ _latest: tuple[GraphView, ...] = ()
 
 
 def view_of(graph: CDGraph) -> GraphView:
-    """One of those of the latest graphs, or a new one: schedules of one graph are simulated one
-    after another, and its facts take as long as a simulation."""
+    """Return the view of `graph`, cached for the latest graphs: many schedules of one graph are
+    simulated in a row, and its facts take as long as a simulation."""
     global _latest
     known = _latest
     known_view = next((view for view in known if view.graph is graph), None)
@@ -190,4 +193,4 @@ def view_of(graph: CDGraph) -> GraphView:
 
 
 _MOST = 4
-"""A graph, the same as eager runs it, and with what is asked of a plan."""
+"""Number of cached views: a graph, the same as eager runs it, and with constraints of a plan."""

@@ -1,11 +1,10 @@
 """Lifetimes: which bytes are alive from when to when, the one account of memory.
 
-takes: a priced CDGraph and a legal Schedule. returns: Lifetimes, opened and closed at moments.
-guarantees: `simulate` adds them up; every non-resident storage from its computation to its free,
-the workspace of the running node, copies that a re-execution makes of storages that are alive, and
-saved generator states; a result that takes over the storage of an operand (`taken_over`) costs
-nothing beside it.
-
+takes: a priced CDGraph and a legal Schedule. returns: Lifetimes, opened and closed at moments;
+`simulate` adds them up. guarantees: they are every non-resident storage from its computation to its
+free, the workspace of the running node, the second copy of a storage that is alive while a
+re-execution makes it, and saved generator states; a result that takes over the storage of an
+operand (`taken_over`) costs nothing while both exist.
 Event e of a schedule has two moments: 2e while it runs (for a free: up to it), 2e + 1 when it is
 done.
 """
@@ -23,9 +22,12 @@ from rockplan.values.schedule import Compute, Free, Schedule
 
 
 class Owner(Enum):
-    """STORAGE: data, from its computation to its free. COPY: the second copy of data while an
+    """What owns bytes.
+
+    STORAGE: data, from its computation to its free. COPY: the second copy of data while an
     operation makes it again. WORKSPACE: temporaries inside a node. GENERATOR: the saved generator
-    state of a node that draws again, and what it sets aside while it draws."""
+    state of a node that draws again, and the current state set aside while it does.
+    """
 
     STORAGE = "storage"
     COPY = "copy"
@@ -35,7 +37,7 @@ class Owner(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
-    """Bytes that are alive from the moment `opens` on, before the moment `closes`.
+    """Bytes that are alive from moment `opens` on and until just before moment `closes`.
 
     index: of the data (STORAGE, COPY) or of the node (WORKSPACE, GENERATOR).
     """
@@ -64,7 +66,7 @@ class Lifetime:
         return self.opens <= 2 * event < self.closes
 
     def kind(self, graph: CDGraph) -> str:
-        """Of the storage, or what else owns the bytes."""
+        """Return the kind of the storage, or the name of the other owner."""
         stored = self.owner is Owner.STORAGE
         return graph.data[self.index].kind.value if stored else self.owner.value
 
@@ -82,12 +84,15 @@ def lifetimes(graph: CDGraph, schedule: Schedule) -> tuple[Lifetime, ...]:
 
 
 Span = tuple[Owner, int, int, int, int]
-"""Fields of a Lifetime: there are thousands for each simulation."""
+"""Fields of a Lifetime, as a tuple: a simulation has thousands."""
 
 
 def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
-    """Every lifetime, of any size; less than nothing from where a storage is freed that the
-    schedule does not make (`dp.links`: it was alive before)."""
+    """Yield every lifetime, of any size.
+
+    Where a storage is freed that the schedule does not make (`dp.links`: it was alive before),
+    yield a span of negative bytes from there on.
+    """
     view = view_of(graph)
     nodes, sizes = graph.nodes, view.sizes
     taken = taken_over(graph, schedule)
@@ -134,10 +139,11 @@ def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
 
 
 def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
-    """Position of a computation -> how it writes results where operands die.
+    """Return position of a computation -> the takeover that it uses.
 
-    They die if they are freed directly after it, before anything else runs or the forward phase
-    ends (`GraphView.taken`). A copy of what is alive takes nothing.
+    Its operands die there: they are freed directly after it, before anything else runs or the
+    forward phase ends (`GraphView.taken`). A re-execution that copies a storage that is alive takes
+    nothing over.
     """
     takeovers: dict[int, Takeover] = {}
     view = view_of(graph)
@@ -159,7 +165,7 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
 
 
 def _freed_after(schedule: Schedule, position: int) -> set[int]:
-    """What is freed directly after the computation at `position`, in the same phase."""
+    """Return the data freed directly after the computation at `position`, in the same phase."""
     events, boundary = schedule.events, schedule.forward_length
     end = boundary if position < boundary else len(events)
     freed: set[int] = set()
@@ -172,5 +178,5 @@ def _freed_after(schedule: Schedule, position: int) -> set[int]:
 
 
 def alive_at(stays: Sequence[Lifetime], event: int) -> tuple[Lifetime, ...]:
-    """Those of `stays` that cover the event."""
+    """Return those of `stays` that cover the event."""
     return tuple(f for f in stays if f.covers(event))

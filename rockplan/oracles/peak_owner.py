@@ -1,4 +1,4 @@
-"""Peak owner: what owns most of the bytes that are alive at one event of a schedule."""
+"""Peak owner: which tensors own most of the bytes that are alive at one event of a schedule."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from rockplan.values.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class PeakOwner:
-    """The tenants of a peak that own most of it together, as in `reports.explain.Share`.
+    """The group of tensors that owns the most bytes at a peak, as in `reports.explain.Share`.
 
-    largest: name of the largest of them; module, source: where it is made; '' where the caller
-    makes it.
+    pattern: what their names have in common; tenants: how many they are. largest: name of the
+    largest of them; module, source: where the largest is made, '' if the caller makes it.
     """
 
     pattern: str
@@ -31,7 +31,8 @@ class PeakOwner:
 
 
 def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
-    """Who owns most of what is alive at `event`, without prices; None if nothing is."""
+    """Return the group that owns most of what is alive at `event`; None if nothing is alive. The
+    graph needs no prices."""
     operations, storages = operation_names(graph), activation_names(graph)
     groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
     for lifetime in alive_at(lifetimes(graph, schedule), event):
@@ -59,5 +60,6 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
 
 
 def marked(name: str, kind: str) -> str:
+    """Return the name, with the kind in parentheses unless it is a storage's."""
     is_marked = kind in (Owner.WORKSPACE.value, Owner.COPY.value, Owner.GENERATOR.value)
     return f"{name} ({kind})" if is_marked else name

@@ -1,7 +1,7 @@
-"""Recomputation: which storages making others again may read, and what that costs.
+"""Recomputation: which storages a recomputation may read, and what it costs.
 
-takes: a GraphView, storages, what is there. returns: sets of storages, nanoseconds, bytes. What
-runs again so that a storage is there: `values.order.remade`.
+takes: a GraphView, storages, and which storages are alive. returns: sets of storages, nanoseconds,
+bytes. `values.order.remade` says which nodes run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterable, Sequence
 from rockplan.oracles.graph_view import GraphView
 
 NEVER = float("inf")
-"""Cost of what cannot be made again."""
+"""Cost of a storage that cannot be made again."""
 
 IsThere = Callable[[int], bool]
 
 
 class TooDeep(Exception):
-    """So many storages have to be made for one another that no cost is looked for."""
+    """Raised where a chain of recomputations is too long to compute its cost."""
 
 
 def closure(
@@ -25,8 +25,12 @@ def closure(
     makers: Sequence[Iterable[int]],
     seeds: Iterable[int],
 ) -> set[int]:
-    """`seeds`, and every storage that making them again may read, whatever is there. reads: of a
-    node, storages that may be missing; makers: of a storage, nodes that make it again."""
+    """Return `seeds` and every storage that recomputing them may read, transitively, whatever is
+    alive.
+
+    reads: node -> storages that it reads and that may be missing; makers: for each storage, the
+    nodes that make it again.
+    """
     closed: set[int] = set()
     pending = list(seeds)
     while pending:
@@ -39,16 +43,17 @@ def closure(
 
 
 class RecomputeCosts:
-    """Of making storages of one graph again, alone: what two others need counts twice.
+    """Costs of recomputing single storages of one graph. A storage that two others need counts
+    twice.
 
-    makers: of each storage the node that makes it again, None where none does. depth: storages
-    that have to be made for one another, beyond which TooDeep is raised.
+    makers: for each storage, the node that makes it again, None if there is none. depth: the
+    longest chain of recomputations; TooDeep is raised beyond it.
     """
 
     def __init__(self, view: GraphView, makers: Sequence[int | None], depth: int) -> None:
         nodes = view.graph.nodes
         self._sizes, self._depth = view.sizes, depth
-        # Of each storage: nanoseconds of its maker, never 0, and what that reads.
+        # For each storage: time of its maker in ns, never 0, and what the maker reads.
         self._steps = [
             None if i is None else (1.0 + nodes[i].time_ns, view.reads[i]) for i in makers
         ]
@@ -64,8 +69,9 @@ class RecomputeCosts:
         limit_ns: float = NEVER,
         depth: int = 0,
     ) -> float:
-        """To make `d` with all that has to be made for it; NEVER if that is not less than the
-        limit. known: of storages that are not there; what is looked at is added."""
+        """Return the time to make `d` and all missing storages that this needs; NEVER if it is not
+        less than the limit. known: results for missing storages; the ones computed here are
+        added."""
         step = self._steps[d]
         if step is None:
             return NEVER
@@ -87,8 +93,9 @@ class RecomputeCosts:
     def needed_bytes(
         self, d: int, is_there: IsThere, known: dict[int, float], depth: int = 0
     ) -> float:
-        """Beside what is there, to make `d`, if nothing of that goes (Sethi and Ullman, JACM
-        1970); NEVER if it cannot be made. known: of storages, added to."""
+        """Return the least additional bytes in which `d` can be made, if nothing that is alive is
+        freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if it cannot be made. known: results by
+        storage, added to."""
         if d in known:
             return known[d]
         step = self._steps[d]

@@ -22,7 +22,8 @@ class Simulation:
     """Bytes beyond resident storages; time in nanoseconds under the graph's prices.
 
     saved_bytes: alive between forward and backward; peak_event: index of the event at the peak.
-    time_ns: with what computations wait for copies. host_peak_bytes: in the memory of the host.
+    time_ns includes the time that computations wait for copies. host_peak_bytes: peak of host
+    memory.
     """
 
     peak_bytes: int
@@ -36,8 +37,11 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class EventCost:
-    """Memory at one event: `during_bytes` while it runs (for a free: up to it), `after_bytes` when
-    it is done. time_ns: what it takes of the queue of computations, waits included."""
+    """Memory and time of one event.
+
+    during_bytes: alive while it runs (for a free: up to it); after_bytes: when it is done. time_ns:
+    time on the queue of computations, waits included.
+    """
 
     during_bytes: int
     after_bytes: int
@@ -45,7 +49,7 @@ class EventCost:
 
 
 def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
-    """Peak bytes and time of `schedule`; the schedule must be legal (`verify`)."""
+    """Return peak bytes and time of `schedule`, which must be legal (`verify`)."""
     during, after = _replayed(schedule, spans(graph, schedule))
     boundary = schedule.forward_length
     peak_bytes = max(during, default=0)
@@ -66,7 +70,7 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
 
 
 def host_bytes(graph: CDGraph, schedule: Schedule) -> list[int]:
-    """Bytes in the memory of the host during each event."""
+    """Return the bytes alive in host memory during each event."""
     on_host = view_of(graph).on_host
     stored = (
         (owner, d, graph.data[d].size_bytes, opens, closes)
@@ -81,7 +85,7 @@ def _sum_ns(graph: CDGraph, schedule: Schedule) -> int:
 
 
 def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
-    """One EventCost for each event of `schedule`."""
+    """Yield an EventCost for each event of `schedule`."""
     starts_ns = clock(graph, schedule).starts_ns
     took_ns = (end - start for start, end in pairwise(starts_ns))
     replayed = _replayed(schedule, spans(graph, schedule))
@@ -89,7 +93,7 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
 
 
 def _replayed(schedule: Schedule, lifetimes: Iterable[Span]) -> tuple[list[int], list[int]]:
-    """Bytes of each event while it runs, and when it is done."""
+    """Return the bytes alive at each event while it runs, and when it is done."""
     changes = [0] * (2 * len(schedule.events) + 1)
     for _, _, size_bytes, opens, closes in lifetimes:
         changes[opens] += size_bytes

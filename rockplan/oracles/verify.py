@@ -4,16 +4,16 @@ takes: CDGraph, Schedule. returns: nothing; raises IllegalSchedule with the firs
 
 Rules:
 1. forward nodes run at least once, all of them before the backward phase; backward nodes run at
-   least once, in the backward phase only; nodes that are optional need not run, and do not while
-   all that they make is alive; those of the forward phase run once at most
+   least once, in the backward phase only; optional nodes need not run, must not run while all that
+   they make is alive, and run once at most if they are of the forward phase
 2. whatever a node reads is alive
 3. only what is alive, not resident and not held is freed
-4. a node that is not recomputable runs once, and so does one that makes a gradient of `handed`:
-   autograd would get it twice
+4. a node that is not recomputable runs once, and so does one that makes a gradient of `handed`,
+   which autograd would otherwise get twice
 5. first executions of random and of not recomputable nodes come in the order of the graph
-   (the generator and side effects see what eager shows them)
-6. `outputs` are alive when the forward phase ends, and nothing of `dropped` is; when all ends
-   nothing but `held` is alive
+   (so that random draws and side effects equal those of eager)
+6. `outputs` are alive when the forward phase ends, and nothing of `dropped` is; at the end of the
+   schedule nothing but `held` is alive
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
 
 
 def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> None:
+    """Raise IllegalSchedule for a broken rule 1 or 6 at the end of the forward phase."""
     missing = [n.name for n in graph.forward if n.index not in executed and not n.optional]
     if missing:
         raise IllegalSchedule(f"not executed in the forward phase: {', '.join(missing[:5])}")

@@ -18,8 +18,8 @@ class Block:
     problem: the block as a graph of its own. problem.nodes[i] stands for
     (forward + backward)[i]. The input, pinned storages, parameters and the like are resident in
     it; its output is in `problem.outputs` (free to drop in the backward phase); incoming
-    gradients are tangents, outgoing gradients are `held`. Nothing takes over a storage in it: what
-    the whole graph needs can only be less.
+    gradients are tangents, outgoing gradients are `held`. Takeovers are left out, so the block
+    needs no more bytes in the whole graph than in `problem`.
     digest: equal for blocks whose problems are equal in everything that a solver sees.
     incoming_gradient_bytes: all gradients that cross from the next block into this one.
     background_bytes: storages outside the problem that are alive while this block runs forward,
@@ -38,7 +38,7 @@ class Block:
     name: str = ""
 
     def __str__(self) -> str:
-        """Where it lies in the whole graph, by indices of that; then its problem."""
+        """Return the block's place in the whole graph (indices of that graph), then its problem."""
         return (
             f"{self.name or f'block {self.index}'}: forward {_ranges(self.forward)}, backward "
             f"{_ranges(self.backward)}; input {'none' if self.input is None else self.input}, "
@@ -48,7 +48,7 @@ class Block:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """'3..5, 8' for 3, 4, 5, 8."""
+    """Return ascending indices as text: '3..5, 8' for 3, 4, 5, 8."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:
@@ -60,10 +60,11 @@ def _ranges(indices: Sequence[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class BlockOption:
-    """One way to run a block: local node indices of its problem.
+    """One way to run a block, in node indices of its problem.
 
     forward: the first execution; backward: backward nodes with re-executions between them.
-    saved_bytes: alive after the forward phase besides the output; output_bytes: the output.
+    saved_bytes: storages alive after the forward phase, without the output; output_bytes: the
+    output.
     forward_peak_bytes, backward_peak_bytes: as `simulate` finds them on the problem.
     time_ns: forward + backward, recomputation included.
     """
@@ -79,7 +80,7 @@ class BlockOption:
 
 @dataclass(frozen=True, slots=True)
 class OptionFamily:
-    """Pareto options of one block class.
+    """Pareto-optimal options of one block class.
 
     solves: how many integer programs were solved. is_complete: no time limit cut the search.
     """

@@ -1,7 +1,7 @@
-"""A step as blocks that are planned one by one, and what runs beside them.
+"""A step as blocks that are planned one by one, and the unplanned rest of the model.
 
-The rest of the model runs as it is, so of it nothing is known but what was measured: how many bytes
-are alive at each moment of a step beside what the blocks keep.
+The rest of the model runs as in eager. All that is known of it was measured: how many bytes are
+alive at each moment of a step in addition to what the blocks keep.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from rockplan.values.schedule import Schedule
 class BoundedOption:
     """One way to run a block of a step.
 
-    saved_bytes: alive between the phases beside what the forward returns, which the step holds or
-    not; returned_bytes: of that, what the backward phase reads, whether the step holds it or not.
-    forward_peak_bytes, backward_peak_bytes: the most at one time within a phase, with the results
-    of the forward and with the gradients that come in.
+    saved_bytes: bytes alive between the phases, the forward's results not counted (the step may
+    hold these or not); returned_bytes: bytes of the results that the backward phase reads, held by
+    the step or not.
+    forward_peak_bytes, backward_peak_bytes: the peak within a phase, results of the forward and
+    incoming gradients included.
     """
 
     schedule: Schedule
@@ -31,7 +32,7 @@ class BoundedOption:
 
     @property
     def needs(self) -> tuple[int, int, int, int]:
-        """What another option may be no worse in."""
+        """Return the costs by which options are compared: less is better in each."""
         return (
             self.time_ns,
             self.saved_bytes,
@@ -42,12 +43,12 @@ class BoundedOption:
 
 @dataclass(frozen=True, slots=True)
 class StepMoment:
-    """A part of a step, from when a block begins or ends to when the next does.
+    """A part of a step, from where a block begins or ends to where the next one does.
 
-    outside_bytes: the most that is alive beside what blocks keep; while a block runs, beside what
-    that one needs as well. keeping: as many blocks, the first ones by when their forwards run, may
-    keep something meanwhile. running: the block that runs, None between blocks; is_backward: it
-    runs backward.
+    outside_bytes: peak of what is alive beyond what the blocks keep and beyond what the running
+    block needs. keeping: how many blocks may hold saved bytes meanwhile: the first ones in the
+    order of their forwards. running: index of the block that runs, None between blocks;
+    is_backward: the running block is in its backward phase.
     """
 
     outside_bytes: int
@@ -56,12 +57,12 @@ class StepMoment:
     is_backward: bool = False
 
     def peak_bytes(self, options: Sequence[BoundedOption]) -> int:
-        """Of a step in which each block runs as its option says."""
+        """Return the peak of this moment if each block i runs as `options[i]`."""
         saved = sum(o.saved_bytes for i, o in self._kept(options))
         return self.outside_bytes + saved + self.own_bytes(options)
 
     def own_bytes(self, options: Sequence[BoundedOption]) -> int:
-        """What the block that runs needs."""
+        """Return the bytes that the running block needs while it runs; 0 between blocks."""
         if self.running is None:
             return 0
         option = options[self.running]
@@ -73,19 +74,19 @@ class StepMoment:
 
 
 def step_peak_bytes(moments: Sequence[StepMoment], options: Sequence[BoundedOption]) -> int:
-    """The most at one time of a step."""
+    """Return the peak of a step in which each block i runs as `options[i]`."""
     return max((m.peak_bytes(options) for m in moments), default=0)
 
 
 def held_like(option: BoundedOption, measured: BoundedOption) -> BoundedOption:
-    """`option`, for a step that was measured with another one of the same block: what it holds of
-    the results beyond that one, it keeps."""
+    """Correct `option` for a step that was measured while its block ran as `measured`: returned
+    bytes beyond those of `measured` count as saved."""
     more_bytes = max(option.returned_bytes - measured.returned_bytes, 0)
     return replace(option, saved_bytes=option.saved_bytes + more_bytes)
 
 
 def useful_options(options: Sequence[BoundedOption]) -> tuple[BoundedOption, ...]:
-    """Those that no other one beats or equals in everything, fastest first."""
+    """Return the Pareto-optimal options, fastest first: no other is as good in everything."""
     kept: list[BoundedOption] = []
     for option in sorted(options, key=lambda o: o.needs):
         if not any(all(map(int.__le__, other.needs, option.needs)) for other in kept):

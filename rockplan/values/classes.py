@@ -1,9 +1,4 @@
-"""Classes: what is found out about one, once.
-
-takes: a function of a class. returns: one that remembers. guarantees: classes are told apart by
-identity, whatever their metaclass makes of ==; one that defines it alone makes classes without a
-hash.
-"""
+"""Facts about Python classes that are computed once for each class."""
 
 from __future__ import annotations
 
@@ -15,6 +10,10 @@ Found = TypeVar("Found")
 
 
 def once_for_each_class(work: Callable[[Any], Found]) -> Callable[[Any], Found]:
+    """Cache a function of a class.
+
+    Classes are told apart by identity: a metaclass may define `==`, and without a hash too.
+    """
     known: dict[int, tuple[Any, Found]] = {}
 
     @functools.wraps(work)

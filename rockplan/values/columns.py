@@ -1,4 +1,4 @@
-"""Columns: rows of short texts as aligned lines, for prints of graphs, schedules, programs."""
+"""Columns: rows of short texts as aligned lines, for prints of graphs, schedules and programs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
-    """One line a row, two spaces between columns, those of `numbers` to the right."""
+    """Return one line for each row, two spaces between columns; the columns at positions `numbers`
+    are aligned to the right."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 

@@ -1,11 +1,12 @@
-"""Copies: nodes that bring storages to the memory of the host and back.
+"""Copies: nodes that bring storages to host memory and back.
 
-takes: a priced CDGraph, storages, a HostLink. returns: the graph in which each of them may be
-copied out after it is made, and made again by a copy in. guarantees: forward nodes, storages and
-values keep their indices; without the copies, which are optional, it is the same graph.
-
-A copy out stands where the room of what it reads may be given back; it begins when that is made. A
-copy in stands where the room of what it makes is taken (`oracles.clock`).
+takes: a priced CDGraph, storages, a HostLink. returns: the graph with two optional nodes for each
+of these storages: a copy out after the node that makes it, and a copy in that makes it again.
+guarantees: forward nodes, storages and values keep their indices; without the copies, which are
+optional, it is the same graph.
+In a schedule, a copy out stands where the memory of its operand may be freed; it begins as soon as
+the operand is made. A copy in stands where the memory of its result is allocated
+(`oracles.clock`).
 """
 
 from __future__ import annotations
@@ -28,23 +29,24 @@ from rockplan.values.graph import (
 )
 
 STORE, FETCH = "host.store.default", "host.fetch.default"
-"""What copies call: of tensors that lie in one storage, to all of its bytes, and back."""
+"""Operators of copies: from tensors that share one storage to all of its bytes, and back."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostLink:
-    """Between device and host: bytes a second each way, both ways at once."""
+    """The link between device and host: bytes per second in each direction, both at once."""
 
     out_bytes_per_s: int
     in_bytes_per_s: int
 
     def share(self, part: float) -> HostLink:
+        """Return a link with the share `part` (0 to 1) of both rates."""
         return HostLink(int(part * self.out_bytes_per_s), int(part * self.in_bytes_per_s))
 
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """size_bytes: of its memory, that paged storages may take at most."""
+    """Host memory for paging. size_bytes: the most that paged storages may take of it."""
 
     size_bytes: int
     link: HostLink
@@ -52,7 +54,8 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """A storage that may be paged. host: where it goes; store, fetch: nodes that copy it."""
+    """A storage that may be paged. data, host: indices of the storage on the device and of its copy
+    on the host; store, fetch: indices of the nodes that copy it out and in."""
 
     data: int
     host: int
@@ -62,9 +65,12 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """Of a paged storage to the host and back, by the clock of the plan: from when to when it
-    leaves, from when it comes back first, and when it is there. times_back: how often it comes
-    back; waits_ns: how long computations wait for all its copies."""
+    """The way of one paged storage to the host and back, in ns of the plan's clock.
+
+    leaves_ns, gone_ns: begin and end of the copy out. comes_ns, back_ns: begin and end of the
+    first copy in. times_back: number of copies in; waits_ns: how long computations wait for all
+    copies of this storage.
+    """
 
     data: int
     size_bytes: int
@@ -77,7 +83,10 @@ class Trip:
 
 
 def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGraph:
-    """`graph` with a copy out and a copy in of each of `storages`, which a forward node makes."""
+    """Return `graph` with a copy out and a copy in for each of `storages`.
+
+    storages: indices of data that forward nodes make; link: what gives the copies their times.
+    """
     chosen = sorted(set(storages))
     if not chosen:
         return graph
@@ -139,14 +148,16 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
 
 
 def copy_of(node: ComputeNode) -> Call | None:
-    """The call of a node that copies a storage to the host or back, None of others."""
+    """Return the call of a node that copies a storage to the host or back, None for other nodes."""
     return node.calls[0] if node.calls and node.calls[0].op in (STORE, FETCH) else None
 
 
 def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
-    """`graph` in which each of `storages` may be made again of nothing and for nothing: what a
-    search sees of copies that come when they are needed. Nodes are numbered as by `with_copies`,
-    but for the copies out, of which there are none."""
+    """Return `graph` in which each of `storages` may be made again from nothing in no time.
+
+    A search sees copies in this way as long as they are taken to arrive in time. Nodes are
+    numbered as by `with_copies`, but without the copies out.
+    """
     chosen = sorted(set(storages))
     turn = len(graph.forward)
     fetches = (
@@ -162,19 +173,20 @@ def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
 
 
 def shifted(order: Iterable[int], turn: int, by: int) -> list[int]:
-    """Indices of nodes before which others were put at `turn`."""
+    """Renumber node indices after `by` nodes were inserted at index `turn`."""
     return [i if i < turn else i + by for i in order]
 
 
 def paged(graph: CDGraph) -> tuple[Paged, ...]:
-    """What `with_copies` put there, ascending."""
+    """Return the storages that `with_copies` gave copies, ascending."""
     fetch_of = {n.reads: n for n in graph.nodes if n.queue is Queue.IN}
     stores = [n for n in graph.nodes if n.queue is Queue.OUT]
     return tuple(Paged(n.reads[0], n.writes[0], n.index, fetch_of[n.writes].index) for n in stores)
 
 
 def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
-    """`graph` with the copies of `planned`, the same graph from elsewhere, and their times."""
+    """Return `graph` with the copies, and their times, of `planned`, the same graph captured in
+    another process; `graph` unchanged if a copied storage has no maker in it."""
     storages = [p.data for p in paged(planned)]
     if not storages or not producers(graph).keys() >= set(storages):
         return graph
@@ -185,7 +197,7 @@ def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
 
 
 def without_copies(graph: CDGraph) -> CDGraph:
-    """`graph` before `with_copies`."""
+    """Undo `with_copies`."""
     kept: Sequence[ComputeNode] = [n for n in graph.nodes if n.queue is Queue.COMPUTE]
     gone = len(graph.nodes) - len(kept)
     if not gone:

@@ -1,4 +1,4 @@
-"""Curve: predicted time at every useful peak, of one module under one profile."""
+"""Curve: predicted time at every useful peak, for one module under one profile."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rockplan.values.plan import Certificate, Status, format_bytes
 
 @dataclass(frozen=True, slots=True)
 class CurvePoint:
-    """The plan for a budget of `peak_bytes`; eager_time_ns: of every node once."""
+    """The plan for a budget of `peak_bytes`. eager_time_ns: time of executing every node once."""
 
     peak_bytes: int
     saved_bytes: int
@@ -29,7 +29,7 @@ class CurvePoint:
 
 
 def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
-    """By peak, without those that are no faster than one that needs no more."""
+    """Return the Pareto-optimal points by ascending peak: each is faster than all before it."""
     undominated: list[CurvePoint] = []
     for point in sorted(points, key=lambda p: (p.peak_bytes, p.time_ns)):
         if not undominated or point.time_ns < undominated[-1].time_ns:
@@ -45,13 +45,14 @@ def best_of(curves: Sequence[Curve]) -> Curve:
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """points: from the smallest budget that works to the one at which nothing is recomputed;
-    each needs more bytes and less time than all before it.
+    """Points of peak and time, and what they were computed for.
 
+    points: from the smallest budget that works to the one at which nothing is recomputed;
+    each needs more bytes and less time than all before it.
     Bytes follow the convention of the ruler: alive during forward and backward beyond
     parameters, buffers, the caller's inputs and the parameters' `.grad`.
-    unplanned_bytes: what every node once needs, each result in a storage of its own, as eager does;
-    shares ('40%') are shares of it. The last point may need less.
+    unplanned_bytes: peak of executing every node once, each result in a storage of its own, as
+    eager does; shares ('40%') are shares of it. The last point may need less.
     """
 
     points: tuple[CurvePoint, ...]

@@ -39,23 +39,23 @@ class DataKind(Enum):
 
     @property
     def resident(self) -> bool:
-        """Always alive and never counted: owned by the model or by the caller."""
+        """True if the storage is always alive and never counted: owned by model or caller."""
         return self in _RESIDENT
 
     @property
     def weighs(self) -> bool:
-        """Do its bytes count on the device?"""
+        """True if its bytes count on the device."""
         return self not in _WEIGHTLESS
 
 
-# Tuples: to find a member is faster than to hash one.
+# Tuples: a search through four members is faster than hashing one.
 _RESIDENT = (DataKind.PARAMETER, DataKind.BUFFER, DataKind.INPUT, DataKind.CONSTANT)
 _WEIGHTLESS = (*_RESIDENT, DataKind.HOST)
 
 
 class Queue(Enum):
-    """Where a node runs: beside the computations, copies out of the device and copies into it, each
-    one after the other."""
+    """Where a node runs: among the computations, among copies out of the device, or among copies
+    into it. Nodes of one queue run one after the other."""
 
     COMPUTE = "compute"
     OUT = "out"
@@ -63,7 +63,7 @@ class Queue(Enum):
 
 
 CALLER_LOSS = "caller_loss"
-"""Name of the tangent that stands for scalars of the caller: a loss that is made of the result."""
+"""Name of the tangent that stands for scalars of the caller: a loss computed from the result."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,10 +83,11 @@ class DataNode:
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Static description of a tensor: shape and strides in elements, dtype and device by name.
+    """Static description of a tensor: shape, strides and offset in elements, dtype and device by
+    name.
 
-    is_conj, is_neg: what is stored is the conjugate, or the negative, of what it stands for, and
-    kernels copy it.
+    is_conj, is_neg: the memory holds the conjugate, or the negative, of the values that the tensor
+    stands for; kernels resolve that by a copy.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +111,7 @@ class Call:
     """One operator call: `op` as 'aten.addmm.default'.
 
     args and kwargs hold literals, ValueRefs and (nested) tuples and lists of them; results are
-    indices of values, None for a result that nobody names.
+    indices of values, None for a result that is not used.
     """
 
     op: str
@@ -120,7 +121,7 @@ class Call:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Its results that have a name."""
+        """Return the indices of its results, without unused ones."""
         return tuple([r for r in self.results if r is not None])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -128,17 +129,17 @@ class Call:
 
 
 NAMESPACE = "rockplan"
-"""Of the operators that call kernels."""
+"""Namespace of the operators that call compiled kernels."""
 
 
 def is_kernel(op: str) -> bool:
-    """Does the operator of this name call a kernel?"""
+    """Return whether the operator of this name calls a compiled kernel."""
     return op.startswith(f"{NAMESPACE}.")
 
 
 def stem(op: str) -> str:
-    """The name of an operator; without the digest, which differs with shapes, if it calls a
-    kernel: 'rockplan.mean_rsqrt_mul.default'."""
+    """Return the name of an operator; for one that calls a kernel without the digest, which differs
+    with shapes: 'rockplan.mean_rsqrt_mul.default'."""
     if not is_kernel(op):
         return op
     namespace, name, overload = op.split(".")
@@ -147,18 +148,17 @@ def stem(op: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """Operators that are compiled as one function, in a numbering of their own. Equal kernels are
-    one, and the name has a digest of all that is computed. No code: a compiler makes it from these
-    values, here or elsewhere.
+    """Operators that are compiled as one function, with values numbered from 0.
 
+    Equal kernels are one kernel: the name has a digest of all that is computed. It holds no code: a
+    compiler makes that from these values, in any process.
     op: the operator that calls it, 'rockplan.mean_rsqrt_mul_0123456789abcdef.default'.
-
-    inputs: its arguments, values 0, 1, ...; calls: what it computes, whose results are numbered
-    from there on; results, result_specs: the values that it returns, each in a storage of its own,
-    and how they look. keeps_roundings: it rounds where operators of eager would, to `rounded`.
-
-    plain, over: of a kernel that computes what `plain` does, over its inputs: places of results
-    that are written there, with those of the inputs. Other results have storages of their own.
+    inputs: specs of its arguments, values 0, 1, ...; calls: what it computes, results numbered from
+    len(inputs) on; results, result_specs: the values that it returns, each in a storage of its own,
+    and their specs. keeps_roundings: it rounds where eager's operators would, to `rounded`.
+    plain: for the in-place variant of a kernel, the operator of the plain kernel, which computes
+    the same; over: pairs (position of a result, position of the input that it is written over).
+    Other results have storages of their own.
     """
 
     op: str
@@ -177,7 +177,7 @@ class Kernel:
         return self.op.split(".")[1]
 
     def __str__(self) -> str:
-        """The name, then a line a call."""
+        """Return the name, then a line for each call."""
         over = dict(self.over)
         written = [f" over %{over[p]}" if p in over else "" for p in range(len(self.results))]
         results = ", ".join(f"%{v}{w}" for v, w in zip(self.results, written, strict=True))
@@ -217,11 +217,11 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class Takeover:
-    """Results that are written where operands die, all of them or none.
+    """Results that are written into the storages of operands that die: all of them or none.
 
-    operands: storages that the node reads; results: for each of them, the one that the node makes
-    there; call: of the node's calls the first, which does so. None in an outline. more_bytes: what
-    it needs beyond the node's workspace, which counts for every execution of the node (`price`).
+    operands: storages that the node reads; results: for each operand, the storage that the node
+    writes in its place; call: what replaces the first of the node's calls to do so, None in an
+    outline. more_bytes: workspace beyond the node's, which `price` adds to it for every execution.
     """
 
     operands: tuple[int, ...]
@@ -231,7 +231,7 @@ class Takeover:
 
     @property
     def outline(self) -> Takeover:
-        """What a document keeps of it."""
+        """Return the part of it that a document (plan file, digest) keeps."""
         return Takeover(self.operands, self.results)
 
 
@@ -245,12 +245,12 @@ class ComputeNode:
     recomputable: False if it may execute only once (its effect or its inputs cannot be had
     again); then whatever it writes is kept until its last use.
     random: draws from a generator; a re-execution replays the generator's state.
-    takes: ways to write results where operands die at this node, of which it goes one: the first
-    whose operands all die. Those that take more come first.
+    takes: ways to write results into storages of operands that die at this node. An execution uses
+    the first whose operands all die; ways that take more come first.
     time_ns, workspace_bytes: from the Profile; workspace is the peak of temporaries inside the
     node, beyond its inputs and `writes`.
-    queue: on which it takes that time (`oracles.clock`). optional: it need not run; what it makes
-    that others make as well is made again by it.
+    queue: where it takes that time (`oracles.clock`). optional: a schedule may leave it out; it
+    then makes again what required nodes make too (copies in).
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
     """
 
@@ -272,7 +272,8 @@ class ComputeNode:
     optional: bool = False
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
-        """What an execution calls that goes this way to write results where operands die."""
+        """Return the calls of one execution. again: it is a re-execution; takeover: the one that it
+        uses."""
         calls = self.recalls if again else self.calls
         return calls if takeover is None or takeover.call is None else (takeover.call, *calls[1:])
 
@@ -290,10 +291,10 @@ class CDGraph:
     execution of a random node that executes more than once.
     dropped: ACTIVATION data, none of `outputs`, that must not be alive between the forward and the
     backward phase: whatever needs them later makes them again.
-    eager_order: all nodes that are not optional in the order in which eager executes them; empty if
-    it is theirs.
-    kernels: compiled ones that calls name. tiles: how many parts the head is written in, 0 where it
-    is whole.
+    eager_order: indices of all nodes that are not optional, in the order in which eager executes
+    them; empty if they are in that order.
+    kernels: compiled kernels that calls name. tiles: in how many parts the head is computed, 0 if
+    it is not tiled.
     """
 
     data: tuple[DataNode, ...]
@@ -327,8 +328,9 @@ class CDGraph:
         return sum(n.time_ns for n in self.nodes if not n.optional)
 
     def __str__(self) -> str:
-        """A line a node: index, phase, name, what it reads -> what it writes, its bytes, its time;
-        and what else holds of it. Names of nodes and data are those of the generated code."""
+        """Return a line for each node: index, phase, name, what it reads -> what it writes, its
+        bytes, its time; first a line of what else holds of the graph. Names are those of generated
+        code."""
         lines = [_facts_line(self), *aligned(map(self._row, self.nodes), numbers=(0, 4, 5))]
         return "\n".join(lines)
 
@@ -368,7 +370,8 @@ def _facts_line(graph: CDGraph) -> str:
 
 
 def _taken(graph: CDGraph, node: ComputeNode) -> str:
-    """'a' or 'b', or both 'a + b'."""
+    """Return the names of operands that the node may take over: 'a, b' for a or b, 'a + b' for
+    both."""
     names = ([graph.data[d].name for d in t.operands] for t in node.takes)
     return ", ".join(map(" + ".join, names))
 
@@ -378,13 +381,13 @@ def _listed(graph: CDGraph, data: Iterable[int]) -> str:
 
 
 def as_eager(graph: CDGraph) -> CDGraph:
-    """`graph` as eager executes it: in its order, every result in a storage of its own."""
+    """Return `graph` as eager executes it: in its order, every result in a storage of its own."""
     return without_takes(in_eager_order(graph))
 
 
 def in_eager_order(graph: CDGraph) -> CDGraph:
-    """`graph` as it was before `lowering.backward_order`, without what need not run; forward nodes
-    keep their indices."""
+    """Return `graph` as it was before `lowering.backward_order`, without optional nodes; forward
+    nodes keep their indices."""
     order = graph.eager_order or required(graph.nodes)
     nodes = [graph.nodes[i] for i in order]
     placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
@@ -392,7 +395,7 @@ def in_eager_order(graph: CDGraph) -> CDGraph:
 
 
 def without_takes(graph: CDGraph) -> CDGraph:
-    """`graph` where every result has a storage of its own."""
+    """Return `graph` without takeovers: every result has a storage of its own."""
     return replace(graph, nodes=tuple(replace(n, takes=()) if n.takes else n for n in graph.nodes))
 
 
@@ -400,8 +403,8 @@ _CALLER_GRADIENTS = 4
 
 
 def caller_bytes(graph: CDGraph) -> int:
-    """What the caller's loss needs where the backward phase starts, beyond the outputs: the
-    gradients that come in, and three times as much from which they are computed.
+    """Return what the caller's loss needs where the backward phase starts, beyond the outputs: the
+    incoming gradients, and three times as much from which they are computed.
 
     As measured, a mean of squares needs 4 times their bytes, cross entropy, `mse_loss` and
     `binary_cross_entropy_with_logits` 3, a sum of products 2, a sum 1.
@@ -411,29 +414,32 @@ def caller_bytes(graph: CDGraph) -> int:
 
 
 def required(nodes: Iterable[ComputeNode]) -> tuple[int, ...]:
-    """Those of `nodes` that every schedule executes."""
+    """Return the indices of those `nodes` that every schedule executes."""
     return tuple([n.index for n in nodes if not n.optional])
 
 
 def may_run_again(graph: CDGraph) -> frozenset[int]:
-    """Nodes that a schedule may execute more than once: autograd would get a gradient twice."""
+    """Return the nodes that a schedule may execute more than once.
+
+    A node that hands a gradient to autograd may not: autograd would get it twice.
+    """
     handed = frozenset(graph.handed)
     return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
 
 
 def added_to(graph: CDGraph) -> frozenset[int]:
-    """Gradients to which autograd may add others, in the order of the nodes that read them: those
-    that it is handed, and those of inputs, which are alive to the end."""
+    """Return the gradients to which autograd may add others, in the order of the nodes that read
+    them: the handed ones, and those of inputs, which are alive to the end."""
     held = (d for d in graph.held if graph.data[d].kind is DataKind.GRADIENT)
     return frozenset((*graph.handed, *held))
 
 
 def movable(graph: CDGraph) -> frozenset[int]:
-    """Backward nodes that may run for the first time sooner or later than by their index, wherever
-    what they read is made before, and what reads them comes after.
+    """Return the backward nodes that may run for the first time earlier or later than by their
+    index, as long as they run after the makers of their operands and before their readers.
 
-    Others draw numbers, act on something outside, make what the caller holds, or what autograd adds
-    to a gradient: all of that in order.
+    The other nodes keep their order: they draw random numbers, have side effects, make what the
+    caller holds, or make what autograd adds to a gradient.
     """
     in_order = added_to(graph)
     held = frozenset(graph.held)
@@ -450,8 +456,8 @@ def movable(graph: CDGraph) -> frozenset[int]:
 
 
 def producers(graph: CDGraph) -> dict[int, int]:
-    """data index -> index of the first node that writes it; resident data and tangents have
-    none."""
+    """Return data index -> index of the first node that writes it; resident data and tangents have
+    no entry."""
     first: dict[int, int] = {}
     for node in graph.nodes:
         for d in node.writes:
@@ -460,7 +466,8 @@ def producers(graph: CDGraph) -> dict[int, int]:
 
 
 def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
-    """data index -> indices of the nodes that read it, ascending; every data has an entry."""
+    """Return data index -> indices of the nodes that read it, ascending; every data has an
+    entry."""
     readers_of: dict[int, list[int]] = {d.index: [] for d in graph.data}
     for node in graph.nodes:
         for d in node.reads:
@@ -469,7 +476,7 @@ def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
 
 
 def value_refs(arguments: object) -> list[ValueRef]:
-    """Every ValueRef in nested arguments of a call, in order."""
+    """Return every ValueRef in nested arguments of a call, in order."""
     if isinstance(arguments, ValueRef):
         return [arguments]
     references: list[ValueRef] = []
@@ -477,7 +484,7 @@ def value_refs(arguments: object) -> list[ValueRef]:
         for item in arguments.values() if isinstance(arguments, dict) else arguments:
             if isinstance(item, ValueRef):
                 references.append(item)
-            # Most are literals: no call for each of them.
+            # Most items are literals, which need no recursive call.
             elif isinstance(item, _CONTAINERS):
                 references += value_refs(item)
     return references
@@ -487,7 +494,7 @@ _CONTAINERS = (tuple, list, dict)
 
 
 def refs(call: Call) -> list[ValueRef]:
-    """Of all arguments."""
+    """Return every ValueRef in the arguments of `call`, in order."""
     references = value_refs(call.args)
     for _, argument in call.kwargs:
         references += value_refs(argument)
@@ -495,7 +502,7 @@ def refs(call: Call) -> list[ValueRef]:
 
 
 def with_each_ref(argument: Any, of: Callable[[int], object]) -> Any:
-    """`argument` with what `of` says of its index in place of each ValueRef."""
+    """Replace each ValueRef in nested tuples by `of(its index)`."""
     if isinstance(argument, ValueRef):
         return of(argument.index)
     return (
@@ -506,7 +513,7 @@ def with_each_ref(argument: Any, of: Callable[[int], object]) -> Any:
 def renamed(
     call: Call, argument: Callable[[int], int], result: Callable[[int], int | None]
 ) -> Call:
-    """`call` with other numbers for its arguments and results."""
+    """Renumber the values of `call`: arguments by `argument`, results by `result`."""
 
     def ref(index: int) -> ValueRef:
         return ValueRef(argument(index))

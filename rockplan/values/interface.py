@@ -9,16 +9,16 @@ from typing import Any
 from rockplan.values.graph import Call, TensorSpec
 
 Incoming = Mapping[int, tuple[int, ...] | None]
-"""Leaf of the result that backward starts from -> strides of its incoming gradient, None: those
-of the leaf."""
+"""Position of a leaf of the result that backward starts from -> strides of its incoming gradient,
+None if they equal those of the leaf."""
 
 
 @dataclass(frozen=True, slots=True)
 class Precedent:
-    """What the backward pass of an earlier call, in other sizes or with other values, started from:
-    that of a new kind of call most likely starts from the same.
+    """The leaves that backward started from in an earlier call of other sizes or values. A new kind
+    of call most likely starts from the same ones.
 
-    is_repeated: so did the one that was planned before it.
+    is_repeated: the kind of call planned before it started from them too.
     """
 
     incoming: Incoming
@@ -27,8 +27,8 @@ class Precedent:
 
 @dataclass(frozen=True, slots=True)
 class Unmade:
-    """A leaf of the result that no call makes, since the caller reads the loss alone. name: its
-    path in the result, as Python writes it."""
+    """A leaf of the result that no call makes, since the caller reads only the loss. name: its path
+    in the result, as Python writes it."""
 
     name: str
     spec: TensorSpec
@@ -39,10 +39,10 @@ class OutputLeaf:
     """One leaf of the module's result: a tensor (`value`) or a literal, which may be `Unmade` or a
     `GivenLeaf`.
 
-    first: position of the first leaf that is the same tensor, which is one tensor outside, too; its
-    own if none before it is. made_from: positions of the other leaves that it is computed from: a
-    part of their gradients comes from its own. tangent: value of its incoming gradient, None if it
-    is not differentiated, or not the first. requires_grad: as in eager execution.
+    first: position of the first leaf that is the same tensor object; its own position if it is the
+    first. made_from: positions of the other leaves that it is computed from: a part of their
+    gradients comes through it. tangent: value of its incoming gradient, None if it is not
+    differentiated, or not the first. requires_grad: as in eager execution.
     """
 
     value: int | None
@@ -55,14 +55,14 @@ class OutputLeaf:
 
 @dataclass(frozen=True, slots=True)
 class GivenLeaf:
-    """Of a result, in place of a tensor: the very leaf of the arguments at this position, which the
-    plan has nothing to do with."""
+    """A leaf of the result that is the caller's own argument leaf, at this position. The plan does
+    not touch it."""
 
     position: int
 
 
 class _Absent:
-    """The answer where a tensor has no such attribute; one object, also after pickling."""
+    """The answer for an attribute that a tensor does not have; one object, also after pickling."""
 
     def __reduce__(self) -> str:
         return "ABSENT"
@@ -73,11 +73,11 @@ ABSENT = _Absent()
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What the forward has asked a tensor of the caller about itself: an attribute, which every
-    later call must find again.
+    """An attribute that the forward read from a tensor of the caller. Every later call must find
+    the same answer.
 
-    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: as
-    `python_state.contents.described` has it, `ABSENT` where it has no such attribute.
+    role, key: 'parameter' or 'buffer' and its name, 'input' and its leaf position; answer: in the
+    form of `python_state.contents.described`, `ABSENT` for a missing attribute.
     """
 
     role: str
@@ -87,14 +87,15 @@ class Question:
 
 
 Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
-"""How to come to an element of a holder of Python's: ('module', path of a submodule), ('file',
-name of an imported one) or ('class', the class), then attributes and items: ('attribute', name) or
-('item', key or position); ('all', None) for all elements of a list, a queue or a set."""
+"""Path to an element of Python state: a root, ('module', path of a submodule), ('file', name of an
+imported module) or ('class', the class), then steps: ('attribute', name), ('item', key or
+position), or ('all', None) for all elements of a list, a queue or a set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What each call leaves at an address, outside of tensors; `ABSENT` where nothing is left."""
+    """A value, not a tensor, that each call stores at an address; `ABSENT` if the call removes
+    it."""
 
     address: Address
     value: Any
@@ -104,11 +105,11 @@ class Assignment:
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
     integer inputs and buffers and from constants, and every later call of the planned module must
-    find `expected` again.
+    get `expected` again.
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
-    constants, buffers: (value, position among these). draws: `calls` are all the draws before the
-    read, too, from where the generator is when the module is called.
+    constants, buffers: (value, position among these). draws: `calls` include all random draws
+    before the read, from the generator's state at the call of the module.
     """
 
     calls: tuple[Call, ...]
@@ -124,14 +125,15 @@ class Guard:
 
 @dataclass(frozen=True, slots=True)
 class Interface:
-    """Values of the graph by their role.
+    """Values of the graph by role.
 
     parameters, buffers: (dotted name, value); inputs: (leaf position of (args, kwargs), value);
     constants: values, in the order of the tensors kept beside; outputs: leaves of the result;
     gradients: (value of a parameter or input, contributions to its gradient). Autograd sums the
-    contributions, in order, as it does for a tensor that is used several times; none: the result
-    does not depend on it. copies: (value of a buffer, value that holds two copies of what it was),
-    see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory the run changes.
+    contributions, in order, as it does for a tensor that is used several times; no contributions:
+    the result does not depend on it. copies: (value of a buffer, value that holds two copies of
+    its old content), see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory
+    the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     """
 
@@ -150,12 +152,12 @@ class Interface:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Positions of the leaves that are tensors, one for each tensor."""
+        """Return the positions of the leaves that are tensors, one for each tensor object."""
         leaves = enumerate(self.outputs)
         return tuple(i for i, leaf in leaves if leaf.value is not None and leaf.first == i)
 
     @property
     def residents(self) -> tuple[int, ...]:
-        """Values handed to the generated code, in this order."""
+        """Return the values handed to the generated code, in this order."""
         named = [v for _, v in (*self.parameters, *self.buffers)]
         return (*named, *(v for _, v in self.inputs), *self.constants)

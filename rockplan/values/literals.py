@@ -1,7 +1,7 @@
 """Literals of torch in pickles, at every protocol.
 
 takes: (nested tuples and lists of) arguments of a call, or the structure of a tree. returns: what a
-pickle holds in their place. guarantees: unpickling gives the same again, wherever torch can be
+pickle holds in their place. guarantees: unpickling gives equal arguments, wherever torch can be
 imported, and without a warning.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """What has a name in torch: a pickle holds the name, and becomes the thing itself again."""
+    """An object that has a name in torch: the pickle holds the name, unpickling looks it up."""
 
     name: str
 
@@ -24,7 +24,8 @@ class _Named:
 
 @dataclass(frozen=True, slots=True)
 class _FunctionResult:
-    """What a function of torch makes of arguments; a pickle holds both."""
+    """The result of a function of torch: the pickle holds the function's name and its arguments,
+    unpickling calls it."""
 
     function: str
     arguments: tuple[object, ...]
@@ -37,11 +38,11 @@ _LEAF = _FunctionResult("torch.utils._pytree:tree_structure", (0,))
 
 
 def picklable(argument: Any) -> Any:
-    """`argument` for a pickle.
+    """Return `argument` in a form that can be pickled.
 
     A memory format cannot be pickled below protocol 4, and torch.save writes protocol 2; dtypes,
-    layouts and devices can. Of the structure of a tree PyTorch warns where a leaf is made anew.
-    Matched by name, so that torch is not needed here.
+    layouts and devices can. PyTorch warns when the leaf of a tree's structure is unpickled as such.
+    Classes are matched by name, so that torch need not be imported here.
     """
     if type(argument).__name__ in ("TreeSpec", "LeafSpec"):
         if argument.is_leaf():

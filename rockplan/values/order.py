@@ -1,9 +1,9 @@
-"""Orders of computations: what must run again so that storages are there, and which re-executions
-are needed.
+"""Orders of computations: what must run again to restore storages, and which re-executions are
+needed.
 
-takes: a CDGraph and an order of computations. returns: that of keep-all, or the order without the
-re-executions whose results nobody reads. guarantees: first executions stay, so a legal order stays
-legal; no storage lives longer, so the peak does not rise.
+takes: a CDGraph and an order of computations. returns: the order of keep-all, or the order without
+re-executions whose results nobody reads. guarantees: first executions stay, so a legal order
+stays legal; no storage lives longer, so the peak does not rise.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Orders:
 
     @property
     def is_first(self) -> list[bool]:
-        """Of each computation: does its node run for the first time?"""
+        """Return for each computation whether its node runs for the first time."""
         executed: set[int] = set()
         flags: list[bool] = []
         for i in self.computations:
@@ -41,8 +41,11 @@ class Orders:
 def remade(
     graph: CDGraph, producer: Mapping[int, int], wanted: Iterable[int], missing: Container[int]
 ) -> list[int]:
-    """Nodes to run again, in order, so that `wanted` is there: producers of what is missing of it,
-    then producers of what these miss. Raises KeyError where nothing makes a storage."""
+    """Return the nodes to run again, in order, so that all of `wanted` are alive: producers of
+    those that are `missing`, and producers of the missing operands of these.
+
+    Raises KeyError where a missing storage has no producer.
+    """
     nodes: set[int] = set()
     pending = [d for d in wanted if d in missing]
     while pending:
@@ -54,8 +57,11 @@ def remade(
 
 
 class BackwardPhase:
-    """A backward phase while it is written. nodes: in order; missing: storages that were dropped
-    and are read only after they are made again."""
+    """A backward phase under construction.
+
+    nodes: node indices so far, in order; missing: storages that were freed and must be made again
+    before they are read.
+    """
 
     def __init__(self, graph: CDGraph, producer: Mapping[int, int], missing: Iterable[int]) -> None:
         self.graph, self.producer = graph, producer
@@ -63,10 +69,11 @@ class BackwardPhase:
         self.missing = set(missing)
 
     def execute(self, index: int) -> None:
-        """Run the node, after what makes its operands."""
+        """Append the node, after the nodes that restore its missing operands."""
         self.run([*self.makers(self.graph.nodes[index].reads), index])
 
     def makers(self, wanted: Iterable[int]) -> list[int]:
+        """Return the nodes that restore those of `wanted` that are missing, in order."""
         return remade(self.graph, self.producer, wanted, self.missing)
 
     def run(self, nodes: Iterable[int]) -> None:
@@ -76,7 +83,7 @@ class BackwardPhase:
 
 
 def keep_all_order(graph: CDGraph) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The computations of `keep_all`, by phase."""
+    """Return the forward and the backward node indices of `schedule.keep_all`."""
     phase = BackwardPhase(graph, producers(graph), graph.dropped)
     for node in required(graph.backward):
         phase.execute(node)
@@ -91,10 +98,11 @@ def without_idle(
     executed: Collection[int] = (),
     kept: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Both orders without idle re-executions: neither peak nor time increases.
+    """Return both orders without idle re-executions: neither peak nor time increases.
 
-    A re-execution, or what need not run, is idle if the node may run only once (what it made is
-    still there), or if every storage that it writes is `kept`, or computed again before it is read.
+    A re-execution, or an execution of an optional node, is idle if the node may run only once (its
+    results are still alive), or if every storage that it writes is `kept`, or computed again before
+    it is read.
     executed: nodes that ran before the order starts. kept: data that stay alive once made.
     """
     order = (*forward, *backward)

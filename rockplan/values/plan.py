@@ -1,4 +1,5 @@
-"""Plan: the schedule of a whole module with what it promises and why to believe it."""
+"""Plan: the schedule of a whole module, its predicted peak and time, and the proof of its
+quality."""
 
 from __future__ import annotations
 
@@ -17,8 +18,9 @@ from rockplan.values.schedule import Schedule, kept_data
 
 
 class Status(Enum):
-    """OPTIMAL: the bound is met; FEASIBLE: legal, gap as stated; TIME_LIMIT: the search was cut
-    short, best plan so far, or that for the smallest budget was: then the bound may be met."""
+    """OPTIMAL: the time equals the bound; FEASIBLE: legal, gap as stated; TIME_LIMIT: a time limit
+    cut the search for this plan, or for the plan of the smallest budget: then the time may equal
+    the bound."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -27,11 +29,13 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """objective_ns: predicted time of the plan; bound_ns: no schedule of this graph under this
-    profile and budget is faster that executes every node for the first time in the order in which
-    the plan does (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss its room
-    (`caller_bytes`);
-    gap: (objective - bound) / objective."""
+    """Proof of how far from the fastest schedule a plan can be.
+
+    objective_ns: predicted time of the plan; bound_ns: lower bound on the time of every schedule
+    of this graph under this profile and budget that executes each node for the first time in the
+    order in which the plan does (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss
+    its room (`caller_bytes`); gap: (objective - bound) / objective.
+    """
 
     status: Status
     objective_ns: int
@@ -54,8 +58,8 @@ class BlockSummary:
 
 @dataclass(frozen=True, slots=True)
 class StageTrace:
-    """What a stage of the search left: time and peak of the incumbent, None without any; the time
-    that is proven of every schedule within the budget; and the seconds that it took."""
+    """What a stage of the search left: time and peak of the incumbent, None if there is none; the
+    lower bound on the time of every schedule within the budget; the stage's duration in seconds."""
 
     stage: str
     time_ns: int | None
@@ -66,8 +70,11 @@ class StageTrace:
 
 @dataclass(frozen=True, slots=True)
 class PassTrace:
-    """What a pass from a module to its graph left: calls of the run, or nodes of the graph, of the
-    forward and of the backward phase; is_changed: it returned another value than it was given."""
+    """What a pass from a module to its graph left.
+
+    forward, backward: number of calls of the run, or nodes of the graph, in each phase;
+    is_changed: the pass returned another value than it was given.
+    """
 
     name: str
     forward: int
@@ -77,7 +84,7 @@ class PassTrace:
 
 
 COMPILED = ("yes", "near")
-"""What `Plan.compiled` says of a plan of compiled kernels."""
+"""Values of `Plan.compiled` for a plan of compiled kernels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,18 +97,18 @@ class Plan:
     storage after its last use, every result in a storage of its own; local variables of the
     original's forward may hold more.
     torch_version: under which the graph was captured and planned.
-    checked: what a comparison of two steps with eager execution found, '' if there was none; for
-    compiled kernels with those where nothing runs again, and the distance to eager.
+    checked: result of comparing two steps with eager execution, '' if none was made; for compiled
+    kernels of comparing with two steps that recompute nothing, and the distance to eager.
     compiled: '' for a plan of the operators of eager execution; 'yes' for one of compiled kernels,
     'near' where these round as eager does.
-    in_flight: how many calls are between forward and backward at once: budget_bytes are those of
-    all of them, peak_bytes of one, beside which each of the others keeps saved_bytes.
-    origin: where a plan that was read from a file was made, '' for one that was made here.
-    reserved_bytes: what PyTorch's caching allocator takes from a CUDA device for the peak, by a
+    in_flight: how many calls are between forward and backward at once: budget_bytes holds for all
+    of them together, peak_bytes for one, while each of the other calls keeps saved_bytes.
+    origin: where a plan that was read from a file was made, '' for one of this process.
+    reserved_bytes: what PyTorch's caching allocator takes from a CUDA device at the peak, by a
     model of it (`rockplan.fitting.reserved`); None where that is not known, and on CPU.
-    trips: of storages that go to the host and come back.
-    trace: of the stages of the search, none where the plan comes from the cache or a file, or was
-    replayed. passes: those that made the graph, none where the plan comes from a file.
+    trips: one for each storage that is paged to the host and back.
+    trace: one entry for each stage of the search, none if the plan comes from the cache or a file,
+    or was replayed. passes: one for each pass that made the graph, none for a plan from a file.
     """
 
     graph: CDGraph
@@ -137,7 +144,7 @@ class Plan:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """'1.5 MiB' for 1572864."""
+    """Return bytes as text: '1.5 MiB' for 1572864."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -147,10 +154,11 @@ def format_bytes(size_bytes: int) -> str:
 
 
 def plan_in(planned: object) -> Plan:
-    """`planned`, a Plan, or that of a planned module. Raises InvalidInput."""
+    """Return `planned` if it is a Plan, else the plan of a planned module. Raises InvalidInput for
+    anything else."""
     if isinstance(planned, Plan):
         return planned
-    # A planned module's state, because the model may have something else of this name.
+    # Read through the planned module's state: the model may have an attribute `plan` of its own.
     plan = getattr(getattr(planned, "_rockplan", None), "plan", None)
     if isinstance(plan, Plan):
         return plan
@@ -161,7 +169,8 @@ def plan_in(planned: object) -> Plan:
 
 
 def recomputations(plan: Plan) -> dict[int, int]:
-    """node -> how often it runs again, for the nodes that do; copies do not."""
+    """Return node index -> number of re-executions, for nodes that have any; copies do not
+    count."""
     nodes = plan.graph.nodes
     executions = Counter(i for i in plan.schedule.computes if not nodes[i].optional)
     return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
@@ -206,12 +215,12 @@ def _reserved_lines(plan: Plan) -> list[str]:
 
 
 def _bound_of(plan: Plan) -> str:
-    """What is proven of plans that page is less than of others."""
+    """Name the bound: for a plan that pages, only the time of running everything once is proven."""
     return "the time of running everything once" if plan.trips else "the proven bound"
 
 
 def _trip_lines(plan: Plan) -> list[str]:
-    """How much goes to the host and back, and how long that is waited for."""
+    """Say how much is paged to the host, and how long computations wait for it."""
     if not plan.trips:
         return []
     size_bytes = sum(t.size_bytes for t in plan.trips)
@@ -225,8 +234,9 @@ def _trip_lines(plan: Plan) -> list[str]:
 
 
 def _page_lines(plan: Plan) -> list[str]:
-    """A line for storages of one name but for numbers: when the first leaves and the last is gone,
-    when the first comes and the last is back, in milliseconds from the start of the step."""
+    """Return a table of paged storages, those whose names differ only in numbers in one row: when
+    the first leaves and the last is gone, when the first comes and the last is back, in
+    milliseconds from the start of the step."""
     if not plan.trips:
         return []
     names = activation_names(plan.graph)
@@ -253,7 +263,7 @@ def _span(begin_ns: int, end_ns: int) -> str:
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
-    """How many kernels are compiled, where that is known: a plan in a file has none."""
+    """Say how many kernels are compiled; a plan from a file does not know."""
     if not plan.compiled:
         return []
     near = ", which round as eager does" if plan.compiled == "near" else ""
@@ -264,11 +274,11 @@ def _kernel_lines(plan: Plan) -> list[str]:
 
 
 _WORTH = 0.05
-"""Share of the peak from which on results that the caller holds are shown."""
+"""Results that the caller holds are mentioned from this share of the peak on."""
 
 
 def _held_lines(plan: Plan) -> list[str]:
-    """What the caller is taken to hold beside a loss, which is all that backward starts from."""
+    """Say what the caller is taken to hold besides a loss, if backward starts from scalars only."""
     graph = plan.graph
     kinds = [(graph.data[v.data].kind, v) for v in graph.values]
     starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
@@ -285,7 +295,7 @@ def _held_lines(plan: Plan) -> list[str]:
 
 
 def _block_lines(plan: Plan) -> list[str]:
-    """One line for each block; neighbours that differ only in layer numbers are one line."""
+    """Return lines for each block; blocks that differ only in layer numbers share them."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     rows: dict[tuple[str, str, str], int] = {}
@@ -301,7 +311,7 @@ def _block_lines(plan: Plan) -> list[str]:
 
 
 def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
-    """What of the forward is kept for backward, and what of it runs again, in words."""
+    """Return in words what of the forward is kept for backward, and what of it runs again."""
     kept = kept_data(plan.graph, plan.schedule)
     return _listed(plan, plan.graph.forward, kept, recomputations(plan))
 
@@ -309,7 +319,8 @@ def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
 def _listed(
     plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
 ) -> tuple[str, str]:
-    """Of these nodes what is kept, and what runs again."""
+    """Return in words what of `nodes` is kept, and what runs again. again: node ->
+    re-executions."""
     kept_here = [(n, d) for n in nodes for d in n.writes if d in kept]
     size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
     names = Counter(operator_of(n) for n, _ in kept_here)

@@ -37,6 +37,6 @@ class Profile:
 
     @property
     def spread(self) -> float:
-        """Of the times that were measured, as a share of them."""
+        """Return the interquartile range of the measured times as a share of their sum."""
         measured = [cost for _, cost in self.costs if cost.repeats]
         return sum(c.spread_ns for c in measured) / max(sum(c.time_ns for c in measured), 1)

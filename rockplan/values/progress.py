@@ -34,13 +34,13 @@ def report(stage: str, done: int = 0, total: int | None = None) -> None:
 
 
 def is_heard() -> bool:
-    """Does anybody listen in this context?"""
+    """Return whether a listener is set in this context."""
     return _listener.get() is not None
 
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Inside, `listener` is called with every step that is reported in this context.
+    """Call `listener` with every step that is reported in this context, while inside.
 
     Threads that a pass starts do not report; the pass does, in the thread that called it.
     """

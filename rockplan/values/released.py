@@ -1,4 +1,5 @@
-"""Released: which leaves of a result a plan counts as held by the caller, who may let them go.
+"""Released: leaves of a result that a plan counts as held by the caller, though the caller may drop
+them.
 
 takes: graph and interface of a call. returns: what `Options(released=...)` would name, with its
 bytes, and the advice in words.
@@ -13,19 +14,22 @@ from rockplan.values.interface import Interface
 from rockplan.values.plan import format_bytes
 
 WORTH = 0.05
-"""Share of a budget: what is less is not advised of."""
+"""Share of a budget below which no advice is given."""
 
 
 @dataclass(frozen=True, slots=True)
 class Releasable:
-    """positions: of leaves of the result, beside a loss that is all that backward starts from;
-    size_bytes: of what they alone hold."""
+    """Leaves of the result that could be released.
+
+    positions: of the leaves, where backward starts from a loss alone; size_bytes: of the storages
+    that only these leaves hold.
+    """
 
     positions: tuple[int, ...]
     size_bytes: int
 
     def advice(self, used: tuple[int, ...]) -> str:
-        """used: what the options release already."""
+        """Return the advice in words. used: positions that the options release already."""
         one = len(self.positions) == 1
         names = f"leaf {self.positions[0]}" if one else f"leaves {self._listed}"
         released = tuple(sorted({*self.positions, *used}))
@@ -44,7 +48,8 @@ class Releasable:
 def releasable(
     graph: CDGraph, interface: Interface, released: tuple[int, ...]
 ) -> Releasable | None:
-    """None where backward starts from more than losses, or where nothing else is held."""
+    """Return the leaves that could be released; None if backward starts from more than scalars, or
+    if nothing else is held. released: positions that are released already."""
     values, leaves = graph.values, interface.outputs
     starts = [leaf for leaf in leaves if leaf.tangent is not None]
     if any(values[leaf.value].spec.shape for leaf in starts if leaf.value is not None):

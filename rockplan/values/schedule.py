@@ -32,13 +32,13 @@ class Free:
 
 Event = Compute | Free
 
-# Schedules by the thousand are made of the same events.
+# Cached: thousands of schedules are made of the same events.
 _compute = functools.cache(Compute)
 _free = functools.cache(Free)
 
 
 Waits = tuple[tuple[tuple[int, ...], int], ...]
-"""Contributions to the gradient of a parameter, in order, and that parameter: indices of data."""
+"""Pairs: contributions to a parameter's gradient, in order, and the parameter; indices of data."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,13 +54,13 @@ class Schedule:
 
     @property
     def phases(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The computations of the forward and of the backward phase."""
+        """Return the computations of the forward and of the backward phase."""
         forward = sum(isinstance(e, Compute) for e in self.events[: self.forward_length])
         return self.computes[:forward], self.computes[forward:]
 
     def __str__(self) -> str:
-        """A line an event, nodes and data by their indices; with names and bytes:
-        `reports.listing`."""
+        """Return a line for each event, with indices of nodes and data; `reports.listing` writes
+        names and bytes."""
         rows, executed = [], set[int]()
         for position, event in enumerate(self.events):
             phase = "forward" if position < self.forward_length else "backward"
@@ -74,21 +74,22 @@ class Schedule:
 
 
 def first_executions(schedule: Schedule) -> tuple[int, ...]:
-    """All nodes, in the order in which they run for the first time."""
+    """Return all nodes in the order in which they run for the first time."""
     return tuple(dict.fromkeys(schedule.computes))
 
 
 def keep_all(graph: CDGraph) -> Schedule:
-    """Every node once, in order: what eager PyTorch does, with the earliest frees.
+    """Return the schedule of every node once, in order: what eager PyTorch does, with the earliest
+    frees.
 
-    What makes storages of `graph.dropped` runs once more where the backward phase first needs
-    them; no legal schedule takes less time.
+    A node that makes a storage of `graph.dropped` runs once more, where the backward phase first
+    needs the storage; no legal schedule takes less time.
     """
     return with_frees(graph, *keep_all_order(graph))
 
 
 def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
-    """Schedule that executes `forward` then `backward` (node indices) and frees at once.
+    """Return the schedule that executes `forward` then `backward` (node indices) and frees at once.
 
     A storage is freed directly after the computation at which it is last used before it is
     computed again or never used; `graph.outputs` live to the end of the forward phase,
@@ -98,7 +99,7 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
     used_next: set[int] = set()
 
     def scan(order: Sequence[int]) -> list[list[int]]:
-        """For each computation, last first: the data to free directly after it."""
+        """Return for each computation the data to free directly after it."""
         frees: list[list[int]] = []
         for index in reversed(order):
             node = graph.nodes[index]
@@ -125,7 +126,8 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
 
 
 def kept_data(graph: CDGraph, schedule: Schedule) -> frozenset[int]:
-    """Storages that are alive on the device between the forward and the backward phase."""
+    """Return the storages that are alive on the device between the forward and the backward
+    phase."""
     alive: set[int] = set()
     for event in schedule.events[: schedule.forward_length]:
         if isinstance(event, Compute):
@@ -174,10 +176,10 @@ def merge_handovers(
 
 
 def with_waits(graph: CDGraph, schedule: Schedule, waits: Waits) -> Schedule:
-    """`schedule`, which completes the gradients of `waits` only when nothing that follows reads
-    the parameters that they are of: a hook may change these then.
+    """Delay hand-overs in `schedule`: complete a gradient of `waits` only when no later event reads
+    its parameter, because a hook may change the parameter then.
 
-    A hook runs when the last contribution is handed over, so those before it need not wait.
+    A hook runs when the last contribution is handed over, so earlier ones need not wait.
     """
     last_read: dict[int, int] = {}
     made: dict[int, int] = {}

@@ -1,7 +1,4 @@
-"""Which calls cost the same, and where they run.
-
-takes: a CDGraph, a call. returns: a digest, a device.
-"""
+"""Keys of calls: calls with equal keys cost the same; and the device that a graph runs on."""
 
 from __future__ import annotations
 
@@ -13,9 +10,12 @@ from rockplan.values.graph import Call, CDGraph, ValueRef, value_refs
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
-    """Digest of operator, argument specs (shape, strides, dtype, device), literals and dtypes of
-    results, which may be the default one (of results whose shapes depend on values, their specs);
-    of a call that copies storages, their sizes: equal for calls that cost the same."""
+    """Return a digest that is equal for calls that cost the same.
+
+    It covers the operator, specs of arguments (shape, strides, dtype, device), literals, dtypes of
+    results (or their specs, if shapes depend on values), and for a call that copies whole storages
+    their sizes.
+    """
     copies = copies_storages(graph, call)
 
     def described(argument: object) -> object:
@@ -37,17 +37,18 @@ def call_key(graph: CDGraph, call: Call) -> str:
 
 
 Keys = tuple[tuple[str, ...], ...]
-"""Of the calls of each node."""
+"""Keys of the calls of each node, by index."""
 
 
 def call_keys(graph: CDGraph) -> Keys:
-    """As `call_key`: to make them takes as long as all else that pricing does."""
+    """Return `call_key` of every call. Takes as long as all other work of pricing, so keep them."""
     return tuple(tuple(call_key(graph, call) for call in node.calls) for node in graph.nodes)
 
 
 @paused_collection()
 def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
-    """The calls that cost the same, in order of their first. keys: of `graph`."""
+    """Return key -> the calls that cost the same, in order of the first of each. keys: of
+    `graph`."""
     calls: dict[str, list[Call]] = {}
     for node, own_keys in zip(graph.nodes, keys, strict=True):
         for key, call in zip(own_keys, node.calls, strict=True):
@@ -56,8 +57,8 @@ def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
 
 
 def copies_storages(graph: CDGraph, call: Call) -> bool:
-    """True if a result lives in more memory than its elements need, as in a copy of the storage
-    that an argument is a part of (`slice_scatter` of rows)."""
+    """Return whether a result is in more memory than its elements need, as in a copy of the whole
+    storage that an argument is a part of (`slice_scatter` of rows)."""
     made = [graph.values[v] for v in call.made]
     larger = {v.data for v in made if graph.data[v.data].size_bytes > needed_bytes(v.spec)}
     if not larger:
@@ -67,6 +68,6 @@ def copies_storages(graph: CDGraph, call: Call) -> bool:
 
 
 def device_of(graph: CDGraph) -> str:
-    """The accelerator that the graph's tensors live on, if any, else the CPU."""
+    """Return the accelerator that the graph's tensors are on, if any, else 'cpu'."""
     devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
     return devices[0] if devices else "cpu"

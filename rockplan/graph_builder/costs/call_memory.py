@@ -1,10 +1,10 @@
 """Memory of calls: workspace and sizes of results.
 
-takes: Inputs, calls by key. returns: CallMemory of each that runs. Workspace is the peak of bytes
-alive inside the operator beyond its inputs and its results. On CPU it comes from the profiler's
-memory events, on CUDA from the allocator's peak; so do the sizes of the results, which can differ
-from what fake tensors say (workspaces of mkldnn, padding). A call of the forward phase that refuses
-dtypes which its inputs really have is refused: fake tensors do not check them.
+takes: Inputs, calls by key. returns: CallMemory of each call that runs. Workspace is the peak of
+bytes alive inside the operator beyond its inputs and its results. On CPU it comes from the
+profiler's memory events, on CUDA from the allocator's peak; so do the sizes of the results, which
+can differ from what fake tensors say (workspaces of mkldnn, padding). Fake tensors do not check
+dtypes: a forward call whose kernel rejects the dtypes that its inputs really have is refused here.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Call, CDGraph, Phase, value_refs
 from rockplan.values.progress import report
 
-# Calls profiled at once: events of the profiler take memory, 0.3 MB for each call.
+# Calls in one profiler session: its events take 0.3 MB for each call.
 _SESSION_CALLS = 200
 
 _RANGE = "rockplan::call::"
@@ -42,15 +42,17 @@ _RANGE = "rockplan::call::"
 
 @dataclass(frozen=True, slots=True)
 class CallMemory:
+    """Memory of one call. result_bytes: storage of each result, 0 if it is not a new one."""
+
     workspace_bytes: int
     result_bytes: tuple[int, ...]
 
 
 def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
-    """Workspace and result sizes of every call that runs.
+    """Return workspace and result sizes, by key, of every call that runs.
 
     Each runs once before it is measured: what an operator allocates once and keeps (primitive
-    caches, handles) is no part of its workspace. What acts outside of the step never does.
+    caches, handles) is no part of its workspace. Operators with side effects never run.
     """
     calls = {key: call for key, call in calls.items() if not facts.facts_of(call.op).effect}
     if inputs.is_on_cuda:
@@ -64,7 +66,7 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
 
 
 def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
-    """As `measure_memory`, of as many calls as one session of the profiler may hold."""
+    """Measure the memory of calls in one session of the profiler."""
     sizes: dict[str, tuple[int, ...]] = {}
     with profiled() as session:
         for key, call in calls:
@@ -80,33 +82,36 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
 
 
 def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:
-    """What is not left at the end was workspace. Results may have been allocated outside of
-    PyTorch (numpy, a library), all of them or some: these no event shows, and they count as they
-    would have there."""
+    """Compute workspace: the peak without the results.
+
+    left_bytes: allocated by the call and alive at its end. Results that a library allocated outside
+    PyTorch (numpy) cause no events, so no more than `left_bytes` is subtracted.
+    """
     seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
     return CallMemory(peak_bytes - seen_bytes, result_bytes)
 
 
 def run_first(inputs: Inputs, calls: Iterable[Call]) -> None:
-    """Run code of others once, whose costs are known from another process: what it does at its
-    first run (a kernel is compiled, or tuned on copies of its arguments) is no part of a step."""
+    """Run foreign code once whose costs are known from another process: what it does at its first
+    run (a kernel is compiled, or tuned on copies of its arguments) is no part of a step."""
     for call in calls:
         if call.op.startswith(f"{OPAQUE}."):
             with _else_estimated(inputs, call):
                 inputs.execution(call).run()
 
 
-# An operator that says so fails whatever the values.
+# Errors with these words do not depend on the made-up values.
 _OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGNORECASE)
 
 
 @contextlib.contextmanager
 def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
-    """What raises inside is left out. Raises CaptureError where eager would fail as well."""
+    """Skip the measurement inside if the call fails; it will be estimated. Raises CaptureError if
+    eager would fail too."""
     try:
         yield
     except Exception as error:
-        # Kernels raise these; a function of the user's whatever it likes.
+        # A kernel raises one of CALL_ERRORS; a function of the user may raise anything.
         by_kernel = isinstance(error, facts.CALL_ERRORS)
         if not by_kernel and not call.op.startswith(f"{OPAQUE}."):
             raise
@@ -115,8 +120,8 @@ def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
 
 
 def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
-    """Whether the dtypes of the arguments are what operators give, not only what PyTorch's shape
-    rules say: under autocast these are wrong for the statistics of a normalization."""
+    """Return whether real operators give the arguments the dtypes that shape rules predict: under
+    autocast the rules are wrong for the statistics of a normalization."""
     graph = inputs.graph
     for ref in value_refs((call.args, [a for _, a in call.kwargs])):
         index = ref.index
@@ -134,8 +139,8 @@ def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
 
 
 def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
-    """Raise CaptureError for a call of the forward phase; what backward refuses, if forward runs,
-    is no matter of the sample."""
+    """Raise CaptureError for a call of the forward phase. A backward call is not refused: the
+    sample is not to blame if the forward runs."""
     key = call_key(graph, call)
     node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
     if node.phase is Phase.BACKWARD:
@@ -152,8 +157,7 @@ def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
 
 
 def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
-    """For each of our ranges the peak of bytes allocated since its begin, and those left at its
-    end."""
+    """Return key -> (peak of bytes allocated since the call began, bytes left at its end)."""
     ranges = sorted(
         (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
         for e in profiler_events(session)
@@ -194,9 +198,11 @@ def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str,
 def _result_bytes(
     execution: Execution, result: object, device_type: str = "cpu"
 ) -> tuple[int, ...]:
-    """Bytes of the storage of each result; 0 if it is an argument's or an earlier result's.
+    """Return the storage bytes of each result; 0 if the storage is an argument's or an earlier
+    result's.
 
-    device_type: of the graph. Seeds of attention are on the CPU where fake tensors say CUDA."""
+    device_type: of the graph. The seed of attention is on the CPU where fake tensors say CUDA.
+    """
     given = facts.tensors((execution.args, execution.kwargs))
     seen = {t.untyped_storage()._cdata for t in given}
     sizes: list[int] = []

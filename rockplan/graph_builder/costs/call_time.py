@@ -1,7 +1,7 @@
 """Time of calls, with cold caches.
 
-takes: Inputs, calls by what they cost, that ran before. returns: nanoseconds of each repeat, and
-OpCost with the memory that is known of a call.
+takes: Inputs, and calls by key that ran before. returns: nanoseconds of each repeat, and OpCost
+with the known memory of a call.
 """
 
 from __future__ import annotations
@@ -19,31 +19,32 @@ from rockplan.values.graph import Call
 from rockplan.values.profile import OpCost
 from rockplan.values.progress import report
 
-# A bound on what profiling costs: 80 unique calls of GPT-2 take about a second.
+# Limits of profiling time: the 80 unique calls of GPT-2 take about a second.
 _LEAST_REPEATS = 3
 _MOST_REPEATS = 30
 _TIME_BOX_NS = 30_000_000
 
-# Of the iteration: calls that take less of it together are not measured more often than at least.
-# Plans go by the others.
+# Equal calls that together take less than this share of the iteration get the least repeats.
+# The other calls decide what is planned.
 _HEAVY_SHARE = 0.005
 
-# Of all calls together: a DenseNet of 240 layers has 1500 unique ones.
+# Limit for all calls together: a DenseNet of 240 layers has 1500 unique ones.
 _ALL_BOXES_NS = 6_000_000_000
 
-# Written over before each repeat, to evict the last-level cache: an iteration touches far more
-# memory than fits there. With warm caches elementwise operators of GPT-2 come out at half of
-# their time in an iteration, ResNet as a whole at 70 %; with cold ones both at 100 to 112 %.
+# Memory overwritten before each repeat, to evict the last-level cache: an iteration touches far
+# more memory than the cache holds. With warm caches elementwise operators of GPT-2 come out at
+# half of their time in an iteration, ResNet as a whole at 70 %; with cold ones both at 100 to
+# 112 %.
 SCRATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 
 
 def measure_times(
     inputs: Inputs, calls: Mapping[str, Sequence[Call]], scratch: torch.Tensor
 ) -> dict[str, list[int]]:
-    """Times of one of each `calls` that cost the same, with cold caches, the freeing of results
-    included: a few of each, and then more of those that the iteration mostly consists of.
+    """Return times in ns of one call of each key, with cold caches, freeing of results included: a
+    few repeats of each, and more of the calls that take most of the iteration.
 
-    The operators themselves are warm: `measure_memory` has run them.
+    calls: key -> calls that cost the same; `measure_memory` has run them, so operators are warm.
     """
     times = {}
     for done, (key, equal) in enumerate(calls.items()):
@@ -53,7 +54,7 @@ def measure_times(
     heavy = [key for key in calls if shares[key] >= _HEAVY_SHARE * sum(shares.values())]
     box_ns = min(_TIME_BOX_NS, _ALL_BOXES_NS // max(len(heavy), 1))
     for key in heavy:
-        # What was measured took as long again to evict caches, or longer.
+        # Each repeat also evicted caches, which took at least as long.
         left_ns = box_ns - 2 * sum(times[key])
         more = _MOST_REPEATS - _LEAST_REPEATS
         times[key] += _repeated(inputs, calls[key][0], scratch, more, within_ns=left_ns)
@@ -69,6 +70,7 @@ def _repeated(
     *,
     within_ns: float = math.inf,
 ) -> list[int]:
+    """Return times in ns of up to `repeats` executions that begin within `within_ns`."""
     execution = inputs.execution(call)
     once = _cuda_time_ns if scratch.is_cuda else _cpu_time_ns
     begin = time.perf_counter_ns()
@@ -80,8 +82,8 @@ def _repeated(
 
 
 def cost_of(times: Sequence[int], memory: CallMemory) -> OpCost:
-    """times: of one call, in ns. The least of them counts: what else a busy machine does is added
-    to some and taken from none."""
+    """Return the cost of one call from its measured `times` in ns. The least time counts, because
+    other work on a busy machine only adds to it."""
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return OpCost(
         time_ns=min(times),
@@ -103,8 +105,8 @@ def _cpu_time_ns(execution: Execution) -> int:
 
 
 def _cuda_time_ns(execution: Execution) -> int:
-    """Of the device or, where that is more, of the host, which is hidden here behind what evicts
-    the caches: a step of many small calls waits for it."""
+    """Return the time on the device or, if longer, on the host. A step of many small calls is bound
+    by the host, whose time would be hidden here behind the eviction of caches."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     begin_ns = time.perf_counter_ns()

@@ -1,7 +1,7 @@
-"""Estimates: what calls cost by their specs, without execution.
+"""Estimates: cost of calls from their specs, without execution.
 
 takes: a CDGraph, rates of a machine. returns: OpCost of a call (`estimate`), a Profile
-(`roofline`); costs that are estimated have `repeats` 0.
+(`roofline`); estimated costs have `repeats` 0.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
 from rockplan.values.graph import Call, CDGraph, value_refs
 from rockplan.values.profile import OpCost, Profile
 
-# Rates for an operator that cannot be run: one core, or one accelerator, of ordinary speed.
+# (bytes/s, flop/s) for an operator that cannot be run: one ordinary core, or accelerator.
 _CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
 
-# Of the bytes that memory moves in a time, those that go from process to process.
+# Bandwidth between processes as a share of that of memory.
 _LINK_SHARE = 0.1
 
 
 def roofline(
     graph: CDGraph, bytes_per_s: float, flops_per_s: float, keys: Keys | None = None
 ) -> Profile:
-    """Costs without execution, for a machine with these rates; sizes from specs, no workspace.
+    """Return costs without execution, for a machine with these rates; sizes from specs, no
+    workspace.
 
-    Time is the larger of bytes read and written over `bytes_per_s` and floating-point
-    operations (of matrix products, convolutions and attention) over `flops_per_s`. keys: of
-    `graph`, where they are known.
+    Time is the larger of bytes read and written over `bytes_per_s` and floating-point operations
+    (of matrix products, convolutions and attention) over `flops_per_s`. keys: of `graph`, if they
+    are known.
     """
     costs: dict[str, OpCost] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
@@ -59,7 +60,7 @@ def fallback_rates(graph: CDGraph) -> tuple[float, float]:
 
 
 def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
-    """Cost of a call from the specs of its arguments and named results."""
+    """Return the cost of a call from the specs of its arguments and named results."""
     given = value_refs((call.args, [a for _, a in call.kwargs]))
     seen = {graph.values[ref.index].data for ref in given}
     sizes: list[int] = []
@@ -74,7 +75,8 @@ def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float)
 
 
 def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
-    """The times of the nodes on a machine of ordinary speed, from the specs of their calls."""
+    """Return the time in ns of each node on a machine of ordinary speed, from specs of its
+    calls."""
     rates = fallback_rates(graph)
     return tuple(sum(_estimated_ns(graph, c, *rates) for c in n.calls) for n in graph.nodes)
 
@@ -85,8 +87,8 @@ def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: f
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Of a call: bytes that it reads and writes, floating-point operations; is_exchange: with other
-    processes."""
+    """What a call does. moved_bytes: read and written; flops: floating-point operations;
+    is_exchange: it exchanges data with other processes."""
 
     moved_bytes: int
     flops: int
@@ -106,13 +108,15 @@ def work_of(graph: CDGraph, call: Call) -> Work:
 
 
 def _larger(a: OpCost, b: OpCost) -> OpCost:
-    """Calls of one key can differ in which results they name: the sizes of those named once."""
+    """Return the larger of two costs of one key: calls of one key can name different results, and
+    only named ones have a size."""
     sizes = tuple(map(max, a.result_bytes, b.result_bytes))
     return replace(a, time_ns=max(a.time_ns, b.time_ns), result_bytes=sizes)
 
 
 def flops_of(graph: CDGraph, call: Call) -> int:
-    """Floating-point operations by PyTorch's own formulas; 0 where it has none."""
+    """Return the floating-point operations by PyTorch's own formulas; 0 for operators without
+    one."""
     formula = _flops_formula(call.op)
     if formula is None:
         return 0
@@ -142,8 +146,8 @@ def _flops_formula(op: str) -> Callable[..., int] | None:
 
 
 def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
-    """Shapes of attention with as many heads of keys and values as of queries, for which the
-    kernels repeat them: formulas of torch 2.11 know no others."""
+    """Return shapes of attention with as many heads of keys and values as of queries, since kernels
+    repeat them and the formulas of torch 2.11 accept no others."""
 
     def is_tensor(argument: object) -> bool:
         return isinstance(argument, torch.Size) and len(argument) == 4

@@ -1,8 +1,8 @@
 """Execution: an operator with arguments like those of the model, ready to be run.
 
-takes: a CDGraph, real tensors for some of its values. returns: Inputs, which give each call its
-arguments. guarantees: inputs are made up from the specs, so memory for one operator is enough
-whatever the model needs; generators, thread counts and global flags stay as they were.
+takes: a CDGraph, real tensors for some of its values. returns: Inputs, which make the
+arguments of each call. guarantees: inputs are made up from specs, so memory for one operator is
+enough whatever the model needs; generators, thread counts and global flags stay as they were.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.values.graph import Call, CDGraph, ComputeNode, is_kernel, value_refs
 
-# Elements drawn for a made-up tensor; it repeats them, since drawing takes longer than operators.
+# Random elements of a made-up tensor, which repeats them: drawing takes longer than operators.
 _DRAWN = 1 << 16
 
-# What kernels of the CPU say of an index.
+# Words of CPU kernels for a bad index.
 _OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
 
 
 @contextlib.contextmanager
 def as_executed(graph: CDGraph) -> Iterator[None]:
-    """The state in which generated code runs operators; generators are put back at the end."""
+    """Set the state in which generated code runs operators; generators are put back at the end."""
     devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -49,14 +49,14 @@ def as_executed(graph: CDGraph) -> Iterator[None]:
 
 
 FUNCTIONS: dict[str, Callable[[list[Any]], object]] = {}
-"""Operator of a compiled kernel -> what generated code calls in its place: the way to an operator
-that is written in Python takes 8 us."""
+"""Operator of a compiled kernel -> the function that generated code calls in its place: dispatch to
+an operator that is written in Python takes 8 us."""
 
 
 @dataclass(frozen=True, slots=True)
 class Execution:
-    """An operator with real arguments, ready to be called again and again. function: what is
-    called in its place."""
+    """An operator with real arguments, ready to be called repeatedly. function: what is called in
+    its place, given a list of the arguments."""
 
     operator: OpOverload
     args: list[Any]
@@ -69,7 +69,7 @@ class Execution:
         return self.operator(*self.args, **self.kwargs)
 
     def refuse_bad_indices(self) -> None:
-        """Raise IndexError where the kernel of the CPU says that an index is out of range."""
+        """Raise IndexError if the CPU kernel reports an index out of range."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.cpu, (self.args, self.kwargs)
         )
@@ -82,12 +82,14 @@ class Execution:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Where arguments come from: given real tensors, made-up ones, and for what is neither given
-    nor of floating dtype (masks, indices, opaque workspaces) the node that makes it, run on
-    made-up inputs: a kernel may read beyond a workspace that holds anything else.
+    """Makes arguments of calls.
 
-    is_on_cuda: an index out of range is an assertion on the device there, after which the process
-    can use it no more, or a write beyond a tensor; so calls with computed ones run on the CPU
+    Arguments are real tensors of `given` (value -> tensor), or made up; a value that is neither
+    given nor of floating dtype (mask, index, opaque workspace) is computed by the node that makes
+    it (`made_by`), run on made-up inputs: a kernel may read beyond a workspace with any other
+    content.
+    is_on_cuda: an index out of range is a device-side assertion there, after which the process
+    cannot use the device, or a write beyond a tensor; so calls with computed indices run on the CPU
     first. out_of_range: values that were; no call gets them.
     """
 
@@ -124,7 +126,8 @@ class Inputs:
         return execution
 
     def _look_at_indices(self, execution: Execution, given: set[int]) -> None:
-        """Raise IndexError where one is out of range, now or before: not every kernel says so."""
+        """Raise IndexError if an index is out of range, now or in an earlier call: not every kernel
+        says so. given: values that the call reads."""
         computed = {i for i in given if self._is_computed_index(i, execution.operator)}
         if computed & self.out_of_range:
             raise IndexError("an index was out of range before")
@@ -136,8 +139,8 @@ class Inputs:
                 raise
 
     def _is_computed_index(self, index: int, operator: OpOverload) -> bool:
-        """Whether a value may be an index that is computed from made-up values, here or by the
-        kernel that is given it."""
+        """Return whether the value may be an index that is computed from made-up values, outside or
+        inside of the kernel."""
         value = self.graph.values[index]
         is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
         is_computed = value.view is not None or index in self.made_by
@@ -145,7 +148,8 @@ class Inputs:
         return is_index and is_computed and index not in self.given
 
     def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
-        """with_storage: what is made up is in a storage as large as in the model."""
+        """Put the tensor for value `index` into `environment`. with_storage: a made-up tensor gets
+        a storage as large as in the model."""
         value = self.graph.values[index]
         if index in self.given:
             environment[index] = self.given[index]
@@ -169,6 +173,7 @@ class Inputs:
 
 
 def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
+    """Return Inputs for the calls of `graph`. given: real tensors by value."""
     made_by = {
         v: node
         for node in graph.nodes
@@ -181,7 +186,8 @@ def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
 
 
 def _made_up(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Uniform in [0, 1), a row of _DRAWN elements over and over; zeros if not of floating dtype."""
+    """Return uniform values in [0, 1), _DRAWN random elements repeated; zeros if not of floating
+    dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(elements, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)

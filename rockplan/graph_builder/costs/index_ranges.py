@@ -1,8 +1,7 @@
-"""Index ranges: are indices that are known by value within what they are looked up in?
+"""Index ranges: check indices with known values against the size of what they index.
 
-takes: a CDGraph, real tensors for some of its values. raises ForwardRaises: the shape rules of
-PyTorch do not look at indices, the kernels of the step will, as those of positions beyond the last
-one that a model has.
+takes: a CDGraph, real tensors for some of its values. PyTorch's shape rules do not look at indices,
+but the kernels of a step will: for example at positions beyond the last one that a model has.
 """
 
 from __future__ import annotations
@@ -20,11 +19,12 @@ _LOOKUPS = {
     "aten.index.Tensor": (None, 1),
     "aten.index_select.default": (1, 2),
 }
-"""Operator -> position of the dimension that is looked up in, None where it is the first or, of
-several indices, that of each; and of the indices. The first argument is what they look up in."""
+"""Operator -> (position of the argument that names the indexed dimension, None if dimension i is
+indexed by the i-th index; position of the indices). The first argument is the indexed tensor."""
 
 
 def check_index_ranges(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
+    """Raise ForwardRaises if an index in `values` (value -> real tensor) is out of range."""
     for node in graph.nodes:
         for call in node.calls:
             for size, index in _lookups(graph, call, values):
@@ -40,7 +40,7 @@ def check_index_ranges(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> No
 def _lookups(
     graph: CDGraph, call: Call, values: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """How many there are, and what is looked up among them, as far as it is known."""
+    """Yield (size of the indexed dimension, index tensor) for each known index of the call."""
     if call.op not in _LOOKUPS:
         return
     dimension, position = _LOOKUPS[call.op]

@@ -1,4 +1,4 @@
-"""Layouts: are the strides of results those of the capture?
+"""Layouts: compare the strides of real results with those of the capture.
 
 takes: a CDGraph, real tensors for some of its values. raises UnsupportedModel.
 """
@@ -20,15 +20,16 @@ from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 
 
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
-    """Execute each unique call whose results are viewed in a way that depends on strides, and
-    raise UnsupportedModel where the real strides are not those of the capture: PyTorch's shape
-    rules are wrong for a few operators, and such a view would fail or read other elements. What
-    acts outside of the step is not executed: of that the rule is believed; nor what was at another
-    size (`operators.layouts.SEEN`).
+    """Execute each unique call whose results are viewed in a way that depends on strides, and raise
+    UnsupportedModel if the real strides differ from those of the capture.
+
+    PyTorch's shape rules are wrong for a few operators, and such a view would fail or read other
+    elements. Calls with side effects are not executed: their rule is trusted. Nor are calls that
+    were checked at another size (`operators.layouts.SEEN`).
     """
     viewed = _viewed_by_layout(graph)
-    elsewhere = SEEN.get()
-    seen: set[object] = set() if elsewhere is None else elsewhere.checked
+    at_other_sizes = SEEN.get()
+    seen: set[object] = set() if at_other_sizes is None else at_other_sizes.checked
     with as_executed(graph):
         inputs = inputs_of(graph, values)
         for node in graph.nodes:
@@ -36,20 +37,20 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
                 is_viewed = bool(viewed & set(call.results)) and not facts.facts_of(call.op).effect
                 if not is_viewed:
                     continue
-                key = call_key(graph, call) if elsewhere is None else _form(graph, call)
+                key = call_key(graph, call) if at_other_sizes is None else _form(graph, call)
                 if key not in seen:
                     seen.add(key)
                     _check_layout(graph, inputs, node, call)
 
 
 def _form(graph: CDGraph, call: Call) -> object:
-    """Of a call, whatever its sizes."""
+    """Return the form of a call: equal for calls that differ in sizes only."""
     arguments = substitute((call.args, [a for _, a in call.kwargs]), lambda v: graph.values[v].spec)
     return form(call.op, arguments)
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
-    """What is under a view by strides, through views of any kind."""
+    """Return the values that a view by strides is derived from, through views of any kind."""
     layouts: set[int | None] = set()
     for value in graph.values:
         view = value.view
@@ -65,6 +66,7 @@ def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
 
 
 def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:
+    """Run one call; raise UnsupportedModel if a result has other strides than captured."""
     try:
         results = flat_results(inputs.execution(call).run())
     except facts.CALL_ERRORS:

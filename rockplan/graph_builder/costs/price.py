@@ -3,9 +3,9 @@
 takes: a CDGraph. returns: a Profile (`measure`), or the graph with its prices filled in (`price`).
 guarantees: memory for one operator is enough whatever the model needs (`execution`).
 
-An operator that does not run on made-up inputs (it checks values), or acts outside of the step (it
-exchanges data with other processes), which is never called here, is estimated from its specs; its
-cost has `repeats` 0, and `Profile.source` says how many there are.
+An operator that fails on made-up inputs (it checks values), or has a side effect (it exchanges data
+with other processes) and is never called here, is estimated from its specs; its cost has `repeats`
+0, and `Profile.source` says how many there are.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from rockplan.values.profile import OpCost, Profile
 
 _LOGGER = logging.getLogger("rockplan")
 
-# A pebibyte, or 13 days in nanoseconds: more than any operator takes.
+# Bytes (a pebibyte) or nanoseconds (13 days) beyond those of any operator.
 _MOST = 2**50
 
 
@@ -53,9 +53,9 @@ def measure(
     """Execute each unique call of `graph` with made-up inputs.
 
     values: real tensors for some indices of `graph.values` (integer inputs and what is computed
-    from them), used as arguments as they are. known: costs that need not be measured
-    again, if they hold for this device, this version of torch and this number of threads; those
-    that no measurement can have given are named in a warning and measured again.
+    from them), used as arguments as they are. known: costs that need not be measured again, if they
+    hold for this device, this version of torch and this number of threads; impossible ones are
+    named in a warning and measured again.
     Raises InvalidInput for a device that is neither CPU nor CUDA.
     """
     if torch.device(device_of(graph)).type not in SCRATCH_BYTES:
@@ -88,7 +88,7 @@ _said: set[str] = set()
 
 
 def _say_unknown(calls: Iterable[Call]) -> None:
-    """Once in a process, which operators with results are not known to do nothing else."""
+    """Warn, once in a process, of operators with results that may have unknown side effects."""
     unknown = (c.op for c in calls if any(r is not None for r in c.results))
     names = {op for op in unknown if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
     _said.update(names)
@@ -103,6 +103,7 @@ def _say_unknown(calls: Iterable[Call]) -> None:
 
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
+    """Return those costs of `known` that were measured on this device, torch and thread count."""
     here = profile_of("measured", device, {})
     if known is None or not known.source.startswith("measured"):
         return {}
@@ -112,14 +113,14 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
         here.threads,
     ):
         return {}
-    # What was estimated is tried again, so that what cannot run is refused every time.
+    # Estimated calls are tried again, so that a model that cannot run is refused every time.
     return {key: cost for key, cost in known.costs if cost.repeats}
 
 
 def _possible(
     graph: CDGraph, calls: Mapping[str, Call], costs: Mapping[str, OpCost]
 ) -> dict[str, OpCost]:
-    """Those of `costs` for `calls`, without those that no measurement can have given."""
+    """Return those of `costs` that `calls` need and that can be right; warn of the others."""
     known = {key: costs[key] for key in calls if key in costs}
     possible = {key: c for key, c in known.items() if _can_cost(graph, calls[key], c)}
     broken = [calls[key].op for key in known if key not in possible]
@@ -134,8 +135,8 @@ def _possible(
 
 
 def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
-    """Whether sizes and times are possible: a result whose storage is its own (0: it is that of
-    an argument or of another result) holds at least the elements that it has."""
+    """Return whether sizes and times are possible: not negative, not huge, and each new result's
+    storage holds its elements (0 bytes: the storage of an argument or of another result)."""
     numbers = (cost.time_ns, cost.spread_ns, cost.workspace_bytes, *cost.result_bytes)
     if not all(0 <= number <= _MOST for number in numbers):
         return False
@@ -157,8 +158,8 @@ def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile
 
 
 def profile_key(graph: CDGraph) -> str:
-    """Names what measured costs depend on besides the call: device, torch, threads; what was
-    measured, and how kernels are made."""
+    """Return a text of what measured costs depend on besides the call: device, torch, threads, what
+    was measured, and how kernels are compiled."""
     here = profile_of("measured", device_of(graph), {})
     key = f"{here.device}, torch {here.torch_version}, {here.threads} threads"
     if torch.device(device_of(graph)).type == "cuda":
@@ -178,13 +179,13 @@ def _device_name(device: str) -> str:
 
 @paused_collection()
 def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph:
-    """`graph` with times and workspaces of its nodes and sizes of its storages from `profile`.
+    """Return `graph` with times and workspaces of its nodes and sizes of its storages from
+    `profile`.
 
-    A node of several calls takes the sum of their times; its workspace is found by replaying
-    them, intermediate results freed at once, with what writing over operands needs beyond it. Where
-    an operator turned out to return (a view of) what it was given, nothing takes over its result.
-    keys: of `graph`, where they are known.
-    Raises PlanFormatError if a cost is missing.
+    A node of several calls takes the sum of their times; its workspace is found by replaying them,
+    intermediate results freed at once, plus what takeovers need beyond it. Where an operator turned
+    out to return (a view of) its argument, nothing takes over its result.
+    keys: of `graph`, if they are known. Raises PlanFormatError if a cost is missing.
     """
     costs = dict(profile.costs)
     sizes: dict[int, int] = {}
@@ -218,8 +219,11 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
 
 @dataclass(frozen=True, slots=True)
 class _CallReplay:
-    """One call of a node: its cost, the storages it allocates, the bytes of results that nobody
-    names, and the storages that it touches."""
+    """Memory of one call of a node.
+
+    made: storage that it allocates -> bytes; unnamed_bytes: results that are not used; touched:
+    storages that it reads or makes.
+    """
 
     cost: OpCost
     made: dict[int, int]
@@ -228,6 +232,7 @@ class _CallReplay:
 
 
 def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
+    """Return the memory of one call at `cost`. Raises PlanFormatError if it has none."""
     if cost is None or len(cost.result_bytes) != len(call.results):
         raise PlanFormatError(
             f"the profile has no cost for {call.op} with these arguments: it belongs to another "
@@ -239,7 +244,7 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
         if value is None:
             unnamed_bytes += size_bytes
         elif size_bytes:
-            # Results that share a storage by the shape rule may have one each.
+            # Results that share a storage by the shape rule may really have one each.
             data = graph.values[value].data
             made[data] = made.get(data, 0) + size_bytes
     named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
@@ -248,7 +253,8 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
 
 
 def _replay(node: ComputeNode, steps: list[_CallReplay]) -> int:
-    """Peak of bytes alive inside the node beyond its inputs; its `writes` live to the end."""
+    """Return the peak of bytes alive inside the node beyond its inputs; its `writes` live to the
+    end."""
     last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
     alive: dict[int, int] = {}
     peak = 0

@@ -1,8 +1,8 @@
 """The ruler: how many bytes are alive while a step runs (docs/usage.md, The budget).
 
-takes: a function that runs one step. returns: its peak of live bytes, beyond what is alive when
-it starts. guarantees: on CPU every allocation of PyTorch counts with the bytes asked for, as the
-profiler records it; on CUDA with the bytes that the caching allocator gave out.
+takes: a function that runs one step. returns: its peak of live bytes, beyond what is alive when it
+starts. guarantees: on CPU every allocation of PyTorch counts with the bytes requested, as the
+profiler records it; on CUDA with the bytes that the caching allocator handed out.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from rockplan.errors import InvalidInput
 from rockplan.graph_builder.recorded.specs import CUDA_GRANULE_BYTES
 from rockplan.values.measured_timeline import MeasuredTimeline
 
-# The profiler writes two lines to stderr for each session unless told not to before the first.
+# Set before the first profiler session: otherwise each one writes two lines to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
 
 _STEP = "rockplan step"
 
 
 class LiveBytes(NamedTuple):
-    """Bytes alive in a step, relative to its start. peak_bytes: most at one time; final_bytes: when
-    it is done, negative where it freed what was there before."""
+    """Bytes alive in a step, relative to its start. final_bytes: at its end, negative if the step
+    freed older memory."""
 
     peak_bytes: int
     final_bytes: int
@@ -39,11 +39,11 @@ class LiveBytes(NamedTuple):
 def peak_live_bytes(
     step: Callable[[], object], warmup: int = 2, *, device: torch.device | str = "cpu"
 ) -> LiveBytes:
-    """Bytes alive during `step()` on `device`: at their peak, and at its end.
+    """Return the bytes alive during `step()` on `device`: at their peak, and at its end.
 
-    `step` runs `warmup` times before, so that the parameters' `.grad` and the caches of
-    operators exist already; it should leave nothing behind (drop its results, keep `.grad`
-    storages), then `final_bytes` is 0.
+    `step` runs `warmup` times before, so that the parameters' `.grad` and the caches of operators
+    exist already; it should leave nothing behind (drop its results, keep `.grad` storages), then
+    `final_bytes` is 0.
     """
     for _ in range(warmup):
         step()
@@ -59,13 +59,14 @@ def measured_timeline(
     repeats: int = 5,
     device: torch.device | str = "cpu",
 ) -> MeasuredTimeline:
-    """Live bytes over time of one `step()` on CPU, relative to its start, as `peak_live_bytes`
-    counts them (same `step`, same `warmup`); the last entry is when the step is done. Each
-    interval is the shortest of `repeats` steps that allocate alike: other work on the machine,
-    which stretches any step somewhere, seldom stretches the same interval each time.
+    """Return live bytes over time of one `step()` on CPU, relative to its start, as
+    `peak_live_bytes` counts them (same `step`, same `warmup`); the last entry is the end of the
+    step.
 
-    Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history`
-    records what PyTorch's own viewer shows.
+    Each interval is the shortest of `repeats` steps that allocate alike: other work on the machine
+    stretches some interval of any step, but seldom the same one each time.
+    Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history` records
+    what PyTorch's own viewer shows.
     """
     if torch.device(device).type != "cpu":
         raise InvalidInput(
@@ -78,7 +79,7 @@ def measured_timeline(
 
 
 def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
-    """The most frequent course of live bytes, each interval the shortest that was seen in it."""
+    """Return the most frequent sequence of live bytes, each interval the shortest seen in it."""
     ((live_bytes, _),) = Counter(f.live_bytes for f in timelines).most_common(1)
     alike = [f.times_ns for f in timelines if f.live_bytes == live_bytes]
     intervals = (map(sub, times[1:], times) for times in alike)
@@ -87,6 +88,7 @@ def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
 
 
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
+    """Record live bytes over time of one `step()` on CPU."""
     gc.collect()
     with (
         profiled() as session,
@@ -103,9 +105,11 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
 
 
 def profiled() -> profile:
-    """A session of the profiler that sees CPU memory. `torch.profiler.profile`, which makes one of
-    these, warns in torch 2.11 and 2.12 of cycles that it does not have. Raises InvalidInput where
-    one records already, which another would end."""
+    """Return a profiler session that records CPU memory.
+
+    `torch.profiler.profile`, which wraps one, warns in torch 2.11 and 2.12 of cycles that it does
+    not have. Raises InvalidInput if a session is active already, which a second one would end.
+    """
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise InvalidInput(
             "memory is measured by the profiler of PyTorch, which records already, and would end "
@@ -116,7 +120,7 @@ def profiled() -> profile:
 
 
 def memory_events(session: profile) -> Iterator[tuple[int, int]]:
-    """(time in ns, bytes) of every allocation (> 0) and free (< 0) on CPU, in order."""
+    """Yield (time in ns, bytes) of every allocation (> 0) and free (< 0) on CPU, in order."""
     events = (e for e in profiler_events(session) if e.name() == "[memory]")
     for event in sorted(events, key=lambda e: e.start_ns()):
         if event.device_type() == torch._C._autograd.DeviceType.CPU:
@@ -124,13 +128,13 @@ def memory_events(session: profile) -> Iterator[tuple[int, int]]:
 
 
 def profiler_events(session: profile) -> list[Any]:
-    """The raw events of a profiler session that has ended."""
+    """Return the raw events of a profiler session that has ended."""
     assert session.kineto_results is not None
     return list(session.kineto_results.events())
 
 
 def peak_of(changes: Iterator[int]) -> tuple[int, int]:
-    """(largest, last) of the running sum of `changes`, which starts at 0."""
+    """Return (largest, last) of the running sum of `changes`, which starts at 0."""
     live = peak = 0
     for change in changes:
         live += change
@@ -145,10 +149,11 @@ def _cpu_peak(step: Callable[[], object]) -> LiveBytes:
 
 
 def rise_of(step: Callable[[], object], device: torch.device) -> int:
-    """Bytes that `step`, which ran before, allocates at most at one time.
+    """Return the most bytes that `step`, which ran before, has allocated at one time.
 
-    On CUDA, a block of more than a mebibyte may be left unsplit, with up to another one that nobody
-    asked for: there it is by what was asked for, in whole granules, where that is less."""
+    The caching allocator of CUDA may leave a block of more than a MiB unsplit, with up to another
+    MiB that was not requested; so bytes requested, in whole granules, count there if they are less.
+    """
     if device.type != "cuda":
         return _cpu_peak(step).peak_bytes
     torch.cuda.reset_peak_memory_stats(device)
@@ -158,15 +163,15 @@ def rise_of(step: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Of two statistics of the caching allocator, as `rise_of`."""
+    """Return the peak of bytes between two statistics of the caching allocator, as `rise_of`."""
 
     def rise(statistic: str) -> int:
         return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
 
-    given_bytes = rise("allocated_bytes")
+    allocated_bytes = rise("allocated_bytes")
     if not after["requested_bytes"]["all"]["allocated"]:
-        return given_bytes  # cudaMallocAsync does not count what is asked for
-    return min(given_bytes, rise("requested_bytes") + rise("allocation") * CUDA_GRANULE_BYTES)
+        return allocated_bytes  # cudaMallocAsync does not count requested bytes
+    return min(allocated_bytes, rise("requested_bytes") + rise("allocation") * CUDA_GRANULE_BYTES)
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
@@ -180,12 +185,14 @@ def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
 
 
 Mark = Callable[[Any], None]
-"""Called within a step where a stretch of it ends and another one begins, with what that is."""
+"""A function that a step calls where a new stretch of it begins, with a label of that stretch."""
 
 
 class Stretch(NamedTuple):
-    """Of a step, from one mark to the next. mark: what it begins with, None for the start of the
-    step; start_bytes, peak_bytes: alive at its start, and the most, relative to the step's start.
+    """A part of a step, from one mark to the next.
+
+    mark: label of its beginning, None for the start of the step; start_bytes, peak_bytes: alive at
+    its start, and at its peak, relative to the step's start.
     """
 
     mark: Any
@@ -194,8 +201,8 @@ class Stretch(NamedTuple):
 
 
 def stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
-    """Live bytes of one `step`, which marks where its stretches begin. It should have run before,
-    and leave nothing behind."""
+    """Return live bytes of one `step`, which marks where its stretches begin. It should have run
+    before, and leave nothing behind."""
     gc.collect()
     return _cuda_stretches(step, device) if device.type == "cuda" else _cpu_stretches(step)
 
@@ -211,7 +218,7 @@ def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
         step(mark)
     marked = (e for e in profiler_events(session) if e.name().startswith(_MARK))
     begins = [(e.start_ns(), int(e.name().removeprefix(_MARK))) for e in marked]
-    # Where both are at one time, the mark comes first: it allocates nothing.
+    # At equal times a mark sorts before a memory event, since it allocates nothing.
     events = [(t, False, n) for t, n in begins]
     events += [(t, True, size) for t, size in memory_events(session)]
     events.sort(key=lambda event: event[:2])
@@ -231,7 +238,7 @@ _MARK = "rockplan mark "
 
 
 def _cuda_stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
-    # Memory is accounted for when the host asks for it: nothing has to be waited for.
+    # The allocator counts memory when the host requests it: no synchronization is needed.
     before = torch.cuda.memory_allocated(device)
     result: list[Stretch] = []
     begun: tuple[Any, int] = (None, 0)

@@ -1,9 +1,9 @@
-"""Scaled: the prices of a graph from those of a graph like it, without measuring times.
+"""Scaled: prices of a graph from those of a similar graph, without measuring times.
 
 takes: a captured graph, a priced one, and which of their nodes do the same. returns: the graph with
 its prices, and their profile. guarantees: bytes are those of the graph itself, as `measure` finds
-them. Times are those of the other graph, scaled by what the same operators read, write and compute
-here: good enough to rank schedules by.
+them. Times are those of the priced graph, scaled by what the same operators read, write and compute
+in this one: good enough to rank schedules.
 """
 
 from __future__ import annotations
@@ -29,13 +29,12 @@ from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, value_
 from rockplan.values.profile import OpCost, Profile
 
 CALL_NS = 5_000
-"""What a call takes whatever its size, on a machine of ordinary speed: operators of small tensors
-take as long on smaller ones."""
+"""Least time of a call, in ns, on a machine of ordinary speed: below some size it is constant."""
 
 
 _OF_BLAS = {"torch.float32", "torch.float64"}
 
-# Pointwise ones that are several kernels, with results or numbers of their own between them.
+# Pointwise operators of several kernels, with intermediate results.
 _IN_STEPS = (
     "aten.deg2rad.default",
     "aten.rad2deg.default",
@@ -45,7 +44,7 @@ _IN_STEPS = (
 )
 _REAL = {*_OF_BLAS, "torch.bfloat16", "torch.float16"}
 
-# The tensor that a number becomes, and its copy in the dtype of the others.
+# Bytes of a number as a tensor, and of its copy in the dtype of the other operands.
 _NUMBER_BYTES = 24
 
 
@@ -55,7 +54,11 @@ def scaled(
     known: CDGraph,
     alike: Mapping[int, int],
 ) -> tuple[CDGraph, Profile]:
-    """values: as of `measure`; alike: nodes of `graph` -> those of `known` that do the same."""
+    """Return `graph` with prices derived from the priced graph `known`, and the profile.
+
+    values: as for `measure`; alike: index of a node of `graph` -> index of the node of `known` that
+    does the same.
+    """
     keys = call_keys(graph)
     profile = sized(graph, values, keys)
     priced = price(graph, profile, keys)
@@ -65,7 +68,7 @@ def scaled(
     for node in priced.nodes:
         same = alike.get(node.index)
         rate = usual if same is None else known.nodes[same].time_ns / before_ns[same]
-        # What `sized` says of times are estimates.
+        # Times of `sized` are estimates.
         nodes.append(replace(node, time_ns=round(rate * _with_calls(node, node.time_ns))))
     return replace(priced, nodes=tuple(nodes)), profile
 
@@ -75,8 +78,10 @@ def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
 
 
 def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Profile:
-    """Costs whose bytes are those that `measure` finds, and whose times are estimates: a call runs
-    only where its bytes do not follow from the specs of what it is given. keys: of `graph`."""
+    """Return costs with measured bytes, as `measure` finds them, and estimated times.
+
+    A call runs only if its bytes do not follow from the specs of its arguments. keys: of `graph`.
+    """
     rates = fallback_rates(graph)
     costs: dict[str, OpCost] = {}
     waiting: dict[str, Call] = {}
@@ -97,10 +102,13 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
 
 
 def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
-    """Workspace of a call on the CPU whose results hold their elements and no more: of what works
-    element by element, and of products of matrices. None for all others: operands of another dtype
-    than the rest, of complex numbers, or negated when they are read, are converted or copied
-    first, and those of products where they do not lie as BLAS takes them."""
+    """Return the workspace of a CPU call whose bytes follow from specs: an elementwise operator or
+    a matrix product whose results hold just their elements.
+
+    None for all others: operands of another dtype than the rest, complex ones, or ones negated when
+    read are converted or copied first, and so are those of products in a layout that BLAS does not
+    take.
+    """
     refs = value_refs((call.args, [a for _, a in call.kwargs]))
     operands = [graph.values[ref.index].spec for ref in refs]
     made = [graph.values[v].spec for v in call.made]
@@ -121,7 +129,7 @@ def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
 
 
 def _is_for_blas(spec: TensorSpec) -> bool:
-    """Do rows, or columns, lie side by side without an overlap?"""
+    """Return whether rows, or columns, lie side by side without overlap."""
     (rows, columns), (down, across) = spec.shape[-2:], spec.stride[-2:]
     is_by_rows = across == 1 and down >= max(1, columns)
     is_by_columns = down == 1 and across >= max(1, rows)

@@ -1,7 +1,7 @@
-"""Dataflow: what is made of what, storage by storage, among parts that can be fused.
+"""Dataflow: which storages are computed from which, among parts that can be fused.
 
-takes: Parts. returns: Dataflow. guarantees: an element for each storage that a fusible part makes
-and that something needs; what opaque calls, the caller and autograd get is `forced`.
+takes: Parts. returns: Dataflow. guarantees: it has an element for each needed storage that a
+fusible part makes; storages that opaque parts, the caller and autograd get are `forced`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,15 @@ class Fusible:
 
 @dataclass(frozen=True, slots=True)
 class Dataflow:
-    """made: storage -> how it is made, in execution order; readers: storage -> storages made from
-    it, in order; forced: those of `made` that have to be there; forward: those that the forward
-    phase needs; sizes: of all storages in bytes; views: value -> position of the part that derives
-    it; opaque: positions of opaque parts that something needs; whole: storage that one of them
+    """Dependences between storages. Positions are those of parts.
+
+    made: storage -> how a fusible part makes it, in execution order; readers: storage -> storages
+    computed from it, in order; forced: storages of `made` that must be in memory; forward: those
+    that the forward phase needs; sizes: bytes of all storages; views: value -> position of the part
+    that derives it; opaque: positions of needed opaque parts; whole: storage that an opaque part
     makes or changes -> position of the last one that does; opaque_readers: storage -> positions of
-    those that read it, in order."""
+    opaque parts that read it, in order.
+    """
 
     parts: Parts
     made: dict[int, Fusible]
@@ -55,11 +58,12 @@ class Dataflow:
         return self.parts.values[value].storage
 
     def is_given(self, storage: int) -> bool:
-        """Does the caller have it?"""
+        """Return whether the storage comes from the caller."""
         return storage not in self.made and storage not in self.whole
 
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
-        """What a kernel that computes `storages` reads, if `stored` are there."""
+        """Return the storages that a kernel computing `storages` reads, if `stored` are in
+        memory."""
         wanted = list(storages)
         seen, leaves = set(wanted), set()
         while wanted:
@@ -74,7 +78,8 @@ class Dataflow:
         return frozenset(leaves)
 
     def interior(self, storages: Iterable[int], stored: Collection[int]) -> list[int]:
-        """`storages` and all that a kernel computes on the way to them, in order."""
+        """Return `storages` and all that a kernel computes on the way to them, in execution
+        order."""
         wanted = list(storages)
         seen = set(wanted)
         while wanted:
@@ -85,7 +90,7 @@ class Dataflow:
         return sorted(seen, key=lambda s: (self.made[s].maker, s))
 
     def nearest_users(self, storage: int, stored: Collection[int], most: int) -> list[int]:
-        """The first `most` of `stored` whose kernels compute `storage` on their way."""
+        """Return the first `most` of `stored` whose kernels compute `storage` on their way."""
         waiting = [(self.made[r].maker, r) for r in self.readers.get(storage, ())]
         heapq.heapify(waiting)
         seen = {r for _, r in waiting}
@@ -103,8 +108,11 @@ class Dataflow:
 
 
 def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> Dataflow:
-    """roots: storages that the caller or autograd gets; kept: positions of opaque parts that run
-    whatever needs them."""
+    """Return the dataflow of `parts`.
+
+    roots: storages that the caller or autograd gets; kept: positions of opaque parts that run
+    whether needed or not.
+    """
     values = parts.values
     running, there = needed(_steps(parts), roots, kept.__contains__)
     opaque = tuple(p for p in running if parts.parts[p].kind is PartKind.OPAQUE)
@@ -146,6 +154,7 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
 def _memory_of_opaque(
     parts: Parts, opaque: Iterable[int]
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
+    """Return `Dataflow.whole` and `Dataflow.opaque_readers` for opaque parts at these positions."""
     whole: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for position in opaque:
@@ -163,7 +172,8 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: Parts) -> list[Step]:
-    """Of all parts that are no views."""
+    """Return (position, storages that it makes, storages that it reads) for all parts except
+    views."""
     values = parts.values
     return [
         (position, _storages(values, part.makes), _storages(values, part.reads))
@@ -179,8 +189,8 @@ def _storages(values: Sequence[RecordedValue], of: Iterable[int]) -> frozenset[i
 def _needed_forward(
     parts: Parts, made: dict[int, Fusible], roots: Collection[int], opaque: Collection[int]
 ) -> frozenset[int]:
-    """Storages that something of the forward phase needs. opaque: positions of the opaque parts
-    that run, those of the forward phase in it, whoever needs what they make."""
+    """Return the storages of `made` that the forward phase needs. opaque: positions of opaque parts
+    that run; those of the forward phase count, whoever needs their results."""
     steps = _steps(parts)
     phase = {s: parts.parts[position].phase for position, made, _ in steps for s in made}
     wanted = {s for s in roots if phase.get(s) is Phase.FORWARD}

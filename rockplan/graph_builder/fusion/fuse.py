@@ -1,8 +1,8 @@
 """Fuse: a recorded run -> the same run, in which compiled kernels compute what can be fused.
 
-takes: a Capture. returns: a Capture whose calls are those operators that stay as they are, and
-calls of kernels; `kernels` has what these compute. guarantees: outputs, gradients and everything
-that is written or drawn stay where they are. docs/compiled.md says what becomes a kernel.
+takes: a Capture. returns: a Capture whose calls are unfused operators and calls of kernels, which
+`kernels` lists. guarantees: outputs, gradients, writes and random draws stay as they are.
+docs/compiled.md says what becomes a kernel.
 """
 
 from __future__ import annotations
@@ -24,9 +24,12 @@ _LOGGER = logging.getLogger("rockplan")
 
 
 def fused(capture: Capture, keeps_roundings: bool) -> Capture:
-    """`capture` with kernels, compiled here. What does not compile stays as it is, which a line on
-    the logger says. Raises MissingLibrary without a compiler, or with one that makes nothing;
-    InvalidInput for a device that has none, or whose compiler keeps no roundings."""
+    """Return `capture` with kernels, compiled here.
+
+    Operators of a kernel that does not compile stay, and the logger says so. Raises MissingLibrary
+    without a working compiler; InvalidInput for a device without one, or whose compiler cannot keep
+    roundings.
+    """
     report("choosing kernels")
     device_type = device_type_of(capture)
     inductor.check_compiler(device_type)
@@ -52,15 +55,18 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
 
 
 def device_type_of(capture: Capture) -> str:
-    """Of the accelerator that the run computes on, else of the CPU."""
+    """Return the type of the accelerator that the run computes on, else 'cpu'."""
     types = {value.spec.device.split(":")[0] for value in capture.values} - {"meta"}
     return min(types - {"cpu"}, default="cpu")
 
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A run with the kernels to compile. fused: the kernels in the order in which they run; alone:
-    kernels that equal one recorded operator, which is called unfused."""
+    """A run with the kernels to compile.
+
+    fused: the kernels in the order in which they run; alone: groups that equal one recorded
+    operator, which is called unfused.
+    """
 
     capture: Capture
     flow: Dataflow
@@ -68,16 +74,19 @@ class Proposal:
     alone: tuple[Fused, ...]
 
     def rewritten(self) -> Capture:
-        """The run in which kernels are called."""
+        """Return the run in which kernels are called."""
         return _KernelRun(self).capture()
 
 
 def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
-    """What could be compiled. opaque: positions of calls that stay as they are."""
+    """Return what could be compiled.
+
+    table: Inductor's decompositions; opaque: positions of calls that stay as they are.
+    """
     opaque |= capture.view.sums
-    # One kernel of all parts of a head would need all of them at once.
+    # Calls that join the parts of a tiled head: fused, they would need all parts at once.
     opaque |= {
         position
         for position, recorded in enumerate(capture.calls)
@@ -99,7 +108,7 @@ def proposed(
 
 
 def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
-    """Positions of parts that run whatever needs them."""
+    """Return the positions of opaque parts that run whether needed or not."""
     calls = capture.calls
     return frozenset(
         position
@@ -109,15 +118,15 @@ def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
 
 
 def _is_one_operator(capture: Capture, one: Fused) -> bool:
-    """True if a recorded call, alone, makes all that the group makes: compiled it would be no
-    better."""
+    """Return whether one recorded call makes all that the group makes, so that compiling gains
+    nothing."""
     if len(one.owners) != 1:
         return False
     return set(one.results) == set(capture.calls[one.owners[0]].call.made)
 
 
 class _KernelRun:
-    """Calls in the order in which they run; views come before what reads them."""
+    """Builds the run with kernels. Calls are in execution order, views before what reads them."""
 
     def __init__(self, proposal: Proposal) -> None:
         self._capture = proposal.capture
@@ -127,6 +136,7 @@ class _KernelRun:
         self._derived: set[int] = set()
 
     def capture(self) -> Capture:
+        """Return the run."""
         flow, recorded = self._flow, self._capture
         steps: list[tuple[float, int, RecordedCall]] = [
             (position, -1, recorded.calls[flow.parts.parts[position].owner])
@@ -143,7 +153,7 @@ class _KernelRun:
         for value in (*recorded.view.outputs, *gradients):
             self._derive(value)
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
-        # Views of results are derived last, whatever phase makes these.
+        # Views of outputs were appended last; those of the forward phase come before the backward.
         in_phases = sorted(self._calls, key=lambda call: call.phase is Phase.BACKWARD)
         return replace(
             recorded,
@@ -156,7 +166,7 @@ class _KernelRun:
         return replace(self._capture.calls[one.owners[0]], phase=one.group.phase)
 
     def _of_kernel(self, one: Fused) -> RecordedCall:
-        """A call in the place of the largest result."""
+        """Return the call of a kernel, with module and line of what makes its largest result."""
         flow = self._flow
         main = max(one.group.targets, key=lambda t: (flow.sizes[t], flow.made[t].maker))
         owner = self._capture.calls[flow.parts.parts[flow.made[main].maker].owner]
@@ -188,6 +198,7 @@ class _KernelRun:
 
 
 def _say(capture: Capture, one: Fused, reason: str) -> None:
+    """Warn that a kernel cannot be compiled."""
     last = capture.calls[one.owners[-1]]
     _LOGGER.warning(
         "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",

@@ -1,9 +1,9 @@
-"""Groups: which stored values one kernel makes, and when it runs.
+"""Groups: which stored values one kernel computes, and when it runs.
 
-takes: a Dataflow and what is stored. returns: groups of stored values, each of them in one, in the
-order in which they run. guarantees: what a group reads is made before it runs, and what it makes is
-read after that; no group has a second large result but in the backward phase, so that what the
-planner drops is cheap to make again.
+takes: a Dataflow and the stored storages. returns: groups of these, each storage in one group, in
+the order in which they run. guarantees: what a group reads is made before it runs, and what it
+makes is read later; only in the backward phase has a group a second large result, so that
+recomputing what the planner drops is cheap.
 """
 
 from __future__ import annotations
@@ -18,30 +18,33 @@ from rockplan.graph_builder.fusion.stored import COMPUTED
 from rockplan.values.graph import Phase
 
 SMALL = 8
-"""How much smaller than the largest thing that its kernel reads a small result is at least."""
+"""A result is small if it is at least so many times smaller than its kernel's largest operand."""
 
 SHARED = 2 / 3
-"""Of what two kernels read, that which both do, if they are to be one."""
+"""Least share of the bytes that two kernels read which both must read to be joined."""
 
 NEAR = 24
-"""Groups among which one that reads the same is looked for."""
+"""How many neighbouring groups are considered for joining."""
 
 MOST_LARGE = 3
-"""Large results of a kernel of the backward phase."""
+"""Most large results of a kernel of the backward phase."""
 
 
 MOST_READ = 64
-"""Tensors that an operator takes at most: a limit of PyTorch's schemas."""
+"""Most tensors that an operator takes: a limit of PyTorch's schemas."""
 
 
 MOST_COMPUTED = 2 * COMPUTED
-"""Values that a kernel of several results computes, at most."""
+"""Most values that a kernel of several results computes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """targets: storages that a kernel makes, in order; reads: storages that it reads; at: where it
-    runs, among the positions of parts."""
+    """Storages that one kernel makes.
+
+    targets: the storages, in order; reads: storages that the kernel reads; at: when it runs,
+    relative to the positions of parts.
+    """
 
     targets: tuple[int, ...]
     reads: frozenset[int]
@@ -50,13 +53,14 @@ class Group:
 
 
 def groups_of(flow: Dataflow, stored: Collection[int]) -> tuple[Group, ...]:
+    """Return the groups in execution order."""
     merging = _Merging(flow, stored)
     merging.run()
     return tuple(sorted(merging.groups.values(), key=lambda g: (g.at, g.targets)))
 
 
 class _Merging:
-    """Groups by number, that of the first of their targets among all of them."""
+    """Joins groups. A group's number is the rank of its first target among all stored storages."""
 
     def __init__(self, flow: Dataflow, stored: Collection[int]) -> None:
         self._flow = flow
@@ -72,6 +76,8 @@ class _Merging:
             self._delay(number)
 
     def run(self) -> None:
+        """Join small results to groups that read the same, then groups of the backward phase that
+        read mostly the same."""
         for number in sorted(self.groups):
             if number in self.groups:
                 self._join(number, self._reads_as_much)
@@ -87,7 +93,8 @@ class _Merging:
             self._readers[read].add(number)
 
     def _delay(self, number: int) -> None:
-        """What the forward pass computes, and the backward pass alone needs, runs there."""
+        """Move a group that the forward phase computes but only the backward phase needs to
+        there."""
         group = self.groups[number]
         part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
         if part.phase is not group.phase:
@@ -95,7 +102,7 @@ class _Merging:
             self.groups[number] = Group(group.targets, group.reads, group.phase, at)
 
     def _join(self, number: int, fits: Callable[[Group, Group], bool]) -> None:
-        """Into the nearest group that fits, and so on."""
+        """Join the group into the nearest one that `fits`, and repeat with the result."""
         group = self.groups[number]
         makers = {self._maker[s] for s in group.reads if s in self._maker}
         beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]} | makers
@@ -117,12 +124,13 @@ class _Merging:
         self._add(min(number, other), made)
 
     def _merged(self, number: int, other: int) -> Group | None:
-        """Both as one, where the later or the earlier of them runs; None where neither can be."""
+        """Return both groups as one, where the later or the earlier of them runs; None if neither
+        is possible."""
         one, two = self.groups[number], self.groups[other]
         targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
         reads = (one.reads | two.reads) - frozenset(targets)
         if ((one.reads | two.reads) - reads) & self._flow.whole.keys():
-            return None  # one reads the other's result through a view that no kernel makes
+            return None  # one group reads the other's result through a view made by an opaque part
         if len(reads) > MOST_READ:
             return None
         if len(self._flow.interior(targets, self._stored)) > MOST_COMPUTED:
@@ -138,30 +146,34 @@ class _Merging:
         return self._flow.made[storage].maker, storage
 
     def _available(self, storage: int) -> float:
-        """The position at which a storage is whole."""
+        """Return the position from which the content of a storage is final."""
         made = self.groups[self._maker[storage]].at if storage in self._maker else -1
         return max(made, self._flow.whole.get(storage, -1))
 
     def _due(self, group: Group, members: Collection[int]) -> float:
-        """The position of the first that reads what the group makes, other than its members."""
+        """Return the position of the first reader of the group's results that is not one of
+        `members`."""
         positions = [math.inf]
         for target in group.targets:
             positions += self._flow.opaque_readers.get(target, ())
             positions += [self.groups[r].at for r in self._readers[target] if r not in members]
         return min(positions)
 
-    # -- what is to be one -------------------------------------------------------------------
+    # -- which groups fit together -----------------------------------------------------------
 
     def _is_small(self, group: Group) -> bool:
         largest = max((self._flow.sizes[r] for r in group.reads), default=0)
         return all(SMALL * self._flow.sizes[t] <= largest for t in group.targets)
 
     def _reads_as_much(self, group: Group, other: Group) -> bool:
-        """True if `group`, of small results, reads nothing that `other` does not read, or make."""
+        """Return whether `group`, of small results, reads nothing but what `other` reads or
+        makes."""
         known = other.reads | frozenset(other.targets)
         return self._is_small(group) and bool(group.reads) and group.reads <= known
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
+        """Return whether both groups share most bytes that they read, and have few large
+        results."""
         sizes, targets = self._flow.sizes, (*group.targets, *other.targets)
         reads = (group.reads | other.reads) - frozenset(targets)
         largest = max((sizes[r] for r in reads), default=0)

@@ -1,19 +1,21 @@
-"""In place: kernels that write results where operands die.
+"""In place: kernels that write results into the storages of operands that die.
 
-takes: a lowered CDGraph. returns: the same graph, whose nodes say what their kernels may take over
-(`ComputeNode.takes`), with the kernels that do so beside the others. guarantees: of `reinplace`;
-what is taken over is as large as the result, and its elements are read by nothing that writes
-others; each such kernel is compiled, computes what the other computes bit for bit, and needs no
-more memory beside that, or slightly more (`kernels.made`).
+takes: a lowered CDGraph. returns: the same graph, whose nodes list what their kernels may take over
+(`ComputeNode.takes`), with the in-place variants of kernels added. guarantees: those of
+`reinplace`; an operand that is taken over is as large as the result, and after an element is
+overwritten nothing computes other elements from it; each variant is compiled, computes the same
+bits as the plain kernel, and needs no more memory besides the saving, or slightly more
+(`kernels.made`).
 
-A node has one way at most, that which writes the most. Fewer results where not all of its operands
-die would be another kernel to compile, and make no plan smaller (docs/experiments.md).
+A node has at most one variant, which writes the most bytes. Variants for the case that not all of
+its operands die would each have to be compiled, and make no plan smaller (docs/experiments.md).
 
-Inductor does not look in C++ whether what it writes over is read elsewhere in the same loop, which
-is asked here (`_aligned`). It copies at the end, or, where that needs a tensor more, as soon as can
-be: then what is computed from a result reads the copy. A softmax writes its exponentials over the
-scores, and the result over these. What is copied keeps its shape, and the operand is looked at in
-it: for Triton Inductor makes one loop only of those that look the same.
+In C++, Inductor does not check whether an overwritten tensor is read elsewhere in the same loop, so
+`_aligned` does. The copy into the operand is put at the end of the kernel or, if that needs one
+more tensor, as early as possible: then what is computed from a result reads the copy. A softmax
+writes its exponentials over the scores, and the result over the exponentials. The copied tensor
+keeps its shape and the operand is viewed in it: for Triton, Inductor makes one loop only of tensors
+of one shape.
 """
 
 from __future__ import annotations
@@ -47,29 +49,29 @@ from rockplan.values.graph import (
 )
 
 MOST = 16
-"""Kernels in place of a graph, those that write the most: each is compiled before the plan is made,
-whether it uses it or not."""
+"""Most variants of one graph, those that write the most bytes: each is compiled before planning,
+whether the plan uses it or not."""
 
 UNROLLED = 8
-"""Elements of a reduction that compilers write out where its result is read, at most: those of
-others are read where it is computed, before what reads the result."""
+"""Reductions of up to so many elements may be unrolled into the loop that reads the result. Larger
+ones finish reading before the result is read."""
 
 _IN_ORDER = words("alias detach expand reshape squeeze unsqueeze view _unsafe_view")
 _BY_ELEMENT = words("_to_copy clone convert_element_type masked_fill where")
 
 Over = tuple[tuple[int, int], ...]
-"""Places of results, and of the inputs over which they are written."""
+"""Pairs: position of a result, position of the input over which it is written."""
 
 _Step = tuple[Sequence[Call], Mapping[int, int]]
-"""Calls in order, and what is written then: values -> operands."""
+"""Calls in order, and what is written after them: value -> operand."""
 
 
 Way = tuple[str, Over]
-"""The operator of a kernel, and what it writes over what."""
+"""An in-place variant: operator of the plain kernel, and the results written over inputs."""
 
 
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
-    """`graph` with what its kernels may take over. Compiles what is not compiled yet."""
+    """Return `graph` with what its kernels may take over. Compiles what is not compiled yet."""
     ways, found = tried(graph)
     made = {way: kernel for way, kernel in found.items() if isinstance(kernel, Kernel)}
     takes = {
@@ -91,8 +93,8 @@ def with_kernels_in_place(graph: CDGraph) -> CDGraph:
 def tried(
     graph: CDGraph,
 ) -> tuple[Mapping[Way, Sequence[tuple[int, Takeover]]], Mapping[Way, Kernel | str]]:
-    """All ways, with the nodes that may go them; of those that write most the kernel that does so,
-    or why there is none."""
+    """Return all variants with the nodes that may use them; and, for those that write most, the
+    kernel, or the reason why there is none."""
     known = {kernel.op: KnownKernel(kernel) for kernel in graph.kernels}
     ways = ways_of(graph, known)
     written: Counter[Way] = Counter()
@@ -115,7 +117,8 @@ def _made(wanted: Mapping[Way, Kernel]) -> dict[Way, Kernel | str]:
 def ways_of(
     graph: CDGraph, known: Mapping[str, KnownKernel]
 ) -> dict[Way, list[tuple[int, Takeover]]]:
-    """Kernels, and what is written over what -> the nodes that may do so, with what they take."""
+    """Return each possible variant -> the nodes that may use it, each with its takeover. known:
+    operator -> kernel."""
     seen = seen_by_others(graph)
     last = {d: node.index for node in graph.nodes for d in node.reads}
     ways: dict[Way, list[tuple[int, Takeover]]] = {}
@@ -140,9 +143,13 @@ def _pairs(
     seen: frozenset[int],
     last: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
-    """Places of results, the largest first, and of the operands over which they are written: of
-    those that may be the first that nothing reads later. Where something does, the first result may
-    wait for a schedule in which it dies; what comes after it is not worth waiting for."""
+    """Yield (position of a result, position of the operand to write it over), the largest result
+    first.
+
+    The operand is the first fitting one that no later node reads. If later nodes read all of them,
+    the largest result still gets one, which dies in some schedules; other results get none. seen:
+    data that the caller or autograd sees; last: data -> index of the last node that reads it.
+    """
     (call,) = node.calls
     read = [graph.values[ref.index] for ref in value_refs(call.args)]
     count = Counter(value.data for value in read)
@@ -167,7 +174,7 @@ def _pairs(
 
 
 def may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
-    """May the one be written where the other lies? Both are all of their storages."""
+    """Return whether the result may be written where the operand is. Both cover their storages."""
     a, b = operand.spec, result.spec
     if (a.dtype, a.device, prod(a.shape)) != (b.dtype, b.device, prod(b.shape)) or not is_dense(b):
         return False
@@ -186,7 +193,7 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 
 
 class KnownKernel:
-    """A kernel, and what is found out about it when it is asked for."""
+    """A kernel, and facts about it that are computed when needed."""
 
     def __init__(self, kernel: Kernel) -> None:
         self.kernel = kernel
@@ -194,16 +201,17 @@ class KnownKernel:
         self._same: dict[int, frozenset[int] | None] = {}
 
     def is_aligned(self, operand: int) -> bool:
-        """May results be written over the operand, element by element?"""
+        """Return whether results may be written over the operand, element by element."""
         return self._aligned(operand) is not None
 
     def at_the_end(self, over: Over) -> Kernel:
-        """The kernel that writes when all is computed."""
+        """Return the variant that writes when everything is computed."""
         return _Writing(self.kernel, over, self._looks()).kernel([(self.kernel.calls, {})])
 
     def at_once(self, over: Over) -> Kernel | None:
-        """The one that writes results as soon as nothing else of the operand is read, and before
-        that what several calls read, if nothing else is; None if neither can be."""
+        """Return the variant that writes results as soon as nothing else reads the operand, and
+        before that an intermediate value that several calls read, if that is possible; None if
+        neither is."""
         early: dict[int, int] = {}
         at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
         for place, operand in over:
@@ -223,7 +231,8 @@ class KnownKernel:
         return _Writing(self.kernel, over, self._looks()).kernel(steps) if is_right else None
 
     def _steps(self, early: Mapping[int, int]) -> Sequence[_Step]:
-        """Calls by how many of the values they are made of, each of which is written before."""
+        """Split the calls into steps by how many of the values `early` (value -> operand) they
+        depend on, each of which is written before."""
         derived = [self._derived(value) for value in early]
         steps: list[tuple[list[Call], dict[int, int]]] = [([], {}) for _ in range(len(early) + 1)]
         for call in self.kernel.calls:
@@ -233,7 +242,8 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """True if no step reads an operand after a write, except for what was written there."""
+        """Return whether no step reads an operand after it was overwritten, except what was written
+        there."""
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):
@@ -243,8 +253,8 @@ class KnownKernel:
         return True
 
     def _covers(self, value: int, operand: int) -> bool:
-        """True if nothing computed from the value reads another value that is aligned with the
-        operand element by element."""
+        """Return whether nothing computed from the value reads another value that is aligned with
+        the operand element by element."""
         derived = self._derived(value)
         others = (self._aligned(operand) or frozenset()) - derived
         reads = map(_read, self.kernel.calls)
@@ -282,8 +292,12 @@ def _read(call: Call) -> frozenset[int]:
 def _aligned(
     calls: Sequence[Call], looks: Mapping[int, torch.Tensor], root: int
 ) -> frozenset[int] | None:
-    """Values each of whose elements is made of the same element of `root`, in the order of a
-    contiguous tensor, and of no other but by reductions; None if any is made of others."""
+    """Return the values each of whose elements depends on the same element of `root`, in the order
+    of a contiguous tensor, and on other elements only through reductions; None if a value of
+    another kind depends on `root`.
+
+    looks: value -> meta tensor.
+    """
     same = {root}
     for call in calls:
         read = same & _read(call)
@@ -305,7 +319,7 @@ def _aligned(
 
 
 class _Writing:
-    """The calls of a kernel, with copies to its operands."""
+    """Builds a variant: the calls of a kernel, with copies into its operands."""
 
     def __init__(self, kernel: Kernel, over: Over, looks: Mapping[int, torch.Tensor]) -> None:
         self._kernel, self._over, self._looks = kernel, over, looks
@@ -314,7 +328,8 @@ class _Writing:
         self._names: dict[int, int] = {}
 
     def kernel(self, steps: Sequence[_Step]) -> Kernel:
-        """With what each step writes; other results are written at the end."""
+        """Return the variant in which each step writes its values; other results are written at the
+        end."""
         kernel = self._kernel
         for calls, early in steps:
             for call in calls:
@@ -334,10 +349,11 @@ class _Writing:
         )
 
     def _name(self, value: int) -> int:
-        """Under which it is read from here on."""
+        """Return the number under which `value` is read from here on."""
         return self._names.get(value, value)
 
     def _write(self, value: int, operand: int) -> None:
+        """Add a copy of `value` into `operand`."""
         shape, over = self._looks[value].shape, ValueRef(operand)
         if shape != self._looks[operand].shape:
             over = self._call("aten.view.default", (over, tuple(shape)))

@@ -1,9 +1,10 @@
-"""Indices: where kernels read by the elements of a tensor, and whether that is within another.
+"""Indices: where kernels index one tensor by the elements of another, and whether indices are in
+range.
 
-takes: Kernels, arguments. returns: what they compute, by the operators that they fuse; what looks
-at indices before a kernel runs; arguments by which a kernel can be tried. guarantees: tried so, it
-reads within its tensors: on CUDA an index out of range ends the process's use of the device, on
-CPU, in a thread of several, the process.
+takes: Kernels, arguments. returns: what kernels compute, by the operators that they fuse; a check
+of indices before a kernel runs; arguments for a trial run. guarantees: with these arguments a
+kernel reads within its tensors: on CUDA an index out of range ends the process's use of the device,
+on CPU, in one of several threads, the process.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What the kernel computes, by the operators that it fuses, on the device of `arguments`."""
+    """Return the results of the kernel by the operators that it fuses, on the device of
+    `arguments`."""
     device = arguments[0].device if arguments else torch.device(kernel.device)
     values: dict[int, Any] = dict(enumerate(arguments))
 
@@ -45,7 +47,7 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
 
 
 def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
-    """Of all its values."""
+    """Return value -> meta tensor for all values of the kernel."""
     made = {r for call in kernel.calls for r in call.made}
     values = sorted({*range(len(kernel.inputs)), *made})
     shapes = [tensor_of(replace(s, device="meta")) for s in kernel.inputs]
@@ -54,23 +56,24 @@ def looks_of(kernel: Kernel) -> dict[int, torch.Tensor]:
 
 
 LARGER = 4
-"""How much larger what indices are made of may be: of labels, shifted by one, those before."""
+"""How many times larger than the indices their operands may be, to be checked before each call."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Lookup:
-    """In dimension `dim` of `table`, by the elements of `index`: values of a kernel."""
+    """Indexing in dimension `dim` of the value `table` by the elements of the value `index`."""
 
     table: int
     dim: int
     index: int
     is_from_end: bool
-    """Negative indices count from there."""
+    """True if negative indices count from the end."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Range:
-    """What the index at `place` may be: from `least` on, below `size`, that of dimension `dim`."""
+    """Valid range of the index that is result `place`: from `least` up to but not including `size`,
+    the size of dimension `dim`."""
 
     place: int
     dim: int
@@ -80,13 +83,14 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Indices:
-    """kernel: computes indices, its results; ranges: of each use of one."""
+    """kernel: the part of a kernel that computes indices, its results; ranges: of each use of an
+    index."""
 
     kernel: Kernel
     ranges: tuple[_Range, ...]
 
     def outside(self, arguments: Sequence[Any]) -> tuple[int, _Range] | None:
-        """An index that these arguments give, and what it may be, if one is out of range."""
+        """Return an index out of range and its range, if these arguments give one, else None."""
         found = computed(self.kernel, arguments)
         for one in self.ranges:
             lowest, highest = (int(end) for end in torch.aminmax(found[one.place]))
@@ -96,7 +100,7 @@ class _Indices:
 
 
 def _indices_of(kernel: Kernel) -> _Indices | None:
-    """None where the kernel reads everything where it stands."""
+    """Return what computes the indices of the kernel; None if it indexes nothing."""
     lookups = tuple(_lookups(kernel))
     if not lookups:
         return None
@@ -111,8 +115,12 @@ def _indices_of(kernel: Kernel) -> _Indices | None:
 
 
 def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
-    """What raises IndexError for arguments by which the kernel would read out of range; None where
-    it need not be asked, a text where that would compute what is larger than the indices."""
+    """Return a function that raises IndexError for arguments by which the kernel would read out of
+    range.
+
+    None if no check is needed; a text, the reason, if the check would compute tensors much larger
+    than the indices.
+    """
     indices = _indices_of(kernel) if kernel.device == "cpu" else None
     if indices is None:
         return None
@@ -137,6 +145,7 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
 
 
 def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
+    """Yield each indexing of a tensor by values."""
     for call in kernel.calls:
         arguments: Any = call.args
         table, *others = arguments
@@ -149,7 +158,7 @@ def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
 
 
 def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
-    """What computes these values."""
+    """Return the kernel that computes just these values."""
     needed, calls = set(results), []
     for call in reversed(kernel.calls):
         if needed.intersection(call.results):
@@ -164,14 +173,14 @@ _MOST_TRIES = 500
 
 
 def trial_inputs(kernel: Kernel) -> list[torch.Tensor]:
-    """Zeros, but for integers of which indices are made: those are such that the kernel reads
-    within its tensors. Raises RuntimeError where no such are found."""
+    """Return zeros, except for integers from which indices are computed: these are such that the
+    kernel reads within its tensors. Raises RuntimeError if none are found."""
     fills = _fills(kernel)
     return [filled(spec, fills.get(i, 0)) for i, spec in enumerate(kernel.inputs)]
 
 
 def is_within(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> bool:
-    """Would the kernel read within its tensors?"""
+    """Return whether the kernel would read within its tensors."""
     indices = _indices_of(kernel)
     return indices is None or _is_within(indices, [a.cpu() for a in arguments])
 
@@ -185,12 +194,13 @@ def filled(spec: TensorSpec, fill: int = 0) -> torch.Tensor:
 def _is_within(indices: _Indices, arguments: Sequence[Any]) -> bool:
     try:
         return indices.outside(arguments) is None
-    except facts.CALL_ERRORS:  # a table of indices is read out of range
+    except facts.CALL_ERRORS:  # a tensor of indices is itself indexed out of range
         return False
 
 
 def _fills(kernel: Kernel) -> dict[int, int]:
-    """Position of an input -> the integer that it holds everywhere; zero where that is not said."""
+    """Return position of an input -> the integer that fills it in a trial; other inputs are zeros.
+    Raises RuntimeError if none are found."""
     indices = _indices_of(kernel)
     if indices is None:
         return {}
@@ -219,8 +229,11 @@ def _holds(spec: TensorSpec, fill: int) -> bool:
 
 
 def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:
-    """Values for as many inputs: the same for all, then any of them. What is subtracted or added
-    on the way to an index is a number of its calls."""
+    """Yield integers to try for `count` inputs: the same for all, then all combinations.
+
+    Candidates are numbers near literals in the calls (added or subtracted on the way to an index)
+    and near sizes.
+    """
     literals = [n for call in indices.kernel.calls for n in _numbers((call.args, call.kwargs))]
     literals += [one.size for one in indices.ranges]
     around = (n for literal in literals for n in (literal, literal + 1, literal - 1, -literal))

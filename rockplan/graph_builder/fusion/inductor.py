@@ -1,12 +1,12 @@
 """Inductor: kernels by PyTorch's compiler, C++ on CPU and Triton on CUDA.
 
-takes: Kernels. returns: for each a function of a list of tensors, or why there is none. guarantees:
-a function returns tensors that look as the kernel says, each in a storage of its own. The one
-module that knows Inductor; torch 2.11 to 2.15.
+takes: Kernels. returns: for each a function of a list of tensors, or the reason why there is none.
+guarantees: results of a function have the specs of the kernel, each in a storage of its own. The
+only module that uses Inductor; torch 2.11 to 2.15.
 
-`compile_fx_inner` is called below autograd and Dynamo, on static shapes. Sources are handed to the
-compilers of the system as they are written, and waited for together: kernels compile side by side.
-What is compiled stays on disk, in Inductor's own cache.
+`compile_fx_inner` is called below autograd and Dynamo, on static shapes. Sources go to the system's
+compilers as soon as they are written, and all are awaited at the end, so that kernels compile in
+parallel. Compiled code stays on disk, in Inductor's own cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rockplan.values.progress import report
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
 Waits = list[Callable[[], None]]
-"""What is to be called before a function is."""
+"""Functions to call before a kernel may be called: they wait for its compilation."""
 
 STAGE = "compiling kernels"
 
@@ -45,23 +45,23 @@ NEEDS = {
     "install python3-dev) and the driver's libcuda.so.1 (in the folder that TRITON_LIBCUDA_PATH "
     "names, if not where libraries lie)",
 }
-"""Of the system, to compile anything."""
+"""What the system must have to compile, by type of device."""
 
 _COMPILING = threading.RLock()
-"""One thread at a time: a method of Inductor's is replaced."""
+"""Held while compiling, since a method of Inductor's is replaced meanwhile."""
 
 
 def decompositions() -> Mapping[Any, Callable[..., Any]]:
-    """Operators that Inductor wants to be given as simpler ones."""
+    """Return operator -> function that computes it by simpler ones, as Inductor needs it."""
     from torch._inductor.decomposition import select_decomp_table
 
-    importlib.import_module("torch._inductor.lowering")  # some of them take it for imported
+    importlib.import_module("torch._inductor.lowering")  # some decompositions need it imported
     return select_decomp_table()
 
 
 def check_compiler(device_type: str) -> None:
-    """Raises MissingLibrary where there is no compiler for a device, InvalidInput where Inductor
-    has none."""
+    """Raise MissingLibrary if there is no compiler for a device, InvalidInput if Inductor does not
+    support the device."""
     if device_type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -89,7 +89,7 @@ def check_compiler(device_type: str) -> None:
 
 
 def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
-    """Raises InvalidInput where Inductor leaves out roundings of eager that it is asked to keep: in
+    """Raise InvalidInput where Inductor omits roundings of eager in spite of `keeps_roundings`: in
     C++, before torch 2.13."""
     is_rounded = any(d in ("torch.bfloat16", "torch.float16") for d in dtypes)
     if device_type == "cpu" and is_rounded and torch.__version__ < "2.13":
@@ -101,7 +101,7 @@ def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
 
 
 def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
-    """Name of the operator of each kernel -> its function, or why there is none."""
+    """Return operator of each kernel -> its function, or the reason why there is none."""
     functions: dict[str, Function | str] = {}
     if not kernels:
         return functions
@@ -124,7 +124,8 @@ def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
 
 
 def _tried(make: Callable[[], Function]) -> Function | str:
-    """Compilers raise what they like; what does not compile is run by operators."""
+    """Return what `make` returns, or its error as text. Compilers raise errors of any type;
+    operators of a kernel that does not compile run unfused."""
     try:
         return make()
     except Exception as error:
@@ -134,8 +135,7 @@ def _tried(make: Callable[[], Function]) -> Function | str:
 
 @contextlib.contextmanager
 def below_autograd() -> Iterator[None]:
-    """As generated code runs, and as measurements are made; no mode sees what compilers do, and the
-    caller's autocast does nothing to it."""
+    """Set the state in which generated code runs: no dispatch mode, no gradients, no autocast."""
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast():
         yield
 
@@ -144,11 +144,12 @@ def below_autograd() -> Iterator[None]:
 
 
 def _begun(kernel: Kernel) -> Function:
+    """Start compiling a kernel; return a function that may be called once compilation is done."""
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Inductor's cache on disk asks for an environment of shapes, though all of them are known.
+    # Inductor's cache on disk requires a ShapeEnv, though all shapes are static.
     fakes = FakeTensorMode(shape_env=ShapeEnv())
     with fakes:
         inputs = [filled(spec) for spec in kernel.inputs]
@@ -159,18 +160,18 @@ def _begun(kernel: Kernel) -> Function:
         made = compile_fx.compile_fx_inner(
             graph,
             inputs,
-            # Each lies as aligned as it does here (`kinds`): no call has to ask, and to copy it.
+            # Inputs are aligned as promised (`kinds`): calls need not check that, and copy.
             static_input_idxs=range(len(inputs)),
             cudagraphs=BoxedBool(False),
             is_inference=True,
         )
-    # Without the frame of `CompiledFxGraph.__call__`, where there is one.
+    # Saves the Python frame of `CompiledFxGraph.__call__`, if there is one.
     function: Function = getattr(made, "current_callable", None) or made
     return function
 
 
 def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """The kernel as Inductor takes it."""
+    """Return the kernel as an FX graph."""
     graph = fx.Graph()
     values: dict[int, fx.Node] = {}
     for position, fake in enumerate(inputs):
@@ -189,7 +190,7 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
         args = tuple(argument(a) for a in call.args)
         kwargs = {name: argument(a) for name, a in call.kwargs}
         node = graph.call_function(overload, args, kwargs)
-        # Inductor's mark for what eager computes, and rounds, by itself.
+        # Inductor's mark for results that eager rounds.
         node.meta["low_precision_pointwise_barrier"] = any(r in rounded for r in call.results)
         returns = overload._schema.returns
         is_one = len(returns) == 1 and isinstance(returns[0].type, torch.TensorType)
@@ -199,21 +200,21 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
             values[result] = item
     new = _new(kernel)
     output = graph.output(tuple(values[kernel.results[place]] for place in new))
-    # Else strides of results are Inductor's choice.
+    # Fixes the strides of results, which Inductor would otherwise choose.
     output.meta["user_visible_output_idxs"] = tuple(range(len(new)))
     output.meta["original_output_strides"] = [kernel.result_specs[p].stride for p in new]
     return fx.GraphModule({}, graph)
 
 
 def _new(kernel: Kernel) -> list[int]:
-    """Places of results that are not written over inputs."""
+    """Return the positions of results that are not written over inputs."""
     over = dict(kernel.over)
     return [place for place in range(len(kernel.results)) if place not in over]
 
 
 def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
-    """The function, once the compilers of the system are done with it, if its results look as they
-    are to. It runs twice on zeros, and on integers by which it reads within its tensors."""
+    """Wait for the compilation, run the function twice on trial inputs, and return it if its
+    results have the promised specs and memory of their own. Raises RuntimeError otherwise."""
     for wait in waits:
         wait()
     if kernel.over:
@@ -237,7 +238,7 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
 
 
 def _with_written(function: Function, kernel: Kernel) -> Function:
-    """Inputs that are written over are results, too."""
+    """Return a function that also returns the inputs that are written over, as results."""
     operands = [operand for _, operand in kernel.over]
     order = [*(place for place, _ in kernel.over), *_new(kernel)]
     places = [order.index(place) for place in range(len(order))]
@@ -256,8 +257,8 @@ def _differs(made: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise unless both have the same elements at the same places: they differ in dimensions of
-    size 1."""
+    """Raise RuntimeError unless the tensor has its elements where the spec says: it may differ in
+    strides of dimensions of size 1 only."""
 
     def steps(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
         return [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
@@ -271,6 +272,7 @@ def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
+    """Return a function that gives the results at `places` the strides of the kernel's specs."""
     looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
 
     def restored(arguments: list[Any]) -> list[torch.Tensor]:
@@ -287,8 +289,8 @@ def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Fun
 
 @contextlib.contextmanager
 def _waiting_later() -> Iterator[Waits]:
-    """Inside, Inductor does not wait in this thread for the compilers of the system: that goes to
-    the list. Where this Inductor waits in another way, it waits for each."""
+    """Make Inductor put its waits for the system's compilers, in this thread, into the yielded
+    list. If this version of Inductor waits in another way, it waits for each kernel."""
     from torch._inductor import async_compile
 
     compiling: Any = async_compile.AsyncCompile

@@ -1,19 +1,17 @@
-"""Kernels of this process: the operators by which they are called, and the functions that run.
+"""Kernels of this process: their operators, and the functions that run them.
 
-takes: Kernels. returns: functions of a list of tensors that return a sequence of them. guarantees:
-a kernel is compiled once in a process; its operator exists as soon as it is known, so that
-whatever handles operators by name handles it.
+takes: Kernels. returns: functions of a list of tensors that return a sequence of tensors.
+guarantees: a kernel is compiled once in a process; its operator exists from then on, so that code
+which finds operators by name works with it.
 
-The operator serves those that measure calls or look at schemas. On another device than the kernel's
-(indices are looked at on the CPU) it computes by the operators that were fused. Generated code
-calls the function itself (`codegen.load`), in a third of the time.
-
-A kernel that writes over operands is tried beside the plain one: it has to compute the same bits,
-and to need no more memory, or slightly more. If the check fails the in-place variant is dropped;
-the plain kernel stays.
-
-On CPU the function looks at indices first, and raises IndexError as eager does: where several
-threads run the kernel of an index out of range, Inductor's own check ends the process.
+The operator is for measuring calls and for reading schemas. On another device than the kernel's
+(the CPU, to check indices) it computes by the operators that were fused. Generated code calls the
+function directly (`codegen.load`), in a third of the time.
+An in-place variant is tried beside the plain kernel: it must compute the same bits, and need no
+more memory, or slightly more. If the check fails the in-place variant is dropped; the plain kernel
+stays.
+On CPU the function checks indices first, and raises IndexError as eager does: if several threads
+run the kernel, Inductor's own check ends the process.
 """
 
 from __future__ import annotations
@@ -41,18 +39,18 @@ _functions: dict[str, Function] = {}
 
 
 _refused: dict[str, str] = {}
-"""Of kernels that were to write over operands, why not."""
+"""In-place variants that were dropped -> the reason."""
 
 _more_bytes: dict[str, int] = {}
-"""Of those that do, what they need beyond those that do not."""
+"""In-place variants -> bytes that they need beyond the plain kernel less what they save."""
 
 SLIGHT = 64
-"""How much smaller that is at least than what is written over: sums of rows, say."""
+"""These bytes are at least so many times smaller than what is written over (sums of rows, say)."""
 
 
 def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
-    """Compile what is not compiled yet, and make operators of all that could be: name of the
-    operator -> why it could not. What a kernel stands for comes before it, or was made."""
+    """Compile what is not compiled yet, and define operators. Return operator -> reason for those
+    that failed. An in-place variant comes after its plain kernel, or that was made before."""
     asked = {k.op: k for k in kernels}
     failed = {op: _refused[op] for op in asked if op in _refused}
     failed |= _made({op: k for op, k in asked.items() if op not in _functions | failed.keys()})
@@ -60,6 +58,8 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
 
 
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
+    """Compile, check and define kernels that are not known; return operator -> reason for those
+    that failed."""
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
@@ -80,6 +80,7 @@ def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
 
 
 def _too_many(kernel: Kernel) -> str | None:
+    """Return a reason if the kernel reads more tensors than an operator takes."""
     given = len(kernel.inputs)
     return f"it reads {given} tensors, of {MOST_READ} at most" if given > MOST_READ else None
 
@@ -92,8 +93,8 @@ def _looked_at(
 
 
 def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
-    """Name of the operator of each kernel -> what runs it, compiled here and now if it is not yet:
-    those of a plan which was made in another process. Raises CaptureError."""
+    """Return operator of each kernel -> its function, compiled here if it is not yet: plans may
+    come from another process. Raises CaptureError if one does not compile."""
     wanted = tuple(kernels)
     failed = made(wanted)
     for kernel in wanted:
@@ -106,8 +107,8 @@ def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
 
 
 def check_compiler(device: str, reason: str) -> None:
-    """Raises MissingLibrary where no kernel can be compiled, not even one of one operator. reason:
-    why one of a model cannot."""
+    """Raise MissingLibrary if no kernel can be compiled, not even one of one operator. reason: why
+    a kernel of the model failed."""
     row = TensorSpec((8,), (1,), 0, "torch.float32", device)
     square = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(0)), (), (1,))
     device_type = torch.device(device).type
@@ -120,8 +121,9 @@ def check_compiler(device: str, reason: str) -> None:
 
 
 def _define(kernel: Kernel) -> None:
+    """Define the operator of a kernel."""
     if kernel.op in _known or kernel.over:
-        return  # what writes over operands is in no graph that is captured or measured
+        return  # in-place variants occur in no graph that is captured or measured
     arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))
     results = ", ".join(["Tensor"] * len(kernel.results))
     returns = results if len(kernel.results) == 1 else f"({results})"
@@ -144,13 +146,15 @@ def _implementation(kernel: Kernel) -> Callable[..., Any]:
 
 
 def more_bytes_of(kernel: Kernel) -> int:
-    """What it needs beyond the one that writes over nothing, if it was made."""
+    """Return the bytes that an in-place variant needs beyond the plain kernel less what it
+    saves."""
     return _more_bytes[kernel.op]
 
 
 def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
-    """What a kernel that writes over operands needs beyond the one that does not; or why it cannot
-    stand for that: it computes other bits of made-up inputs, or needs much more memory."""
+    """Return the bytes that an in-place variant needs beyond the plain kernel less what it saves;
+    or the reason to drop it: on made-up inputs it computes other bits, or needs much more
+    memory."""
     plain = _functions.get(kernel.plain)
     if plain is None:
         return "what it stands for cannot be compiled"
@@ -179,7 +183,7 @@ def _too_much_memory(more_bytes: int, written_bytes: int) -> str | None:
 def measured(
     kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], int]:
-    """Results, and the most bytes that are allocated for them and on the way."""
+    """Return the results, and the peak of bytes allocated while computing them."""
     results: list[torch.Tensor] = []
     peak_bytes = rise_of(
         lambda: results.extend(function(list(inputs))), torch.device(kernel.device)
@@ -188,8 +192,8 @@ def measured(
 
 
 def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
-    """Numbers to read, and integers by which the kernel reads within its tensors; None where these
-    are made of the numbers."""
+    """Return random numbers, and integers with which the kernel reads within its tensors; None if
+    its indices depend on the numbers."""
     generator = torch.Generator(kernel.device).manual_seed(0)
     made = trial_inputs(kernel)
     for tensor in made:
@@ -202,6 +206,7 @@ def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Return whether two tensors are equal bit for bit."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
     return (
         torch.equal(a, b) if integers is None else torch.equal(a.view(integers), b.view(integers))

@@ -1,8 +1,8 @@
-"""Kinds: the kernel of a group, in a numbering of its own.
+"""Kinds: the kernel of a group, with values numbered from 0.
 
 takes: a Dataflow, a group. returns: what a call of its kernel reads and makes, and the Kernel.
-guarantees: groups that compute the same of tensors that look the same have kernels that are equal,
-name included: layers of one kind are compiled once.
+guarantees: groups that compute the same from tensors of equal specs have equal kernels, name
+included: equal layers are compiled once.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, renamed
 
 _ALIGNED_BYTES = 16
-"""Triton asks whether the first element lies at a multiple of this."""
+"""Triton compiles other code if the address of the first element is no multiple of this."""
 
 _NAMED = 4
-"""Operators in the name of a kernel."""
+"""Most operators in the name of a kernel."""
 
 _UNNAMED = words(
     "alias arange clone convert_element_type full full_like iota scalar_tensor zeros ones"
@@ -31,9 +31,11 @@ _UNNAMED = words(
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A group as a call. inputs: values that it reads; results: values that it makes, one for each
-    of the group's targets; owners: positions of the recorded calls that it computes, all or in
-    part."""
+    """A group as a call.
+
+    inputs: values that it reads; results: values that it makes, one for each of the group's
+    targets; owners: positions of the recorded calls that it computes, completely or in part.
+    """
 
     group: Group
     inputs: tuple[int, ...]
@@ -49,7 +51,8 @@ def fused_group(
     recorded_values: int,
     keeps_roundings: bool,
 ) -> Fused:
-    """recorded_values: how many of the values are those of the capture."""
+    """Return the call and kernel of a group. recorded_values: number of values of the capture,
+    which come before those between parts."""
     building = _Building(flow, stored, group, recorded_values)
     inputs, positions = building.inputs_and_parts()
     results = tuple(flow.made[t].value for t in group.targets)
@@ -81,13 +84,15 @@ def fused_group(
 
 
 def _without(call: Call, inputs: int) -> Call:
-    """`call`, without results that the kernel reads, because they are stored: an operator of two
-    results makes the other one."""
+    """Return `call` without results that are inputs of the kernel because they are stored: another
+    result of the call is needed."""
     results = tuple(None if r is not None and r < inputs else r for r in call.results)
     return replace(call, results=results)
 
 
 class _Building:
+    """Finds the inputs and parts of one kernel."""
+
     def __init__(
         self, flow: Dataflow, stored: Collection[int], group: Group, recorded_values: int
     ) -> None:
@@ -99,7 +104,8 @@ class _Building:
         self._parts: set[int] = set()
 
     def inputs_and_parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Values that are read, in order of first use; positions of parts in order."""
+        """Return the values that are read, in order of first use; and the positions of parts, in
+        order."""
         flow, parts = self._flow, self._flow.parts.parts
         inside = set(self._interior)
         makers = {flow.made[storage].maker: None for storage in self._interior}
@@ -127,9 +133,9 @@ class _Building:
         return chain[::-1]
 
     def _start(self, chains: list[list[int]]) -> int:
-        """Which tensor of chains of views, of one storage, is an input: all of it, or the part of
-        it in which all that is read lies, where a call of the capture makes it. Else each part
-        would make another kind."""
+        """Return which tensor along chains of views of one storage is the input: position 0 for the
+        whole storage, or the position of a smaller tensor common to all chains that a call of the
+        capture makes. Otherwise each slice of one tensor would give another kernel."""
         values = self._flow.parts.values
         elements = prod(values[chains[0][0]].spec.shape)
         for place in range(1, min(map(len, chains))):
@@ -142,16 +148,18 @@ class _Building:
 
 
 def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
-    """`spec`, of whose place in its storage only the alignment is left, where a device asks for it.
+    """Return `spec` with its offset reduced to the alignment, where a device needs to know that.
 
-    is_given: the caller has it. That of the next call may lie anywhere: the kernel takes none for
-    granted, where it would have to ask each time, and to copy what lies otherwise."""
+    is_given: the caller provides it, and may do so at any address in the next call: the kernel then
+    assumes no alignment, which would have to be checked and restored by a copy each time.
+    """
     elements = _ALIGNED_BYTES // dtype_of(spec).itemsize if spec.device != "cpu" else 1
     return replace(spec, offset=1 % elements if is_given else spec.offset % elements)
 
 
 def _name(kernel: Kernel, operators: Iterable[str]) -> str:
-    """operators: those of it that are no views."""
+    """Return the operator name of a kernel, with a digest of its content. operators: those of it
+    that are no views."""
     content = [
         [spec_fields(s) for s in kernel.inputs],
         [_call(c) for c in kernel.calls],

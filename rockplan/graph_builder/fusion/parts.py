@@ -1,8 +1,8 @@
-"""Parts: recorded calls as the operators that a compiler is given.
+"""Parts: recorded calls as the operators that the compiler gets.
 
-takes: a Capture. returns: Parts, in the order of the calls. guarantees: a call that can be fused is
-there as pointwise operators, reductions and views, after the compiler's own decompositions, and its
-results look as recorded (shape, strides, dtype, storage); every other call is one opaque part.
+takes: a Capture. returns: Parts, in the order of the calls. guarantees: a call that can be fused
+becomes pointwise operators, reductions and views, by the compiler's own decompositions, and its
+results have the recorded specs and storages; every other call is one opaque part.
 """
 
 from __future__ import annotations
@@ -40,9 +40,12 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPart:
-    """One operator of a run. call: in recorded values, and in further ones for what lies between
-    the parts of one call; owner: position of the recorded call; is_trigonometric: a sine or a
-    cosine, which take long; writes: values that it changes in place."""
+    """One operator of a run.
+
+    call: on recorded values, and on further ones between the parts of one call; owner: position of
+    the recorded call; is_trigonometric: a sine or cosine, which takes long; writes: values that it
+    changes in place.
+    """
 
     call: Call
     kind: PartKind
@@ -57,7 +60,7 @@ class OperatorPart:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """What it makes, and what it changes."""
+        """Return the values that it makes or changes."""
         return tuple(dict.fromkeys((*self.call.made, *self.writes)))
 
 
@@ -70,7 +73,8 @@ class Parts:
 
 
 def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
-    """opaque: positions of calls that stay as they are."""
+    """Return the parts of all calls. opaque: positions of calls that stay as they are; table:
+    decompositions."""
     expansion = _Expansion(capture, table)
     for position, recorded in enumerate(capture.calls):
         expansion.add(position, recorded, is_opaque=position in opaque)
@@ -85,7 +89,7 @@ def words(text: str) -> frozenset[str]:
 
 
 class _Expansion:
-    """One walk over the calls; those that look the same have the same parts."""
+    """One walk over the calls; parts of equal calls are computed once."""
 
     def __init__(self, capture: Capture, table: Table) -> None:
         self.parts: list[OperatorPart] = []
@@ -97,6 +101,7 @@ class _Expansion:
         self._templates: dict[Hashable, _Template | None] = {}
 
     def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
+        """Add the parts of the call at `position`."""
         template = None if is_opaque else self._template(position, recorded)
         if template is None:
             kind, phase, writes = PartKind.OPAQUE, recorded.phase, recorded.writes
@@ -122,6 +127,7 @@ class _Expansion:
             )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
+        """Return the parts of the call with local numbers; None if it cannot be fused."""
         if recorded.writes or not recorded.is_repeatable:
             return None
         if not self._is_settled(position, recorded):
@@ -134,16 +140,16 @@ class _Expansion:
         return self._templates[key]
 
     def _is_settled(self, position: int, recorded: RecordedCall) -> bool:
-        """True if nothing that the call reads or makes is written to later, and none of what it
-        reads is changed outside: a kernel may read it at any time."""
+        """Return whether nothing that the call reads or makes is written to later, and the run
+        changes nothing of the caller's that it reads: a kernel may then read it at any time."""
         looked_at = _looked_at(recorded.call)
         touched = self._view.storages((*looked_at, *recorded.call.made))
         late = any(self._view.last_change.get(storage, -1) >= position for storage in touched)
         return not late and touched.isdisjoint(self._view.changed_outside)
 
     def _is_plain(self, call: Call) -> bool:
-        """True for tensors with elements, on one device, of dtypes that compilers know, where no
-        result is an argument."""
+        """Return whether all tensors have elements, are on one device and of dtypes that compilers
+        support, and no result is an argument."""
         given, made = _given(call), call.made
         specs = [self.values[v].spec for v in (*given, *made)]
         is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
@@ -156,7 +162,7 @@ class _Expansion:
         )
 
     def _key(self, call: Call) -> Hashable:
-        """All that the parts depend on."""
+        """Return everything that the parts depend on."""
         local = {v: i for i, v in enumerate((*_given(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
@@ -166,11 +172,13 @@ class _Expansion:
         )
 
     def _traced(self, call: Call) -> _Template | None:
+        """Return the parts by running the decompositions on fake tensors; None if it cannot be
+        fused."""
         try:
             return _Tracing(self._fakes, self._table, self.values, call).template()
         except _NotFused as reason:
             _LOGGER.debug("not fused: %s: %s", call.op, reason)
-        except Exception as error:  # costs speed alone, but nobody expects it
+        except Exception as error:  # unexpected, but it only costs speed
             what = f"{type(error).__name__}: {error}"
             _LOGGER.warning("%s is not fused: its decomposition raises %s", call.op, what)
         return None
@@ -181,14 +189,16 @@ def _given(call: Call) -> list[int]:
 
 
 def _looked_at(call: Call) -> list[int]:
-    """The arguments without those of which nothing is read, such as running statistics."""
+    """Return the arguments without those of which no element is read, such as running
+    statistics."""
     ignored = facts.unread_arguments(call.op, call.args)
     args = tuple(a for i, a in enumerate(call.args) if i not in ignored)
     return _given(Call(call.op, args, call.kwargs, call.results))
 
 
 def _typed(argument: Any) -> Hashable:
-    """Equal numbers of different types (1, 1.0, True) promote differently."""
+    """Return `argument` with types of numbers: equal numbers of different types (1, 1.0, True)
+    promote differently."""
     if isinstance(argument, Call):
         kwargs = tuple((k, _typed(a)) for k, a in argument.kwargs)
         return (argument.op, _typed(argument.args), kwargs, argument.results)
@@ -204,7 +214,7 @@ _POINTWISE = words(
     "full_like gather index iota masked_fill ones repeat scalar_tensor select_scatter "
     "slice_scatter tril triu where zeros"
 )
-"""What kernels compute element by element, beside what is tagged so."""
+"""Operators that kernels compute element by element, besides those tagged as pointwise."""
 
 REDUCTIONS = words("all amax amin any argmax argmin max mean min prod sum var var_mean")
 _TRIGONOMETRIC = words("cos sin")
@@ -216,11 +226,13 @@ _DTYPES = frozenset(
 
 
 class _NotFused(Exception):
-    """The operators of a call are none that can be fused; says why."""
+    """Raised with the reason why a call cannot be fused."""
 
 
 @dataclass(frozen=True, slots=True)
 class _LocalPart:
+    """A part of a template."""
+
     call: Call
     kind: PartKind
     is_trigonometric: bool
@@ -228,7 +240,7 @@ class _LocalPart:
 
 @dataclass(frozen=True, slots=True)
 class _Template:
-    """Parts of calls that look the same: arguments are numbered first, then what the parts make.
+    """Parts of equal calls, with local numbers: first the arguments, then what the parts make.
     leaves: numbers of the results of the call."""
 
     parts: tuple[_LocalPart, ...]
@@ -237,7 +249,7 @@ class _Template:
 
 
 class _Tracing:
-    """One call on fake tensors, under decompositions."""
+    """Runs one call on fake tensors, under decompositions."""
 
     def __init__(
         self, fakes: FakeTensorMode, table: Table, values: Sequence[RecordedValue], call: Call
@@ -249,11 +261,11 @@ class _Tracing:
         self._mode = _Decomposing({**table, **_of_labels(call)})
 
     def template(self) -> _Template:
-        """Raises _NotFused."""
+        """Return the parts. Raises _NotFused."""
         call, mode = self._call, self._mode
         storages: dict[int, torch.UntypedStorage] = {}
-        # The fake mode has to be active: decompositions make scalars. What the caller's autocast
-        # does is in the recording.
+        # The fake mode has to be active: decompositions make scalars. Casts of the caller's
+        # autocast were recorded as calls.
         with torch.no_grad(), torch._C._DisableAutocast(), self._fakes:
             fakes = {v: self._fake(v, storages) for v in self._given}
             for fake in fakes.values():
@@ -272,14 +284,15 @@ class _Tracing:
         return _Template(tuple(mode.parts), dict(mode.tensors), leaves)
 
     def _fake(self, value: int, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """A fake tensor, in one storage with those that share one."""
+        """Return a fake tensor of the value, in one storage with others that share it."""
         recorded = self._values[value]
         if recorded.storage not in storages:
             storages[recorded.storage] = memory_of(recorded)
         return tensor_in(storages[recorded.storage], recorded.spec)
 
     def _leaf(self, result: int, made: Any) -> int:
-        """The number of a result, which looks as recorded."""
+        """Return the number of a result that has the recorded spec and sharing of storage, adding
+        an alias or a clone if needed. Raises _NotFused if that is impossible."""
         if not isinstance(made, torch.Tensor):
             raise _NotFused("a result that is no tensor")
         mode, values = self._mode, self._values
@@ -305,7 +318,7 @@ class _Tracing:
 
 
 class _Decomposing(TorchDispatchMode):
-    """Records the operators that calls come down to. tensors: all that there are, by number."""
+    """Records the operators that calls decompose into. tensors: all tensors met, by number."""
 
     def __init__(self, table: Table) -> None:
         super().__init__()
@@ -318,6 +331,7 @@ class _Decomposing(TorchDispatchMode):
         self._storages: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
+        """Return the number of a tensor, a new one at the first call."""
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
@@ -335,6 +349,7 @@ class _Decomposing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Decompose the operator, or record it. Raises _NotFused."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
@@ -355,6 +370,7 @@ class _Decomposing(TorchDispatchMode):
         return self._record(func, args, kwargs)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operator as a part and return its result. Raises _NotFused."""
         if not _is_fusible(func):
             raise _NotFused(f"{func}")
         given = [self._known(t) for t in facts.tensors((args, kwargs))]
@@ -391,7 +407,9 @@ class _Decomposing(TorchDispatchMode):
         given: Sequence[int],
         is_shared: Sequence[bool],
     ) -> PartKind:
-        """Raises _NotFused for an operator that kernels do not compute."""
+        """Return the kind of a part. Raises _NotFused for an operator that kernels do not compute.
+        given: numbers of its tensors; is_shared: for each result whether it shares an argument's
+        storage."""
         if any(is_shared):
             is_other = row_of(str(func)).view is ViewKind.OTHER_NUMBERS
             if not all(is_shared) or is_other or _packet(func) in _BY_MEMORY:
@@ -420,20 +438,20 @@ class _Decomposing(TorchDispatchMode):
 
 
 _EXACT = frozenset(["eq", "ne"])
-"""Comparisons by which gradients find the element that a maximum is: a kernel that makes one of
-the two again, and does not round it or sums in another order, finds none."""
+"""Comparisons by which gradients find the position of a maximum: a kernel that recomputes one of
+the two operands without its rounding, or sums in another order, finds none."""
 
 _ANY = frozenset(["all", "any"])
 
 _DIVISIONS = frozenset(["div", "floor_divide", "fmod", "remainder"])
 
 _BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real", "imag"])
-"""Views that are not told by the elements of what they are views of."""
+"""Views that depend on the memory layout of the viewed tensor, not only on its elements."""
 
 
 def _is_fusible(func: OpOverload) -> bool:
-    """False for an operator that kernels never compute, which need not run on fake tensors, either:
-    those of other libraries cannot always."""
+    """Return whether kernels may compute the operator. If not, it need not run on fake tensors, for
+    which operators of other libraries may have no rule."""
     is_view = any(r.alias_info is not None for r in func._schema.returns)
     is_pointwise = torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
     return is_view or is_pointwise or _packet(func) in REDUCTIONS
@@ -443,14 +461,15 @@ _BY_LABEL = frozenset(["aten.nll_loss_backward.default", "aten.nll_loss2d_backwa
 
 
 def _of_labels(call: Call) -> Table:
-    """What scatters by labels that the forward pass has looked up, and refused out of range: a
-    comparison finds none of those. Other indices are the operator's to look at."""
+    """Return decompositions for the scatter by labels in the backward of a loss. The forward has
+    checked these labels, so a comparison may replace the scatter. Other indices must be checked by
+    the operator."""
     return {torch.ops.aten.scatter.value: _compared} if call.op in _BY_LABEL else {}
 
 
 def _compared(table: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
-    """The scatter of a number element by element, where all places but that in `dim` have one
-    index: scattering itself needs the table in memory."""
+    """Compute a scatter of a number by comparing positions with the index, where only `dim` is
+    indexed: a real scatter needs the table in memory. Return NotImplemented for other shapes."""
     dim %= table.dim()
     shape = [1] * table.dim()
     shape[dim] = -1
@@ -465,7 +484,7 @@ def _are_floating(arguments: Any) -> bool:
 
 
 def _may_divide_by_zero(args: tuple[Any, ...]) -> bool:
-    """True for integers, but by a number that is not zero."""
+    """Return whether the division is of integers, by a tensor or by zero."""
     divisor = args[1]
     is_whole = not isinstance(divisor, float) and not _are_floating(args)
     return is_whole and (isinstance(divisor, torch.Tensor) or divisor == 0)

@@ -1,14 +1,13 @@
-"""Stored: which fusible values are written to memory, all others being computed where they are
-read.
+"""Stored: which fusible values are written to memory; all others are recomputed inside each kernel
+that reads them.
 
-takes: a Dataflow. returns: the storages that are there between kernels. guarantees: what is forced
-is among them; a function of the graph alone, the same for every repetition of a layer but those at
-the ends, in time that grows with the length of the run.
-
-Statistics are stored where several kernels read them: computing one again reads all that it is made
-of. Others are stored where that lowers the bytes that all kernels read and write, counted over the
-kernels that come next. What is kept from forward to backward is not decided here: each kernel can
-run again, and the planner says when.
+takes: a Dataflow. returns: the storages in memory between kernels. guarantees: forced storages are
+among them; the result depends on the graph only, is the same for every repetition of a layer except
+at the ends, and takes time linear in the length of the run.
+A statistic (a small value from a reduction) is stored if several kernels read it: recomputing it
+reads all its operands again. Other values are stored if that lowers the bytes that the next kernels
+read and write together. What is kept from forward to backward is not decided here: each kernel can
+be recomputed, and the planner decides when.
 """
 
 from __future__ import annotations
@@ -18,31 +17,36 @@ from collections.abc import Iterable
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 
 STATISTIC = 8
-"""How much smaller than what is made from it a statistic is at least."""
+"""A statistic is at least so many times smaller than what is computed from it."""
 
 USERS = 12
-"""Kernels over which traffic is counted: those of about two layers."""
+"""How many next kernels are considered: those of about two layers."""
 
 ROUNDS = 3
 
 COMPUTED = 64
-"""Values on the way to a result of a kernel, at most: compilers take longer than in proportion."""
+"""Most values that a kernel computes for one result: compile time grows faster than linearly."""
 
 READ = 32
-"""Tensors that a kernel reads for a result, at most, where storing another makes it fewer."""
+"""Most tensors that a kernel reads for one result, if storing another value can reduce them."""
 
 AGAIN = 256
-"""Values that the next kernels compute for the sake of one that is not stored, at most."""
+"""Most values that the next kernels together recompute because one value is not stored."""
 
 CALL_BYTES = {"cpu": 1 << 14, "cuda": 1 << 20}
-"""What a memory moves in the time that it takes to call a kernel."""
+"""Bytes that memory moves in the time of one kernel call."""
 
 BOOL_BYTES = {"cpu": 32}
-"""What it moves in the time that it takes to write a bool: Inductor's C++ writes one at a time, 27
+"""Bytes that memory moves in the time of writing one bool: Inductor's C++ writes one at a time, 27
 times slower than eager."""
 
 
 def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
+    """Return the storages to write to memory.
+
+    One pass decides in execution order; further rounds reconsider each choice until nothing
+    changes.
+    """
 
     def call_bytes(storage: int) -> int:
         spec = flow.parts.values[flow.made[storage].value].spec
@@ -56,7 +60,7 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
         if storage not in there and _is_statistic(flow, storage, there):
             statistics.add(storage)
             there.add(storage)
-        elif storage not in there and _is_to_be(flow, storage, there, call_bytes(storage)):
+        elif storage not in there and _should_store(flow, storage, there, call_bytes(storage)):
             there.add(storage)
         _store_operands(flow, storage, there)
     for _ in range(ROUNDS):
@@ -64,10 +68,10 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
         for storage in sorted(there - flow.forced, key=lambda s: -flow.made[s].maker):
             there.discard(storage)
             is_used = storage in statistics and len(flow.nearest_users(storage, there, 2)) == 2
-            if is_used or _is_to_be(flow, storage, there, call_bytes(storage)):
+            if is_used or _should_store(flow, storage, there, call_bytes(storage)):
                 there.add(storage)
         for storage in flow.made:
-            if storage not in there and _is_to_be(flow, storage, there, call_bytes(storage)):
+            if storage not in there and _should_store(flow, storage, there, call_bytes(storage)):
                 there.add(storage)
             _store_operands(flow, storage, there)
         if before == there:
@@ -75,13 +79,16 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
     return frozenset(there)
 
 
-def _is_to_be(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
+def _should_store(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
+    """Return whether `storage` should be stored, given that those `there` are. call_bytes: bytes
+    that the traffic must fall by."""
     return _is_computed_too_often(flow, storage, there) or _is_worth_it(
         flow, storage, there, call_bytes
     )
 
 
 def _is_computed_too_often(flow: Dataflow, storage: int, there: set[int]) -> bool:
+    """Return whether the next kernels would recompute too many values for `storage`."""
     computed = len(flow.interior([storage], there))
     if computed * USERS <= AGAIN:
         return False
@@ -90,7 +97,8 @@ def _is_computed_too_often(flow: Dataflow, storage: int, there: set[int]) -> boo
 
 
 def _store_operands(flow: Dataflow, storage: int, there: set[int]) -> None:
-    """Store of what `storage` is made of what makes its kernel compute, or read, too much."""
+    """Add operands of `storage` to `there` until its kernel computes and reads few enough
+    values."""
 
     def effort(one: int) -> tuple[int, int]:
         return len(flow.interior([one], there)), len(flow.leaves([one], there))
@@ -107,7 +115,8 @@ def _store_operands(flow: Dataflow, storage: int, there: set[int]) -> None:
 
 
 def _is_statistic(flow: Dataflow, storage: int, there: set[int]) -> bool:
-    """A small value that takes long to compute, from which several kernels make large ones."""
+    """Return whether `storage` is a small value that is expensive to compute, from which several
+    kernels compute large ones."""
     size_bytes = flow.made[storage].size_bytes
     made = (flow.made[r] for r in flow.readers.get(storage, ()))
     is_small = any(not m.is_reduction and m.size_bytes >= STATISTIC * size_bytes for m in made)
@@ -116,14 +125,14 @@ def _is_statistic(flow: Dataflow, storage: int, there: set[int]) -> bool:
 
 
 def _takes_long(flow: Dataflow, storage: int, there: set[int]) -> bool:
-    """True if a reduction, or a sine, lies between what is stored and `storage`."""
+    """Return whether a reduction or a sine lies between stored values and `storage`."""
     on_the_way = (flow.made[s] for s in flow.interior([storage], there))
     return any(m.is_reduction or m.is_trigonometric for m in on_the_way)
 
 
 def _is_worth_it(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
-    """True if the next kernels read and write less with `storage` stored, by more than it takes to
-    call one more of them; or no more, where they would compute a reduction again."""
+    """Return whether storing `storage` lowers the bytes that the next kernels read and write by
+    more than `call_bytes`; or does not raise them, if they would recompute a reduction."""
     size_bytes = flow.made[storage].size_bytes
     own_bytes = _bytes(flow, flow.leaves([storage], there))
     if own_bytes <= size_bytes:

@@ -1,8 +1,8 @@
 """Atomic units: which recorded calls run together.
 
-takes: the view of a run. returns: units in execution order. guarantees: the
-allocation of a storage and all its mutations are one unit, with whatever reads an intermediate
-state of it; dead computations that do not act are in none. (docs/model.md, Capture and lowering)
+takes: the view of a run. returns: units in execution order. guarantees: the allocation of a storage
+and all its mutations are one unit, with every call that reads an intermediate state of it; dead
+calls without side effects are in no unit (docs/model.md, Capture and lowering).
 """
 
 from __future__ import annotations
@@ -22,18 +22,20 @@ from rockplan.values.graph import DataKind
 
 
 def divided(view: RunView) -> tuple[tuple[int, ...], ...]:
-    """Positions of calls that run together, in execution order; calls in program order."""
+    """Return the units in execution order, each the positions of its calls in program order."""
     for recorded in view.calls:
         for storage in sorted(view.storages(recorded.writes)):
             if not view.kinds[storage].resident:
                 check_mutation(view.kinds[storage], own_kind(recorded), recorded)
-    # Sums of gradients are the engine's.
+    # The additions of contributions are left out: the engine of autograd makes them.
     roots = [gradient for _, several in view.contributions for gradient in several]
     live = view.needed_for(view.storages((*view.outputs, *roots, *view.copies)))
     return _units(view, live)
 
 
 def check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:
+    """Raise UnsupportedModel for a call that changes a storage of the other phase, or a tangent.
+    kind: of the storage; own: of what the call makes."""
     if kind is DataKind.TANGENT or kind is not own:
         raise UnsupportedModel.at(
             recorded.module,
@@ -44,10 +46,11 @@ def check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> Non
 
 
 def _units(view: RunView, live: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group calls that must run together; units in execution order, calls in program order.
+    """Group calls that must run together; return units in execution order, calls in program order.
 
-    The calls that write one storage are one unit, with every call that reads an intermediate
-    state of it, and with everything on a path from the unit back into it (a unit must be convex).
+    The calls that write one storage are one unit, with every call that reads an intermediate state
+    of it, and with everything on a path from the unit back into it (a unit must be convex). live:
+    positions of needed calls.
     """
     is_live = set(live)
     union = networkx.utils.UnionFind(live)
@@ -80,10 +83,10 @@ def _units(view: RunView, live: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def _in_order(
     view: RunView, groups: list[tuple[int, ...]], dependencies: set[tuple[int, int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Topological order of the groups, by last call where there is a choice.
+    """Return the groups in topological order, by last call where there is a choice.
 
-    Random draws, and calls that do something beside their results, stay in program order, and so do
-    calls that touch the same storage outside.
+    Random draws and calls with side effects stay in program order, and so do calls that touch the
+    same storage of the caller. dependencies: (position of a maker, position of a reader).
     """
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     edges = {(group_of[a], group_of[b]) for a, b in dependencies}

@@ -1,23 +1,23 @@
 """Reorder: backward nodes in orders that need less memory than eager's.
 
 takes: a CDGraph, priced or not. returns: the same graph with its backward nodes renumbered, and
-eager's order beside them (`CDGraph.eager_order`). guarantees: what a node reads is made before it;
-random draws, and what changes or reads anything outside that the run changes, stay in order; under
-the sizes of the graph no node needs more in the `keep_all` schedule than it did, whatever the
+eager's order in `CDGraph.eager_order`. guarantees: operands of a node are made before it; random
+draws, and nodes that read or change outside state which the run changes, stay in order; with the
+sizes of the graph no node needs more in the `keep_all` schedule than before, whatever the
 workspaces are.
 
-Autograd computes the gradient of an input before that of the weight beside it, so the weight's is
-made while the input's waits. The other way round only the weight's is alive: autograd takes it at
-once. In general, a node moves to the front of its neighbours where that raises the bytes of none
-and lowers the most that any of them needs.
+Autograd computes the gradient of an input before that of the weight of the same layer, so the
+former waits while the latter is made. In the other order only the gradient of the weight is alive,
+and autograd takes it at once. In general, a node moves before its neighbours if that raises the
+bytes of none and lowers the most that any of them needs.
 
 A move looks at neighbours only, so that equal blocks get equal orders, and stays short, so that the
-graph can be cut into blocks as before. That is not the least that orders can do: gradients of wide
-layers can all wait until the activations of the whole model are gone, but then they wait with all
-that they are made from. Forward nodes stay as they are: what autograd saves of them is needed
-anyway, and generated code follows the user's model. So do the first backward nodes, up to the one
-that needs as much as the caller's loss did just before: if all needed less, that loss, which is not
-known and not counted, would be what a step needs most for.
+graph can be cut into blocks as before. This is not the optimum: gradients of wide layers could all
+wait until the activations of the whole model are freed, but then all their operands would wait too.
+Forward nodes stay in place: what autograd saves of them is needed anyway, and generated code
+follows the user's model. The first backward nodes stay too, up to the one that needs as much as the
+caller's loss did just before: if all needed less, the peak of a step would be at that loss, which
+is not known and not counted.
 """
 
 from __future__ import annotations
@@ -32,16 +32,17 @@ from rockplan.values.graph import CDGraph, ComputeNode, added_to, caller_bytes, 
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 REACH = 16
-"""Neighbours that a node may pass. In the models of `benchmarks.below_eager` none passes more than
-two."""
+"""Most neighbours that a node may pass. In the models of `benchmarks.below_eager` none passes more
+than two."""
 
 WORTH = 0.01
-"""Of the largest result among those concerned: what a move must save. Without it the sums that
-are the gradients of biases move too, and nothing is gained."""
+"""Share of the largest result concerned that a move must save. Without it the sums that compute
+gradients of biases move too, and nothing is gained."""
 
 
 def reordered(graph: CDGraph) -> CDGraph:
-    """`graph` with its backward nodes in an order that needs no more, and often less."""
+    """Return `graph` with its backward nodes in an order that needs no more bytes, and often
+    less."""
     first = len(graph.forward)
     order = (*range(first), *_backward_order(graph))
     if order == tuple(sorted(order)):
@@ -52,13 +53,13 @@ def reordered(graph: CDGraph) -> CDGraph:
 
 
 def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
-    """`graph` with its nodes in another order, which knows nothing of eager's."""
+    """Return `graph` with its nodes in `order` (old indices), and without an `eager_order`."""
     nodes = tuple(replace(graph.nodes[old], index=new) for new, old in enumerate(order))
     return replace(graph, nodes=nodes, eager_order=())
 
 
 def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """`schedule` of the graph as it was before it was `reordered`."""
+    """Translate `schedule` to the graph as it was before `reordered`."""
     if not graph.eager_order:
         return schedule
     eager = {node: position for position, node in enumerate(graph.eager_order)}
@@ -67,7 +68,8 @@ def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
 
 
 def _backward_order(graph: CDGraph) -> list[int]:
-    """Indices of the backward nodes, each put where it costs least among those before it."""
+    """Return the indices of the backward nodes in the new order: each is inserted into the order of
+    those before it where it costs least."""
     after = predecessors(graph)
     memory = _Liveness(graph)
     fixed = _beside_the_loss(graph)
@@ -82,8 +84,8 @@ def _backward_order(graph: CDGraph) -> list[int]:
 
 
 def _beside_the_loss(graph: CDGraph) -> int:
-    """How many backward nodes it takes until one needs what the caller's loss did, or else the most
-    that any of them needs."""
+    """Return how many backward nodes run up to and including the first that needs what the caller's
+    loss did, or else up to the one that needs most."""
     schedule = keep_all(graph)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     needs = [step.during_bytes for event, step in steps if isinstance(event, Compute)]
@@ -94,7 +96,7 @@ def _beside_the_loss(graph: CDGraph) -> int:
 
 
 def predecessors(graph: CDGraph) -> list[set[int]]:
-    """For each node those that it must follow, beside what follows from their own."""
+    """Return for each node the nodes that it must directly follow."""
     producer = producers(graph)
     before = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
     last: int | None = None
@@ -112,14 +114,18 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _ByteEffect:
-    """Bytes that a node needs and leaves, above what is alive before it, workspace apart."""
+    """Bytes of running a node, without workspace.
+
+    rise: needed above what is alive before it; net: change of what is alive from before to after
+    it.
+    """
 
     rise: int
     net: int
 
 
 class _Liveness:
-    """Which storages still have readers, while nodes run and are undone."""
+    """Counts the remaining readers of each storage, while nodes run and are undone."""
 
     def __init__(self, graph: CDGraph) -> None:
         view = GraphView(graph)
@@ -138,7 +144,7 @@ class _Liveness:
             self._left[d] += 1
 
     def effect(self, node: ComputeNode) -> _ByteEffect:
-        """Of running `node` now."""
+        """Return the effect of running `node` now."""
         dying = [d for d in node.reads if self._left[d] == 1]
         made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
@@ -151,11 +157,12 @@ class _Liveness:
 def _place(
     graph: CDGraph, memory: _Liveness, after: set[int], order: Sequence[int], node: ComputeNode
 ) -> int:
-    """Where in `order` to put `node`: as far to the front as is worth it. `memory` is as after all
-    of `order`, before and after the call.
+    """Return the position in `order` for `node`: as far to the front as is worth it.
 
-    Bytes are above what is alive before the neighbours in question: `in_hand` is the most that any
-    of them and `node` need in the order in hand, `passed` what they need once `node` ran.
+    after: nodes that it must follow. `memory` is in the state after all of `order`, before and
+    after the call. Bytes are relative to what is alive before the neighbours in question: `in_hand`
+    is the most that any of them and `node` need in the current order, `passed` what they need after
+    `node` ran first.
     """
     best = place = len(order)
     last = memory.effect(node)

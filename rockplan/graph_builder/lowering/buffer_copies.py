@@ -1,13 +1,12 @@
 """Copies: buffers as they were before the call, so that its forward can run again.
 
-takes: Capture. returns: a Capture that makes the copies. guarantees: all else stays
-as it is; copies take at most `SHARE` of what the forward pass makes, or `LEAST_BYTES`.
-
+takes: Capture. returns: a Capture that makes the copies. guarantees: everything else stays as it
+is; copies take at most `SHARE` of the bytes that the forward pass makes, or `LEAST_BYTES`.
 A second backward pass, or one from other outputs or strides than planned, runs the forward again
-(`runtime.backward_pass`). Where that reads a buffer that it changes (spectral norm, moving averages
-that are used), it would read what the first run left. So two copies are made in one tensor before
-the first operation that touches the buffer: one stays what it was, and the forward runs again on
-the other.
+(`runtime.backward_pass`). If the forward reads a buffer that it changes (spectral norm, moving
+averages that are used), it would then read the changed content. So two copies are made in one
+tensor before the first operation that touches the buffer: one is never changed, and the repeated
+forward works on the other.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ LEAST_BYTES = 1 << 16
 
 
 def with_copies(capture: Capture) -> Capture:
-    """`capture` with copies of the buffers that need them; itself where there are none, where they
-    would take too much, or where the forward changes something else together with them."""
+    """Return `capture` with copies of the buffers that need them; unchanged if there are none, if
+    they would take too much, or if the forward changes other storages together with them."""
     view = capture.view
     if view.changed_outside.isdisjoint(view.storage(v) for _, v in capture.buffers):
         return capture
@@ -55,15 +54,15 @@ def with_copies(capture: Capture) -> Capture:
 
 
 def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
-    """Makes two copies of `buffer`, at the place of another call."""
+    """Return a call that makes two copies of `buffer`, with the module and line of `place`."""
     call = Call("aten.stack.default", ((ValueRef(buffer), ValueRef(buffer)),), (), (copy,))
     reads = (buffer, buffer)
     return RecordedCall(call, Phase.FORWARD, reads, (), False, place.module, place.source)
 
 
 def _copied(view: RunView) -> list[int]:
-    """Buffers that are changed and of which something is computed that is not only put back; with
-    all that is changed together with them."""
+    """Return the buffers to copy: those that are changed and from which results are computed, with
+    all buffers that are changed in the same unit."""
     together = networkx.utils.UnionFind(view.changed_outside)
     wanted: set[int] = set()
     for unit in divided(view):
@@ -79,8 +78,8 @@ def _copied(view: RunView) -> list[int]:
 
 
 def _alone(view: RunView) -> dict[int, int]:
-    """storage -> the buffer that is all of it, side by side, of those that the backward pass
-    leaves as they are."""
+    """Return storage -> buffer, for changed storages that one contiguous buffer fills, and that the
+    backward pass does not change."""
     members: dict[int, list[int]] = defaultdict(list)
     for value in view.given:
         members[view.storage(value)].append(value)
@@ -96,7 +95,7 @@ def _alone(view: RunView) -> dict[int, int]:
 
 
 def _is_all(value: RecordedValue) -> bool:
-    """Of its storage, its elements side by side."""
+    """Return whether the value fills its storage contiguously."""
     spec = value.spec
     return (
         spec.offset == 0
@@ -106,14 +105,14 @@ def _is_all(value: RecordedValue) -> bool:
 
 
 def _doubled(value: RecordedValue, storage: int) -> RecordedValue:
-    """What `torch.stack` makes of it twice."""
+    """Return the value of `torch.stack` of two copies of it, in storage `storage`."""
     shape = (2, *value.spec.shape)
     spec = replace(value.spec, shape=shape, stride=make_contiguous_strides_for(shape))
     return RecordedValue(spec, storage, 2 * value.storage_bytes)
 
 
 def _forward_bytes(view: RunView) -> int:
-    """What the forward pass makes."""
+    """Return the bytes of all storages that the forward pass makes."""
     sizes = {v.storage: v.storage_bytes for v in view.values}
     made = (s for s, kind in view.kinds.items() if kind is DataKind.ACTIVATION)
     return sum(map(sizes.__getitem__, made))

@@ -1,14 +1,13 @@
-"""Versions: changes in place that cannot run with what they change make new storages.
+"""Versions: changes in place that should not run in one node with what they change make new
+storages.
 
-takes: Capture. returns: a Capture in which some calls are the operators without the underscore.
-guarantees: not one bit of a result differs; what the caller owns is still changed itself.
-
-The changes of a storage run together with its allocation (`atomic_units`). So all that one of them
-reads would have to be made before the first, and be alive with what the others read: all terms of a
-sum (`acc += f(x)`), or all that lies between a residual and its sum. Such a change makes a new
-version of the storage instead, and what reads the storage from there on reads that. Eager's way
-comes back where the old version dies, as it does in eager's order: the new one takes over
-(`reinplace`).
+takes: Capture. returns: a Capture in which some calls are the out-of-place operators. guarantees:
+not one bit of a result differs; storages of the caller are still changed in place.
+All changes of a storage run in one node with its allocation (`atomic_units`). So everything that
+any of them reads would have to be alive when that node starts: all terms of a sum (`acc += f(x)`),
+or everything between a residual and its sum. Such a change makes a new version of the storage
+instead, and later calls read the new version. Where the old version dies, as it does in eager's
+order, the new one takes over its storage (`reinplace`), which is eager's way again.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, renamed
 
 
 def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
-    """`capture`, in which changes that cannot run with what they change make new storages.
-    everywhere: in which all changes do that can."""
+    """Return `capture`, in which changes that should not run in one node with what they change make
+    new storages. everywhere: all changes do, if an operator exists for that."""
     if not any(recorded.writes for recorded in capture.calls):
         return capture
     rewriting = _Rewriting(capture, everywhere)
@@ -38,11 +37,11 @@ def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
 
 @dataclass(slots=True)
 class _Version:
-    """What a storage holds from the call at `begun` on.
+    """The content of a recorded storage from the call at position `begun` on.
 
-    storage: where; whole: the value that is all of it, None for the first version; members: value
-    as recorded -> what it is here; inputs: storages that the calls of this version read; is_read:
-    other calls read it.
+    storage: where it is in the new run; whole: the value that covers all of it, None for the first
+    version, which no operator of ours made; members: value as recorded -> value in this version;
+    inputs: storages that the calls which make this version read; is_read: other calls read it.
     """
 
     phase: Phase
@@ -55,13 +54,16 @@ class _Version:
 
 
 class _Rewriting:
-    """One walk over the calls. Storages are named as recorded; `_versions` has the last of each
-    that the run makes, `_written` the position of the last call that makes or changes it."""
+    """One walk over the calls. Storages are named as recorded.
+
+    `_versions` has the latest version of each storage that the run makes, `_written` the position
+    of the last call that makes or changes it.
+    """
 
     def __init__(self, capture: Capture, everywhere: bool) -> None:
         self._capture, self._view = capture, capture.view
         self._everywhere = everywhere
-        self._owned = self._view.storages(self._view.given)
+        self._callers = self._view.storages(self._view.given)
         self._unchangeable = _unchangeable(self._view)
         self._writing = NewCalls(self._view)
         self._values, self._calls = self._writing.values, self._writing.calls
@@ -70,20 +72,21 @@ class _Rewriting:
         self._written: dict[int, int] = {}
 
     def capture(self) -> Capture:
-        """What the calls so far make."""
+        """Return the rewritten capture."""
         outputs = tuple(
-            o if o.value is None else replace(o, value=self._now(o.value))
+            o if o.value is None else replace(o, value=self._latest(o.value))
             for o in self._capture.outputs
         )
         values, calls = tuple(self._values), tuple(self._calls)
         return replace(self._capture, values=values, calls=calls, outputs=outputs)
 
     def add(self, position: int) -> None:
-        """Of the arguments as they are now; a new version, where it cannot run with the old."""
+        """Add the call at `position`, on the latest versions of its arguments. Its change in place
+        becomes a new version if it should not run in one node with the old one."""
         recorded = self._view.calls[position]
         read = self._view.storages(recorded.reads)
-        call = renamed(recorded.call, self._now, int)
-        reads, writes = (tuple(map(self._now, vs)) for vs in (recorded.reads, recorded.writes))
+        call = renamed(recorded.call, self._latest, int)
+        reads, writes = (tuple(map(self._latest, vs)) for vs in (recorded.reads, recorded.writes))
         changing = self._changing(recorded, call, read)
         if changing is not None:
             whole = self._renew(recorded.writes[0], recorded.phase)
@@ -91,11 +94,12 @@ class _Rewriting:
         else:
             call = replace(call, results=self._results_of(recorded))
         if not self._view.is_view(position):
-            self._note(recorded, read)
+            self._note_versions(recorded, read)
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
-    def _note(self, recorded: RecordedCall, read: frozenset[int]) -> None:
-        """Which versions the next call makes, changes and reads."""
+    def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
+        """Note which versions the next call makes, changes and reads. read: its storages, as
+        recorded."""
         made = self._view.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}
@@ -104,8 +108,11 @@ class _Rewriting:
             self._versions[storage].is_read = True
 
     def _changing(self, recorded: RecordedCall, call: Call, read: frozenset[int]) -> Call | None:
-        """The operator that makes a new version of what `recorded` changes; None where it may as
-        well run with the old version, or where no operator makes the same bits."""
+        """Return the out-of-place call for what `recorded` changes.
+
+        None if it may as well run in one node with the old version, or if no operator makes the
+        same bits. call: `recorded` on the latest versions; read: storages that it reads.
+        """
         op = out_of_place(call.op)
         if op is None or len(recorded.writes) != 1 or recorded.call.results != recorded.writes:
             return None
@@ -123,13 +130,13 @@ class _Rewriting:
         return made if tensor_spec(self._writing.made(made)) == value.spec else None
 
     def _is_late(self, version: _Version, storages: Iterable[int]) -> bool:
-        """True if one of `storages` is made after the version."""
+        """Return whether one of `storages` is made or changed after the version began."""
         return any(self._written.get(s, -1) > version.begun for s in storages)
 
     # -- values ----------------------------------------------------------------------------
 
     def _renew(self, changed: int, phase: Phase) -> int:
-        """Begin a version of which the value that is all of it is returned."""
+        """Begin a version of the storage of `changed`; return the value that covers all of it."""
         value = replace(self._view.values[changed], storage=self._storages)
         self._storages += 1
         whole = self._new(value)
@@ -142,11 +149,14 @@ class _Rewriting:
         return len(self._values) - 1
 
     def _results_of(self, recorded: RecordedCall) -> tuple[int | None, ...]:
-        """Of a call that makes no version of what it changes: arguments, and tensors that are met
-        for the first time, in a storage of their own or in the last version of another."""
+        """Return the results of a call that begins no version by a change in place.
+
+        Each is one of its arguments, or a new tensor, either in a new storage (whose first version
+        begins here) or a view into the latest version of a storage.
+        """
         for value in recorded.call.made:
             storage = self._view.storage(value)
-            if value in recorded.reads or storage in self._owned:
+            if value in recorded.reads or storage in self._callers:
                 continue
             version = self._versions.setdefault(
                 storage, _Version(recorded.phase, len(self._calls), storage)
@@ -154,10 +164,10 @@ class _Rewriting:
             if version.whole is not None:
                 self._values[value] = replace(self._view.values[value], storage=version.storage)
                 version.members[value] = value
-        return tuple(None if r is None else self._now(r) for r in recorded.call.results)
+        return tuple(None if r is None else self._latest(r) for r in recorded.call.results)
 
-    def _now(self, value: int) -> int:
-        """What `value` is in the last version of its storage."""
+    def _latest(self, value: int) -> int:
+        """Return what `value` is in the latest version of its storage."""
         version = self._versions.get(self._view.storage(value))
         if version is None or version.whole is None:
             return value
@@ -168,7 +178,7 @@ class _Rewriting:
         return version.members[value]
 
     def _derived(self, version: _Version, spec: TensorSpec) -> int:
-        """A tensor like `spec` in the storage of the version."""
+        """Write a view of the version with this spec; return its value."""
         assert version.whole is not None
         last = self._calls[-1]
         whole = self._values[version.whole]
@@ -182,8 +192,9 @@ class _Rewriting:
 
 
 def _unchangeable(view: RunView) -> set[int]:
-    """Storages that hold numbers of several kinds, of which views cannot be told by strides; and
-    gradients that are handed over: which of them autograd sums is told by the calls."""
+    """Return storages that get no versions: those viewed in several dtypes or as conjugates, since
+    strides do not describe such views; and gradients that are handed over, since the recorded calls
+    tell which of them autograd sums."""
     unchangeable = {view.storage(g) for _, g in view.gradients if g is not None}
     kinds: dict[int, str] = {}
     for value in view.values:
@@ -195,6 +206,6 @@ def _unchangeable(view: RunView) -> set[int]:
 
 
 def _is_whole(value: RecordedValue) -> bool:
-    """True for a tensor that is all of its storage."""
+    """Return whether the tensor covers all of its storage."""
     is_all = math.prod(value.spec.shape) * dtype_of(value.spec).itemsize == value.storage_bytes
     return is_all and is_dense(value.spec)

@@ -1,7 +1,9 @@
-"""Kept alive: nodes that read what they do not compute with, so that it is alive until they run.
+"""Kept alive: reads added to nodes that do not compute with them, so that storages stay alive until
+these nodes run.
 
-takes: the nodes of a graph that is being assembled. guarantees: autograd, and a backward pass in
-other strides than planned, find what they need, and schedules count its memory.
+takes: the nodes of a graph that is being assembled; they are replaced in place. guarantees:
+autograd, and a backward pass in other strides than planned, find what they need, and schedules
+count its memory.
 """
 
 from __future__ import annotations
@@ -20,8 +22,9 @@ from rockplan.values.interface import Interface
 def summed_in_place(
     nodes: list[ComputeNode], values: Sequence[Value], gradients: Gradients
 ) -> frozenset[int]:
-    """Keep contributions to one gradient alive as long as autograd needs them: those of the
-    targets returned are added to the first as they are made, of others all wait for the last."""
+    """Keep contributions to one gradient alive as long as autograd needs them. Return the targets
+    whose contributions are added to the first one as they are made; for other targets all
+    contributions wait for the last."""
     made_by = {d: n.index for n in nodes for d in n.writes}
     read = {d for node in nodes for d in node.reads}
     times_handed = Counter(values[g].data for _, parts in gradients for g in parts)
@@ -42,8 +45,9 @@ def summed_in_place(
 def _sum_into_first(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> bool:
-    """The first contribution to a gradient is alive until the last is made: autograd adds each of
-    the others to it in place as it is handed over. False where they are not made in order."""
+    """Keep the first contribution to a gradient alive until the last is made: autograd adds each of
+    the others to it in place when it is handed over. Return False, changing nothing, if they are
+    not made in order."""
     makers = [made_by.get(d, -1) for d in contributions]
     if makers != sorted(makers) or makers[0] < 0:
         return False
@@ -56,8 +60,8 @@ def _sum_into_first(
 def _keep_until_last(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> None:
-    """All contributions to one gradient are alive until the last of them is made: they are
-    handed over together, so that autograd never holds one that the plan does not count."""
+    """Keep all contributions to one gradient alive until the last is made: they are handed over
+    together, so that autograd never holds one that the plan does not count."""
     makers = {made_by[d] for d in contributions if d in made_by}
     if not makers:
         return
@@ -67,8 +71,11 @@ def _keep_until_last(
 
 
 def keep_what_acts(nodes: list[ComputeNode], values: Sequence[Value], interface: Interface) -> None:
-    """What nothing may call twice is there when the backward phase starts, where the gradients that
-    come in may have other strides than planned: then all else of the forward runs again."""
+    """Keep results of forward operators with side effects alive until the backward phase starts.
+
+    If incoming gradients have other strides than planned, the rest of the forward runs again, but
+    these operators must not. Nothing to do if backward starts from scalars only.
+    """
     tangents = [o.tangent for o in interface.outputs if o.tangent is not None]
     if not any(values[t].spec.shape for t in tangents):
         return

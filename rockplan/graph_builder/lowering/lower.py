@@ -2,8 +2,8 @@
 
 takes: Capture. returns: Lowered (the CDGraph and how its values meet the caller), before the passes
 from graph to graph (`graph_builder.pipeline`).
-guarantees: views and in-place results are members of one storage; a node that reads what the run
-itself mutates outside (buffers, inputs), or mutates it, runs once (docs/model.md).
+guarantees: views and in-place results are members of one storage; a node that mutates storages of
+the caller (buffers, inputs), or reads one that the run mutates, runs once (docs/model.md).
 """
 
 from __future__ import annotations
@@ -37,15 +37,18 @@ from rockplan.values.graph import (
 from rockplan.values.interface import Interface
 from rockplan.values.plan import PassTrace
 
-# The caller's loss and its gradient.
+# Number of scalars that the caller holds: a loss and its gradient.
 _CALLER_SCALARS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """graph: unpriced, with values and calls; interface: in the graph's numbering;
-    samples: value of the graph -> real tensor, for measuring; run: what the graph was made of;
-    trace: of the passes that made it."""
+    """A graph and how it meets the caller.
+
+    graph: unpriced, with values and calls; interface: in the graph's numbering; samples: value of
+    the graph -> real tensor, for measuring; run: what the graph was made from; trace: of the passes
+    that made it.
+    """
 
     graph: CDGraph
     interface: Interface
@@ -55,10 +58,11 @@ class Lowered:
 
 
 def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
-    """Build the CDGraph. rng_state_bytes: size of one saved generator state on the device.
+    """Build the CDGraph.
 
-    released: leaves of the result that the caller does not hold in the backward phase. Raises
-    InvalidInput for one that is no tensor of the forward's.
+    rng_state_bytes: size of one saved generator state on the device. released: positions of leaves
+    of the result that the caller does not hold in the backward phase. Raises InvalidInput if one is
+    not a tensor made by the forward.
     """
     view = capture.view
     numbering = _Numbering(view)
@@ -84,7 +88,7 @@ def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = 
     held_tangents = _held_tangents(capture, numbering)
     of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
-    # engine, which goes on beyond the module only when all of the module is done.
+    # engine, which proceeds beyond the module only when the whole module is done.
     of_inputs = {
         d
         for target in contributions.keys() - {value for _, value in interface.parameters}
@@ -114,12 +118,13 @@ def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = 
 
 
 def _is_same_value(call: Call) -> bool:
-    """A plan executes below autograd, where some views return what they are given."""
+    """Return whether the call is a view that returns its argument. (A plan executes below autograd,
+    where `alias` and `detach` do nothing.)"""
     return row_of(call.op).view is ViewKind.SAME_VALUE
 
 
 class _Numbering:
-    """Recorded storages and values -> indices of the graph, in order of first appearance."""
+    """Numbers recorded storages and values for the graph, in order of first appearance."""
 
     def __init__(self, view: RunView) -> None:
         self._view = view
@@ -138,7 +143,7 @@ class _Numbering:
         return self.data_of[ordinal]
 
     def value(self, recorded: int, name: str | None = None) -> int:
-        """Index of a recorded value; its chain of views is numbered first."""
+        """Return the graph's index of a recorded value; its chain of views is numbered first."""
         if recorded in self.value_of:
             return self.value_of[recorded]
         value = self._view.values[recorded]
@@ -161,7 +166,7 @@ class _Numbering:
         return index
 
     def views_with_siblings(self) -> tuple[Value, ...]:
-        """All values; a view names every result of its call that the graph uses, so that one
+        """Return all values; a view names every result of its call that the graph uses, so that one
         execution derives them all."""
         values = list(self.values)
         for recorded, index in self.value_of.items():
@@ -189,7 +194,7 @@ class _Numbering:
 
 
 def _interface(capture: Capture, numbering: _Numbering) -> Interface:
-    """The roles of the values, in the numbering of the graph."""
+    """Return the roles of the values, in the numbering of the graph."""
     of, view = numbering.value, capture.view
     changed = (v for v in view.given if view.storage(v) in view.changed_outside)
     return Interface(
@@ -216,7 +221,7 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
 
 
 def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequence[int]) -> set[int]:
-    """Storages of the leaves of the result that the caller holds in the backward phase."""
+    """Return storages of the leaves of the result that the caller holds in the backward phase."""
     leaves = {i: o for i, o in enumerate(interface.outputs) if o.value is not None}
     if not leaves.keys() >= set(released):
         raise InvalidInput(
@@ -231,9 +236,13 @@ def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequenc
 
 
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
-    """Scalars that the caller's backward() holds from its start to its end: the gradient of a
-    loss that the module returns, which is the root of the engine's run; and the value and
-    gradient of what the caller computes from the result (a loss, or a loss that it scales)."""
+    """Add the caller's scalars to the data; return those that backward() holds from its start to
+    its end.
+
+    These are the gradient of a loss that the module returns, which is the root of the engine's run;
+    and the value and gradient of what the caller computes from the result (a loss, or a scaled
+    loss).
+    """
     tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
     held = {numbering.values[numbering.value(t)].data for t in scalars}
@@ -247,6 +256,7 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
 
 
 def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int) -> ComputeNode:
+    """Return the node of one unit. unit: positions of its calls; index: of the node."""
     recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()
@@ -288,12 +298,12 @@ def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int)
 
 
 def _title(names: Sequence[str]) -> str:
-    """The first of the calls' names that is not an allocation: 'bernoulli_0' says what fills the
-    storage that 'empty_strided_0' makes."""
+    """Return the first name that is not an allocation: 'bernoulli_0' says what fills the storage
+    that 'empty_strided_0' makes."""
     return next((name for name in names if "empty" not in name), names[0])
 
 
 def _again(call: Call) -> Call:
-    """How `call` runs again: without touching running statistics."""
+    """Return the call for a re-execution: one that leaves running statistics alone."""
     plain = without_statistics(call.op, call.args)
     return call if plain is None else replace(call, op=plain[0], args=plain[1])

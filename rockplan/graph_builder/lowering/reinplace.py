@@ -1,12 +1,11 @@
-"""Takeover: which results may be written where an operand dies.
+"""Takeover: which results may be written into the storage of an operand that dies.
 
-takes: a CDGraph with calls. returns: the same graph whose nodes say what they may take
-(`ComputeNode.takes`), and by which call. guarantees: not one bit of any result depends on whether
-a storage is taken over; what is taken holds exactly one tensor, of the shape, strides and dtype of
-the result, and is a storage that nobody but the plan sees: no parameter, buffer, input, constant or
-tangent, no output, no gradient that autograd or the caller gets.
-
-Whether a storage dies depends on the schedule: `lifetimes.taken_over` says where.
+takes: a CDGraph with calls. returns: the same graph whose nodes list what they may take over
+(`ComputeNode.takes`), and by which call. guarantees: not one bit of any result depends on whether a
+storage is taken over; a storage that may be taken over holds exactly one tensor, of the shape,
+strides and dtype of the result, and only the plan sees it: it is no parameter, buffer, input,
+constant or tangent, no output, no gradient that autograd or the caller gets.
+Whether the operand dies depends on the schedule: `lifetimes.taken_over`.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ _FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16"
 
 
 def with_takeovers(graph: CDGraph) -> CDGraph:
-    """`graph` whose nodes say which operands' storages they may take."""
+    """Return `graph` whose nodes list the operands that they may take over."""
     seen = seen_by_others(graph)
     return replace(graph, nodes=tuple(_annotated(graph, node, seen) for node in graph.nodes))
 
 
 def seen_by_others(graph: CDGraph) -> frozenset[int]:
-    """Storages that not only the plan sees."""
+    """Return the storages that the caller or autograd sees."""
     return frozenset((*graph.outputs, *graph.held, *graph.handed))
 
 
@@ -59,8 +58,8 @@ def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Compu
 
 
 def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Iterator[Takeover]:
-    """How the node may write its only result over an operand; seen: data that not only the plan
-    sees."""
+    """Yield the ways in which the node may write its only result over an operand. seen: data that
+    the caller or autograd sees."""
     if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call, *rest), (written,) = node.calls, node.writes
@@ -77,7 +76,7 @@ def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Itera
     operands = _operands(graph, call)
     may_be_taken = operands[:1] if admitted == FIRST_OPERAND else operands
     read_later = {operand.data for other in rest for operand in _operands(graph, other)}
-    # What takes its first operand alone may read indices.
+    # An operator that may take over only its first operand may have indices among the others.
     of_numbers = may_be_taken if admitted == FIRST_OPERAND else operands
     if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in of_numbers):
         return
@@ -100,7 +99,7 @@ def _operands(graph: CDGraph, call: Call) -> list[Value]:
 
 
 def is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
-    """True if the tensor is all of a storage that only the plan sees."""
+    """Return whether the tensor covers all of a storage that only the plan sees."""
     kind = graph.data[operand.data].kind
     if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
         return False
@@ -108,8 +107,8 @@ def is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
 
 
 def is_dense(spec: TensorSpec) -> bool:
-    """True for a tensor of floating dtype whose elements lie side by side from the start of the
-    storage on, in any order."""
+    """Return whether a tensor of floating dtype has its elements without gaps from the start of the
+    storage on, in any order of dimensions."""
     if spec.dtype not in _FLOATING or spec.offset or 0 in spec.shape:
         return False
     pairs = sorted((t, n) for n, t in zip(spec.shape, spec.stride, strict=True) if n > 1)
@@ -117,6 +116,7 @@ def is_dense(spec: TensorSpec) -> bool:
 
 
 def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
+    """Return whether the value is derived through a view that changes the numbers of its bytes."""
     if value.view is None:
         return False
     bases = [graph.values[r.index] for r in value_refs(value.view.args)]
@@ -125,9 +125,10 @@ def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
 
 
 def _variant(call: Call, operand: int) -> Call | None:
-    """`call`, writing its result into the value `operand`, which is one of its arguments."""
+    """Return `call` writing its result into the value `operand`, one of its arguments; None if no
+    operator does so."""
     target = ValueRef(operand)
-    if row_of(call.op).writes_as and len(call.args) > 2:  # the factor of `add.Scalar`
+    if row_of(call.op).writes_as and len(call.args) > 2:  # `add.Scalar` with a factor
         return None
     name, argument = _writing_operator(call.op)
     if argument is not None:
@@ -139,8 +140,8 @@ def _variant(call: Call, operand: int) -> Call | None:
 
 @functools.cache
 def _writing_operator(op: str) -> tuple[str, str | None]:
-    """The overload that writes into an operand, and its argument for that; None if it is the
-    first one. ('', None) without such an overload."""
+    """Return the overload that writes into an operand, and the name of its argument for that, None
+    if it is the first argument. ('', None) if there is no such overload."""
     functional = facts.resolve(row_of(op).writes_as or op)
     packet = functional.overloadpacket
     namespace, name, overload = op.split(".")
@@ -161,8 +162,8 @@ def _writing_operator(op: str) -> tuple[str, str | None]:
 
 @functools.cache
 def out_of_place(op: str) -> str | None:
-    """`add.Tensor` for `add_.Tensor`: the operator that makes the bits which `op` writes into its
-    first argument, and whose result may be written there; None for other operators."""
+    """Return `add.Tensor` for `add_.Tensor`: the operator whose result has the bits that `op`
+    writes into its first argument, and may be written there; None for other operators."""
     namespace, name, overload = op.split(".")
     functional = f"{namespace}.{name.removesuffix('_')}.{overload}"
     row = row_of(functional)

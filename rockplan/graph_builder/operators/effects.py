@@ -1,7 +1,5 @@
-"""Effects: what calls do beside their results, and which libraries are known to do nothing else.
-
-Text only: torch is not needed to read it.
-"""
+"""Effects: side effects of calls, and the libraries whose operators have none. Does not import
+torch."""
 
 from __future__ import annotations
 
@@ -9,11 +7,12 @@ from enum import StrEnum
 
 
 class Effect(StrEnum):
-    """What a call does beside making its results and writing into its arguments.
+    """What a call does besides making its results and writing into its arguments.
 
-    One that does something runs whether anything needs its results or not, as often as in eager
-    execution and in eager's order among those that do, never again, and never while a step is
-    planned: what it costs is estimated."""
+    A call with an effect runs whether its results are needed or not, as often as in eager execution
+    and in eager's order among such calls; it is never recomputed, and never run while a step is
+    planned: its cost is estimated.
+    """
 
     NONE = ""
     CHECKS = "has no result, so it is called to raise an error, or to tell somebody"
@@ -34,7 +33,7 @@ xformers_flash xformers_flash3 xformers_python
 """
 
 PURE_LIBRARIES = frozenset((_OF_PYTORCH_AND_ROCKPLAN + _OF_KERNELS).split())
-"""Libraries whose operators do nothing beside their results, where they have any."""
+"""Libraries whose operators have no side effects, if they return something."""
 
 ANNOTATIONS = frozenset(["debug_mode_ops", "profiler"])
-"""Libraries whose calls name what runs for a profiler: a plan has none of them."""
+"""Libraries whose calls only label regions for a profiler: they are left out of plans."""

@@ -1,8 +1,8 @@
 """Facts about operators: what a plan has to know of a call.
 
-`facts_of` joins what a schema says with the rows that say more (`rows`). From both: which arguments
-a call writes, whether it draws random numbers, how it runs again without side effects, which
-operators read values or make shapes that depend on values.
+`facts_of` joins what a schema says with the rows that say more (`rows`): which arguments a call
+writes, whether it draws random numbers, how it runs again without side effects, which operators
+read values or make shapes that depend on values.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rockplan.graph_builder.operators.rows import (
 )
 
 CALL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
-"""What an operator raises that refuses its arguments; TypeError from torch 2.15 on (`maximum` of
+"""Errors of operators that reject their arguments; TypeError from torch 2.15 on (`maximum` of
 complex numbers)."""
 
 
 @functools.cache
 def operator_name(operator: OpOverload) -> str:
-    """'aten.addmm.default' for torch.ops.aten.addmm.default."""
+    """Return 'aten.addmm.default' for torch.ops.aten.addmm.default."""
     return str(operator)
 
 
 def resolve(name: str) -> OpOverload:
-    """Inverse of `operator_name`."""
+    """Return the operator of this name; inverse of `operator_name`."""
     namespace, packet, overload = name.split(".")
     operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     assert isinstance(operator, OpOverload)
@@ -52,7 +52,7 @@ def resolve(name: str) -> OpOverload:
 
 
 def tensors(arguments: object) -> list[torch.Tensor]:
-    """Every tensor in nested arguments, in order."""
+    """Return every tensor in nested arguments, in order."""
     if isinstance(arguments, torch.Tensor):
         return [arguments]
     operands: list[torch.Tensor] = []
@@ -60,7 +60,7 @@ def tensors(arguments: object) -> list[torch.Tensor]:
         for argument in arguments.values() if isinstance(arguments, dict) else arguments:
             if isinstance(argument, torch.Tensor):
                 operands.append(argument)
-            # Most are literals: no call for each of them.
+            # Most items are literals, which need no recursive call.
             elif isinstance(argument, _CONTAINERS):
                 operands += tensors(argument)
     return operands
@@ -71,9 +71,11 @@ _CONTAINERS = (tuple, list, dict)
 
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
-    """What the schema and the rows say of an operator of PyTorch or a library. operator: an
-    overload, or a name; what takes functions, and is no overload, is refused unless a row says that
-    what it calls is recorded."""
+    """Return what the schema and the rows say of an operator of PyTorch or a library.
+
+    operator: an overload, or a name. A higher-order operator, which is no overload, is refused
+    unless its row says that what it calls is recorded.
+    """
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
@@ -87,12 +89,12 @@ def facts_of(operator: Any) -> OperatorFacts:
 
 
 _ROWS = {row.name: row for row in ROWS}
-# Arguments of operators that may draw: they do if it is not zero or False.
+# Arguments by which operators draw random numbers: only if the argument is not zero or False.
 _DRAWS_IF = ("dropout_p", "dropout", "draws")
 
 
 def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
-    """`facts`, and what the rows of these names say."""
+    """Return `facts`, updated by the rows of these names."""
     for row in (_ROWS[name] for name in names if name in _ROWS):
         said = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "name"}
         facts = replace(facts, **{name: fact for name, fact in said.items() if fact})
@@ -100,7 +102,7 @@ def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
 
 
 def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
-    """What the schema and the tags of an operator say."""
+    """Return what the schema and the tags of an operator say."""
     name, arguments = str(operator), operator._schema.arguments
     namespace = operator.namespace
     packet = operator._schema.name.split("::")[-1]
@@ -135,13 +137,13 @@ _PURE: set[str] = set()
 
 
 def pure(operator: Any) -> Any:
-    """Say of an operator that it does nothing beside its results: plans may run it again, leave it
-    out where nothing needs them, and try it to see what it costs.
+    """Declare that an operator has no side effects: plans may run it again, leave it out if its
+    results are not needed, and run it to measure its cost.
 
     operator: what torch.library.custom_op returns, 'library::name', or torch.ops.library.name; it
     is returned, so this is usable as a decorator. Needed for operators of libraries that rockplan
-    does not know, which else run as often as in eager execution and never again. Raises
-    InvalidInput for what is no operator.
+    does not know, which otherwise run as often as in eager execution and never again. Raises
+    InvalidInput for anything else.
     """
     name = operator if isinstance(operator, str) else getattr(operator, "_qualname", None)
     if name is None and isinstance(operator, OpOverload):
@@ -158,7 +160,8 @@ def pure(operator: Any) -> Any:
 
 
 def _effect(operator: OpOverload) -> Effect:
-    """By the schema: one that has no result and writes nothing is called for something else."""
+    """Return the effect by library and schema: an operator that returns nothing and writes nothing
+    is called for a side effect."""
     schema, library = operator._schema, operator.namespace
     is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     if library in ANNOTATIONS or schema.name in _PURE or is_view:
@@ -169,15 +172,15 @@ def _effect(operator: OpOverload) -> Effect:
 
 
 def _is_known_to_be_pure(operator: OpOverload) -> bool:
-    """One that works element by element, or consists of launches of Triton kernels alone."""
+    """Return whether the operator is elementwise, or only launches Triton kernels."""
     launches = sys.modules.get("torch._library.triton")
     of_triton = getattr(launches, "triton_ops_to_kernels", {})
     return torch.Tag.pointwise in operator.tags or operator._schema.name in of_triton
 
 
 def operators_named(name: str) -> tuple[Any, ...]:
-    """The operators that a user may mean: 'aten.add.Tensor', 'aten::add', 'add' (all overloads that
-    make their result, or write into an argument that a call has anyway), 'cond'. Raises
+    """Return the operators that a user may mean: 'aten.add.Tensor', 'aten::add', 'add' (all
+    overloads that make their result, or else those with an `out` argument), 'cond'. Raises
     InvalidInput if there is none."""
     library, *rest = name.removeprefix("torch.ops.").replace("::", ".").split(".")
     if not rest:
@@ -196,7 +199,7 @@ def operators_named(name: str) -> tuple[Any, ...]:
 
 
 def _nearest(name: str) -> str:
-    """Names that are like it, and what else may be the matter."""
+    """Return words for an error: similar names, and how names are written."""
     known = {n.split(".")[0].replace("::", ".") for n in torch._C._dispatch_get_all_op_names()}
     full = name if "." in name else f"aten.{name}"
     like = difflib.get_close_matches(".".join(full.split(".")[:2]), sorted(known), 3)
@@ -205,14 +208,15 @@ def _nearest(name: str) -> str:
 
 
 def _is_composite(name: str) -> bool:
-    """Some overloads exist in TorchScript alone, and have no kernel."""
+    """Return whether an operator is recorded as the operators that it calls. (Some overloads exist
+    in TorchScript only, and have no kernel.)"""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return torch._C._dispatch_has_kernel(name) and has_kernel(name, "CompositeImplicitAutograd")
 
 
 @functools.cache
 def _declared_writes(operator: OpOverload) -> tuple[int, ...]:
-    """Positions of the arguments that the schema marks as written."""
+    """Return the positions of the arguments that the schema marks as written."""
     return tuple(
         position
         for position, argument in enumerate(operator._schema.arguments)
@@ -222,12 +226,12 @@ def _declared_writes(operator: OpOverload) -> tuple[int, ...]:
 
 @functools.cache
 def argument_names(operator: OpOverload) -> tuple[str, ...]:
-    """Of all that it takes, in order."""
+    """Return the names of all arguments, in order."""
     return tuple(argument.name for argument in operator._schema.arguments)
 
 
 def given(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """An argument of a call; its default value where it is left out."""
+    """Return the argument `name` of a call; its default value if the call leaves it out."""
     position = argument_names(operator).index(name)
     if position < len(args):
         return args[position]
@@ -237,7 +241,7 @@ def given(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[
 def written(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """The tensors that this call mutates."""
+    """Return the tensors that this call changes in place."""
     facts, names = facts_of(operator), argument_names(operator)
     places = [names[position] for position in _declared_writes(operator)]
     undeclared = [name for name in facts.writes if name not in places]
@@ -247,13 +251,14 @@ def written(
 
 
 def out_of_place_view(operator: OpOverload) -> OpOverload | None:
-    """What makes a view where `operator` changes the shape of its argument in place, if it does."""
+    """Return the view operator that does what `operator` does to the shape of its argument in
+    place; None for other operators."""
     view = facts_of(operator).changes_shape_as
     return resolve(view) if view else None
 
 
 def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
-    """`squeeze` for `squeeze_`: what makes a view where `operator` changes the shape or strides of
+    """Return `squeeze` for `squeeze_`: the view operator for one that changes shape or strides of
     its argument in place, without touching its elements; None for other operators."""
     if torch.Tag.inplace_view not in operator.tags:
         return None
@@ -264,11 +269,12 @@ def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
 
 
 def _takes(operator: OpOverload) -> list[tuple[str, str]]:
+    """Return name and type of each argument."""
     return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
 def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if the call may draw from a generator; attention and RNNs only with dropout > 0."""
+    """Return whether the call may draw from a generator; attention and RNNs do with dropout > 0."""
     facts = facts_of(operator)
     if not facts.draws or not facts.draws_if:
         return facts.draws
@@ -279,8 +285,8 @@ def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def without_statistics(
     name: str, args: tuple[object, ...]
 ) -> tuple[str, tuple[object, ...]] | None:
-    """(operator, args) that computes the same as batch normalization in training mode but
-    leaves running statistics alone; None if `name` is no such operator."""
+    """Return (operator, args) that compute the same as batch normalization in training mode but
+    leave running statistics alone; None if `name` is no such operator."""
     again = facts_of(name).runs_again_as
     if not again or not _holds(resolve(name), args):
         return None
@@ -292,7 +298,7 @@ def without_statistics(
 
 
 def unread_arguments(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
-    """Positions of arguments at whose content the call does not look: running statistics where
+    """Return positions of arguments whose content the call does not read: running statistics where
     batch normalization in training mode writes them, and where its backward ignores them."""
     unread = facts_of(name).reads_no_element_of
     if not unread or not _holds(resolve(name), args):
@@ -301,13 +307,14 @@ def unread_arguments(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
 
 
 def _holds(operator: OpOverload, args: tuple[object, ...]) -> bool:
-    """Is the argument true under which the row of the operator holds, if there is one?"""
+    """Return whether the row of the operator applies to these arguments: its `if_argument` is true,
+    or it has none."""
     flag = facts_of(operator).if_argument
     return not flag or bool(given(operator, flag, args, {}))
 
 
 def reads_content(operator: OpOverload) -> bool:
-    """Does a call look at the elements of what it does not write?"""
+    """Return whether a call reads elements of an argument that it does not write."""
     facts = facts_of(operator)
     if facts.if_argument:
         return True
@@ -317,7 +324,7 @@ def reads_content(operator: OpOverload) -> bool:
 
 
 def reads_first(operator: OpOverload) -> bool:
-    """Does an operator that writes into its first argument read it, too?"""
+    """Return whether an operator that writes into its first argument reads that one too."""
     packet = operator._schema.name.split("::")[-1]
     return operator.namespace == "aten" and packet[-1] == "_" and not facts_of(operator).fills
 
@@ -325,10 +332,11 @@ def reads_first(operator: OpOverload) -> bool:
 def without_argument(
     operator: OpOverload, args: tuple[Any, ...], result: Any
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
-    """(operator, args, kwargs) that make the same as a call that reads no element of its argument,
-    without it: a dropout mask need not wait for what it masks, nor have it made again.
+    """Return (operator, args, kwargs) that make the same as a call that reads no element of its
+    argument, without that argument: then a dropout mask can be drawn while what it masks is not
+    alive.
 
-    None for other calls, and where the new tensor has strides that only `empty` can be given.
+    None for other calls, and if the new tensor has strides that only `empty` can be given.
     """
     facts = facts_of(operator)
     if not facts.recorded_as:
@@ -348,8 +356,8 @@ def without_argument(
 
 @functools.cache
 def follows_shapes(operator: OpOverload) -> bool:
-    """True if the shape rule of the operator looks at nothing but shapes, strides, dtypes, devices
-    and literals, and changes none of them in its arguments."""
+    """Return whether the shape rule of the operator depends on nothing but shapes, strides, dtypes,
+    devices and literals, and changes none of them in its arguments."""
     facts = facts_of(operator)
     by_values = facts.shape_by_values or torch.Tag.data_dependent_output in operator.tags
     others = facts.changes_shape_as or facts.may_be_constant or facts.refused_because
@@ -358,7 +366,7 @@ def follows_shapes(operator: OpOverload) -> bool:
 
 @functools.cache
 def is_plain_view(operator: OpOverload) -> bool:
-    """Is the result the same elements as the first argument, which is the only tensor?"""
+    """Return whether the result has the same elements as the only tensor argument."""
     facts = facts_of(operator)
     tensors_taken = sum("Tensor" in str(a.type) for a in operator._schema.arguments)
     is_view = facts.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
@@ -368,7 +376,7 @@ def is_plain_view(operator: OpOverload) -> bool:
 
 @functools.cache
 def is_pointwise(operator: OpOverload) -> bool:
-    """Does the result, a new tensor, have an element for each of the arguments'?"""
+    """Return whether the result is a new tensor, computed element by element."""
     facts = facts_of(operator)
     returned = [r.alias_info for r in operator._schema.returns]
     is_new = returned == [None] and not (operator._schema.is_mutable or facts.draws)
@@ -376,11 +384,11 @@ def is_pointwise(operator: OpOverload) -> bool:
 
 
 PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default")
-"""Of matrices: libraries make them, with a workspace on CUDA, straight into the result on CPU."""
+"""Matrix products, by libraries: with a workspace on CUDA, straight into the result on CPU."""
 
 
 @functools.cache
 def is_product(operator: OpOverload) -> bool:
-    """Of matrices, whose kernels on all devices have the result made by the code that makes it for
-    tensors without memory (PyTorch calls them structured)?"""
+    """Return whether it is a matrix product: on all devices its result is allocated by the code
+    that also makes the result for meta tensors (PyTorch calls such kernels structured)."""
     return operator_name(operator) in PRODUCTS

@@ -1,8 +1,8 @@
-"""Fake results: what calls on fake tensors return, where PyTorch's own rules are not what kernels
-do.
+"""Fake results: results of calls on fake tensors, where PyTorch's own rules differ from kernels.
 
 takes: an operator and its arguments, fake tensors. returns: the result (`fake_result`), and the
-strides and dtypes of the real call (`Layouts`). guarantees: what acts outside is never called.
+strides and dtypes of the real call (`Layouts`). guarantees: operators with side effects are never
+called.
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ from rockplan.graph_builder.operators.rows import ShapeRule
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The result of a call on fake tensors.
+    """Return the result of a call on fake tensors.
 
-    Gradients that nobody wants (`output_mask`) are None, as kernels return them; some shape rules
-    make them all the same. The shape rule of grouped matrix products insists on what CUDA kernels
-    need (bfloat16), which kernels of other devices do not: their result is described here. So are
-    storages that are copied as a whole, of which shape rules make the elements that are seen.
+    It corrects three kinds of shape rules. Gradients that are not wanted (`output_mask`) are None,
+    as kernels return them; some rules make them anyway. The rule of grouped matrix products
+    requires what CUDA kernels need (bfloat16), also on other devices. The rules of operators that
+    copy a whole storage make only the elements that the argument shows.
     """
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
         return args[0]
     if effect and not operator._schema.returns and not operator._schema.is_mutable:
-        return None  # as it does on tensors with memory, where it may have no rule for others
+        return None  # as the real call does; it may have no rule for fake tensors
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
     result = operator(*args, **kwargs)
@@ -59,6 +59,7 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def _grouped_product(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
+    """Return the fake result of a grouped matrix product in any dtype."""
     named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
     offsets: Any = named.get("offs")
     left, right = named["self"], named["mat2"]
@@ -73,8 +74,8 @@ def _grouped_product(
 
 
 def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
-    """`made`, in a storage as large as that of `argument`; of one that repeats elements, which
-    gets other strides, the elements are copied."""
+    """Return `made` in a storage as large as that of `argument`. If `argument` repeats elements, so
+    that `made` has other strides, only elements are copied: `made` is right already."""
     elements = argument.untyped_storage().nbytes() // made.itemsize
     if made.stride() != argument.stride():
         return made
@@ -86,15 +87,20 @@ _Layout = tuple[tuple[int, ...], torch.dtype]
 """Strides and dtype of a tensor."""
 
 _MOST_DIMENSIONS = 64
-"""Of a tensor: a larger number in a call names none, and is a size, as are those beside it."""
+"""Of a tensor. A larger number in a call is a size, not a dimension, and so are those in one list
+with it."""
 
 
 @dataclass(slots=True)
 class SeenLayouts:
-    """What real calls were seen to do, by the form of the call, for the same call at other sizes:
-    in which order kernels lay out the dimensions of a result follows from how those of the
-    arguments are laid out. results: None where a result has gaps, so that each size runs; checked:
-    forms of calls whose strides were held against the capture (`costs.layouts`)."""
+    """Layouts of results of real calls by the form of the call, used for the same call at other
+    sizes: the order in which kernels lay out the dimensions of a result follows from the order in
+    the arguments.
+
+    results: form -> (dimensions from the outermost to the innermost, dtype) of each result, None if
+    a result has gaps, so that each size must run; checked: forms of calls whose strides were
+    compared with the capture (`costs.layouts`).
+    """
 
     results: dict[object, tuple[tuple[tuple[int, ...], torch.dtype], ...] | None] = field(
         default_factory=dict
@@ -103,11 +109,12 @@ class SeenLayouts:
 
 
 SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other sizes", default=None)
-"""Where one call is captured at many sizes (`captured_sizes`): then no real one need be large."""
+"""Set while one call is captured at many sizes (`captured_sizes`): a small one runs for real."""
 
 
 def form(name: str, arguments: object) -> object:
-    """A call but for its sizes. arguments: nested, with tensors or their specs as leaves."""
+    """Return a key of a call that is equal for calls which differ in sizes only. arguments: nested,
+    with tensors or their specs as leaves."""
 
     def described(leaf: Any) -> object:
         if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
@@ -123,13 +130,13 @@ def form(name: str, arguments: object) -> object:
 
 
 def _is_numbers(argument: object) -> bool:
-    """Is it a list of sizes, or of dimensions?"""
+    """Return whether the argument is a list of ints: sizes or dimensions."""
     return isinstance(argument, list | tuple) and all(type(n) is int for n in argument)
 
 
 def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
-    """Dimensions from the outermost to the innermost; of each, whether it has none, one or several
-    elements, repeats them, and lies beside the next without a gap."""
+    """Return the dimensions from the outermost to the innermost, and for each whether it has none,
+    one or several elements, repeats them, and lies without a gap beside the next."""
     order = _outermost_first(strides)
     beside = [0] * len(order)
     expected = 1
@@ -144,7 +151,8 @@ def _outermost_first(strides: Sequence[int]) -> list[int]:
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Strides without gaps, of dimensions in that order."""
+    """Return strides without gaps, for dimensions in `order` from the outermost to the
+    innermost."""
     strides = [1] * len(shape)
     expected = 1
     for dimension in reversed(order):
@@ -154,17 +162,16 @@ def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
 
 
 class Layouts:
-    """Strides and dtypes of real results, where those of PyTorch's shape rules may be wrong.
+    """Strides and dtypes of real results, where PyTorch's shape rules may be wrong.
 
     The rules of many backward operators ignore that kernels follow the strides of transposed
-    arguments, and those of views and of elementwise operators give other strides to dimensions of
-    size 1, from which kernels guess the memory format; what the capture records after them (a
-    copy or a view) would then differ from eager, and so would workspaces. Those of normalizations
-    give wrong dtypes to statistics where parameters are more precise than what is normalized, as
-    under autocast. So a view is made once more by the real code, on tensors without memory, and
-    another call with an argument that does not have the strides of a new tensor, or with arguments
-    of different precision, runs once for real, on zeros, one call at a time; not where it was seen
-    at another size (`SEEN`).
+    arguments. Those of views and of elementwise operators give other strides to dimensions of size
+    1, from which kernels guess the memory format. The capture would then record other copies or
+    views than eager executes, and workspaces would differ. The rules of normalizations give wrong
+    dtypes to statistics if parameters are more precise than the input, as under autocast.
+    So a view is made once more by the real code on meta tensors. Another call whose arguments have
+    different precision, or other strides than a new tensor, runs once for real, on zeros, one call
+    at a time, unless it was seen at another size (`SEEN`).
     """
 
     def __init__(self) -> None:
@@ -174,7 +181,7 @@ class Layouts:
     def corrected(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """`result` of a fake call with the strides and dtypes that the real call gives."""
+        """Return `result` of a fake call with the strides and dtypes that the real call gives."""
         given = tensors((args, kwargs))
         made = tensors(result)
         if any(t.layout is not torch.strided for t in made):
@@ -213,6 +220,8 @@ class Layouts:
         made: Sequence[torch.Tensor],
         is_view: bool,
     ) -> tuple[_Layout, ...]:
+        """Return strides and dtype of each real result, cached; empty if the real call fails."""
+
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
                 return (tuple(leaf.shape), leaf.stride(), leaf.dtype, str(leaf.device))
@@ -236,7 +245,7 @@ class Layouts:
         kwargs: dict[str, Any],
         made: Sequence[torch.Tensor],
     ) -> tuple[_Layout, ...] | None:
-        """None where the call was not seen at another size."""
+        """Return the layouts by the same call at another size, None if it was not seen."""
         if self._seen is None:
             return None
         orders = self._seen.results.get(form(operator_name(operator), (args, kwargs)))
@@ -253,6 +262,7 @@ class Layouts:
         made: Sequence[torch.Tensor],
         real: tuple[_Layout, ...],
     ) -> None:
+        """Store the layouts of a real call for calls of other sizes."""
         if self._seen is None or len(real) not in (0, len(made)):
             return
         pairs = [*zip(made, real, strict=False)]
@@ -268,8 +278,8 @@ class Layouts:
 
 
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True for a call on floating-point tensors and masks of which one does not have the strides of
-    a new tensor, or which are of different precision."""
+    """Return whether the rules may be wrong: a call on floating-point tensors and masks, of which
+    one does not have the strides of a new tensor, or which differ in precision."""
     given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
@@ -280,8 +290,8 @@ def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _real_layouts(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
 ) -> tuple[_Layout, ...]:
-    """Of the tensors that the real call returns; none if it refuses zeros. What it draws is given
-    back to the generators."""
+    """Return strides and dtypes of the tensors that the real call on zeros returns; none if it
+    fails. Generators are put back."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         device = "meta" if is_view else tensor.device
@@ -303,7 +313,7 @@ def _real_layouts(
 
 
 def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """Those that a call may draw from."""
+    """Return the generators that a call may draw from."""
     devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
     of_devices = [torch.cuda.default_generators[device.index] for device in devices]
     given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]

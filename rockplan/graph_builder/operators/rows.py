@@ -1,10 +1,9 @@
-"""Operator facts: what a plan has to know of an operator and its schema does not say, a row each.
+"""Operator facts that the schema does not have, a row each.
 
 A new operator, or a new PyTorch, is a diff of these rows. A row is found by the full name of an
-operator ('aten.add.Tensor'), by that of all its overloads ('aten.copy_'), or by the name that it
-has in any library ('*.set_'); 'c10d.*' is about a whole library; operators that take functions have
-names without one ('cond').
-`facts.facts_of` adds what the schema says. Text only: torch is not needed to read the rows.
+operator ('aten.add.Tensor'), by the name of all its overloads ('aten.copy_'), or by the name that
+it has in any library ('*.set_'); 'c10d.*' is for a whole library; higher-order operators have names
+without a library ('cond'). `facts.facts_of` adds what the schema says. Does not import torch.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ FIRST_OPERAND = "the first operand"
 
 
 class ViewKind(StrEnum):
-    """What kind of view a result is of the first argument."""
+    """What kind of view of the first argument a result is."""
 
     NONE = ""
     PLAIN = "of the same elements"
@@ -33,7 +32,7 @@ class ViewKind(StrEnum):
 
 
 class ShapeRule(StrEnum):
-    """Of fake results, where PyTorch's own is not what kernels do."""
+    """How fake results are made, where PyTorch's own rule differs from kernels."""
 
     OF_PYTORCH = ""
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
@@ -43,29 +42,30 @@ class ShapeRule(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorFacts:
-    """What is known of one operator. Arguments are named as its schema names them.
+    """Facts about one operator. Arguments are named as in its schema.
 
-    called: what users call it. refused_because, instead: what a refusal says of it, and what to do.
-    writes: arguments that a call changes. draws: numbers from a generator; draws_if: only where
-    this argument is not zero or False. tells_python: of values, so that Python may decide by them.
-    reads_no_element_of: arguments of which the result depends on shape and dtype alone.
-    if_argument: what a row says of `writes` and `reads_no_element_of` holds where this argument is
-    true. runs_again_as: what makes the same results and leaves what it `writes` alone: that is None
-    there, or left out. recorded_as: what makes the same tensor without the first argument.
-    makes_unwritten: memory that has nothing in it. fills: writes into its first argument and reads
-    nothing of it.
-    view: kind of view that the result is. changes_shape_as: the view that it makes of its first
-    argument in place. may_be_constant: the result may stand for a known value, not for any tensor
-    of its shape. monotone: a larger argument gives no smaller result, or no larger one.
-    shape_decided_by: the argument whose values decide the shape of the result (masks among them,
-    if it is several tensors); shape_by_values: some argument does. sizes_from: the operator that
-    gives the sizes, from the deciding argument. shape_rule: of fake results.
+    called: what users call it. refused_because, instead: reason and remedy in a refusal. writes:
+    arguments that a call changes. draws: it draws from a generator; draws_if: only if this argument
+    is not zero or False. tells_python: it returns a Python value, by which Python may decide.
+    reads_no_element_of: arguments of which the result depends on shape and dtype only. if_argument:
+    `writes` and `reads_no_element_of` of a row hold only if this argument is true. runs_again_as:
+    the operator that makes the same results without changing what this one `writes`: such arguments
+    are None, or left out. recorded_as: the operator that makes the same tensor without the first
+    argument. makes_unwritten: the result is uninitialized memory. fills: it writes into its first
+    argument without reading that.
+    view: kind of view that the result is. changes_shape_as: the view operator for a change of shape
+    in place. may_be_constant: the result may stand for a known value, not for any tensor of its
+    shape. monotone: a larger argument never gives a smaller result, or never a larger one.
+    shape_decided_by: the argument whose values determine the shape of the result (masks among them,
+    if it is several tensors); shape_by_values: the shape depends on values. sizes_from: the
+    operator that computes the sizes from the deciding argument. shape_rule: how fake results are
+    made.
     may_write_into: what the result may be written over, bit for bit the same; writes_as: the
-    overload whose variant in place does that. method: of a tensor, function: of PyTorch, that call
-    the operator alone, faster than its overload. flops_like: the operator whose formula counts its
-    operations. repeats_heads: of keys and values, where queries have more. matrix_product: what
-    selective checkpoints keep. casts: to another dtype or device, and nothing else. composite: what
-    it calls is recorded in its place. effect: what it does beside all that.
+    overload whose in-place variant does that. method: of a tensor, function: of PyTorch, that call
+    just this operator, faster than its overload. flops_like: the operator whose formula counts its
+    operations. repeats_heads: it repeats heads of keys and values if queries have more.
+    matrix_product: selective checkpoints keep its result. casts: it only changes dtype or device.
+    composite: the operators that it calls are recorded instead. effect: its side effect.
     """
 
     name: str
@@ -102,7 +102,7 @@ class OperatorFacts:
     effect: Effect = Effect.NONE
 
     def __str__(self) -> str:
-        """The name, then a line for each fact."""
+        """Return the name, then a line for each fact."""
         stated = ((f.name, getattr(self, f.name)) for f in fields(self) if f.name != "name")
         lines = [f"  {name.replace('_', ' '):{_WIDTH}}{_shown(f)}" for name, f in stated if f]
         return "\n".join([self.name, *(lines or ["  makes new tensors, and does nothing else"])])
@@ -157,14 +157,14 @@ HIGHER_ORDER = (
     "is a higher-order operator: it takes functions and calls them where a plan does not see it, "
     "so it cannot be planned"
 )
-"""Of operators that take functions."""
+"""Reason to refuse operators that take functions."""
 
 PARTS = "call what it calls directly, or leave it outside of the planned module"
-"""What to do about one that has no row."""
+"""Remedy for a higher-order operator that has no row."""
 
 OF_UNKNOWN_SIZES = "whose sizes a plan cannot follow"
 PAD = "use padded tensors (to_padded_tensor, pad_sequence)"
-"""Of nested tensors, and what to do about them."""
+"""Remedy for nested tensors; OF_UNKNOWN_SIZES is the end of the reason."""
 
 _BOTH = (
     "compute both branches and choose (torch.where), or pass a bool: bool(predicate), where that "
@@ -182,7 +182,7 @@ FUNCTIONAL = (
 _STATISTICS = ("running_mean", "running_var")
 
 ROWS: tuple[OperatorFacts, ...] = (
-    # Refused: what exchanges storages, and what takes functions.
+    # Refused: operators that exchange storages, and higher-order operators.
     OperatorFacts("*._resize_output_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
     OperatorFacts("*.resize_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
     OperatorFacts("*.resize_as_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
@@ -208,8 +208,8 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts(
         "while_loop", called="torch.while_loop", refused_because=HIGHER_ORDER, instead=_LOOP
     ),
-    # What exchanges data between processes, in place; and by operators that return what they get,
-    # each call of which is followed by one that waits.
+    # Exchange of data between processes: in place (refused), and by functional operators, each call
+    # of which is followed by one that waits.
     OperatorFacts("c10d.*", refused_because=IN_PLACE_ON_PROCESSES, instead=FUNCTIONAL),
     OperatorFacts("symm_mem.*", refused_because=_SYMMETRIC, instead=FUNCTIONAL),
     OperatorFacts("_c10d_functional.*", effect=Effect.COMMUNICATES),
@@ -218,14 +218,14 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts("c10d_functional.*", effect=Effect.COMMUNICATES),
     OperatorFacts("c10d_functional.wait_tensor", writes=("self",), effect=Effect.WAITS),
     OperatorFacts("_dtensor.shard_dim_alltoall", effect=Effect.COMMUNICATES),
-    # These tell Python of values.
+    # Operators that return values to Python.
     OperatorFacts("aten._local_scalar_dense.default", tells_python=True),
     OperatorFacts("aten.allclose.default", tells_python=True),
     OperatorFacts("aten.equal.default", tells_python=True),
     OperatorFacts("aten.is_nonzero.default", tells_python=True),
-    # Normalization by the statistics of a batch writes running ones, although few schemas say so,
-    # and does not look at them. Its backward ignores them; that of cuDNN and MIOpen is of training.
-    # `_batch_norm_no_update` is no second run of `_batch_norm_with_update`: it reads running ones.
+    # Normalization by batch statistics writes running statistics, although few schemas say so, and
+    # does not read them. Its backward ignores them; that of cuDNN and MIOpen is for training only.
+    # `_batch_norm_no_update` cannot rerun `_batch_norm_with_update`: it reads running statistics.
     OperatorFacts("aten._batch_norm_with_update.default", reads_no_element_of=_STATISTICS),
     OperatorFacts(
         "aten._native_batch_norm_legit.default",
@@ -263,13 +263,13 @@ ROWS: tuple[OperatorFacts, ...] = (
         reads_no_element_of=_STATISTICS,
         if_argument="train",
     ),
-    # These draw from a generator although untagged, or do so only where they train.
+    # Operators that draw from a generator although untagged, or only in training.
     OperatorFacts("aten._cudnn_rnn.default", draws=True, draws_if="dropout"),
     OperatorFacts("aten.mkldnn_rnn_layer.default", draws=True),
     OperatorFacts(
         "aten.native_dropout.default", function="torch._VF.native_dropout", draws_if="train"
     ),
-    # New tensors, some of which look at the shape and dtype of others.
+    # Operators that make new tensors, some with shape and dtype of an argument.
     OperatorFacts("aten.bernoulli.p", reads_no_element_of=("self",)),
     OperatorFacts("aten.empty", makes_unwritten=True),
     OperatorFacts("aten.empty_like", makes_unwritten=True),
@@ -290,7 +290,8 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts("aten.rand_like.default", recorded_as="aten.rand.default"),
     OperatorFacts("aten.randn_like.default", recorded_as="aten.randn.default"),
     OperatorFacts("aten.zeros_like.default", recorded_as="aten.zeros.default"),
-    # These write into their first argument and read nothing of it; others that end like them do.
+    # Operators that write into their first argument without reading it; other names with a final
+    # underscore read it.
     OperatorFacts("aten._foreach_copy_", fills=True),
     OperatorFacts("aten._foreach_zero_", fills=True),
     OperatorFacts("aten._index_put_impl_", fills=True),
@@ -314,7 +315,7 @@ ROWS: tuple[OperatorFacts, ...] = (
     OperatorFacts("aten.scatter_", fills=True),
     OperatorFacts("aten.uniform_", fills=True),
     OperatorFacts("aten.zero_", fills=True),
-    # Shapes that depend on values, and what tells them.
+    # Shapes that depend on values, and the operator that computes the sizes.
     OperatorFacts(
         "aten._unique.default", shape_decided_by="self", sizes_from="aten._unique.default"
     ),
@@ -356,8 +357,8 @@ ROWS: tuple[OperatorFacts, ...] = (
         shape_decided_by="self",
         sizes_from="aten.unique_dim_consecutive.default",
     ),
-    # Of 702 entries of PyTorch's op_db, forward and backward, scatters alone make storages whose
-    # size depends on that of an argument's storage. Grouped products are of bfloat16 on CUDA alone.
+    # Of 702 entries of PyTorch's op_db, forward and backward, only scatters make storages whose
+    # size depends on that of an argument's storage. Grouped products need bfloat16 only on CUDA.
     OperatorFacts("aten._grouped_mm.default", shape_rule=ShapeRule.GROUPED_PRODUCT),
     OperatorFacts("aten.as_strided_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
     OperatorFacts("aten.diagonal_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
@@ -402,7 +403,7 @@ ROWS: tuple[OperatorFacts, ...] = (
         repeats_heads=True,
     ),
     # Matrix products.
-    # It copies what it adds to where the result is to be, unless that is there already.
+    # `addmm` copies its first operand into the result, unless they share memory.
     OperatorFacts(
         "aten.addmm.default",
         may_write_into=FIRST_OPERAND,
@@ -416,14 +417,13 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten.convolution.default", function="torch._VF.convolution", matrix_product=True
     ),
     OperatorFacts("aten.mm.default", function="torch._VF.mm", matrix_product=True),
-    # Each element of the result depends on one element of each operand, and the variant that writes
-    # into an operand runs the same kernel in the same order: tests compare their bits. Those whose
-    # variants PyTorch generates are out: they compute beside and copy. All but `add.Scalar` and its
-    # like, which write as overloads for tensors do (`mul_.Scalar` swaps its operands, and half
-    # precision rounds otherwise), carry PyTorch's tag `pointwise`, or are elementwise all the same.
-    # Of softmax each row of the result depends on the same row of both operands: kernels of the CPU
-    # sum a row, then write each element after they have read it. The logits of language models are
-    # their largest tensors.
+    # Elementwise operators whose variant that writes into an operand runs the same kernel in the
+    # same order: tests compare their bits. Operators whose variants PyTorch generates are not here:
+    # they compute into new memory and copy. `add.Scalar` and the like use variants of overloads
+    # for tensors (`mul_.Scalar` swaps its operands, and half precision rounds differently).
+    # In the backward of softmax each row of the result depends on the same row of both operands:
+    # CPU kernels sum a row, then write each element after reading it. The logits of language
+    # models are their largest tensors.
     OperatorFacts(
         "aten._log_softmax_backward_data.default",
         may_write_into=OPERAND_ON_CPU,
@@ -512,7 +512,7 @@ ROWS: tuple[OperatorFacts, ...] = (
 
 
 def row_of(name: str) -> OperatorFacts:
-    """What the row of this full name says alone; nothing if there is none."""
+    """Return the row of this full name; an empty one if there is none."""
     return _BY_NAME.get(name) or OperatorFacts(name)
 
 

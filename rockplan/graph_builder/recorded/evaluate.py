@@ -1,9 +1,9 @@
-"""Values that Python reads during capture, computed on the traced prefix.
+"""Values that Python reads during capture, computed from the calls recorded so far.
 
-A value that depends on constants only is baked in; one that depends on integer inputs is baked
-in with a Guard, and so is a yes or no that depends on a few numbers, given or drawn; one that
-depends on parameters or on other floating inputs or draws is refused, because the captured graph
-would silently be wrong for other values.
+A value that depends on constants only becomes a constant of the graph. One that depends on integer
+inputs does too, with a Guard, and so does a bool that depends on a few numbers, given or drawn. One
+that depends on parameters, or on other floating inputs or draws, is refused, because the captured
+graph would silently be wrong for other values.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from rockplan.values.graph import Call, ValueRef
 def prefix(
     calls: Sequence[RecordedCall], values: Sequence[RecordedValue], wanted: Sequence[int]
 ) -> tuple[tuple[RecordedCall, ...], frozenset[int]]:
-    """The calls that the values `wanted` depend on, in order, and the leaf values they start
-    from. In-place calls on a storage that matters are part of it."""
+    """Return the calls that the values `wanted` depend on, in order, and the values that these
+    start from. In-place calls on a storage that is read are included."""
     storages = {values[v].storage for v in wanted}
     needed = set(wanted)
     kept: list[RecordedCall] = []
@@ -42,7 +42,8 @@ def prefix(
 
 
 def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
-    """Values that are read before any call makes them; an in-place call reads what it returns."""
+    """Return the values that are read before any call makes them; an in-place call reads what it
+    returns."""
     made: set[int] = set()
     leaves: set[int] = set()
     for recorded in calls:
@@ -52,7 +53,7 @@ def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
 
 
 def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Execute `calls` for real, starting from the tensors `known`; returns every value."""
+    """Execute `calls` for real, starting from the tensors `known`; return every value -> tensor."""
     environment = dict(known)
     for call in calls:
         result = execute(call, environment)
@@ -64,8 +65,8 @@ def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, t
 
 @contextlib.contextmanager
 def draws_given_back() -> Iterator[None]:
-    """The default generator of the CPU is on exit where it was. (A forward that is recorded may not
-    call what PyTorch has for this.)"""
+    """Put the default CPU generator back on exit. (A forward that is recorded may not call
+    PyTorch's own function for this.)"""
     with _disable_current_modes():
         state = torch.default_generator.get_state()
     try:
@@ -85,7 +86,8 @@ def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:
 
 
 def substitute(argument: object, tensor: Callable[[int], Any]) -> Any:
-    """`argument` with ValueRefs replaced and tuples turned into the lists that ATen takes."""
+    """Return `argument` with ValueRefs replaced by `tensor(index)`, and tuples turned into the
+    lists that ATen takes."""
     if isinstance(argument, ValueRef):
         return tensor(argument.index)
     if isinstance(argument, tuple):
@@ -94,7 +96,7 @@ def substitute(argument: object, tensor: Callable[[int], Any]) -> Any:
 
 
 def flat_results(result: object) -> list[object]:
-    """Flat results, in the order of `Call.results`."""
+    """Return the results of a call as a flat list, in the order of `Call.results`."""
     if not isinstance(result, tuple | list):
         return [result]
     return [leaf for item in result for leaf in flat_results(item)]

@@ -1,7 +1,7 @@
-"""Gradient sums: which additions of a recorded run the engine of autograd makes.
+"""Gradient sums: which additions of a recorded run are made by the engine of autograd.
 
-takes: the view of a run. returns: the contributions to the gradient of each target, and where the
-run adds them.
+takes: the view of a run. returns: the contributions to the gradient of each target, and which calls
+add them.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ Gradients = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
-    """For each target, the gradients that the engine sums up for it, in its order; and positions
-    of the calls that add these.
+    """Return for each target the gradients that the engine sums up for it, in its order, and the
+    positions of the calls that add these.
 
-    Where a tensor is used several times, the engine adds what arrives to what is there. The sums
-    are left to it: with several forwards in flight it sums in another association than any one
-    of them alone, and the bits depend on that.
+    Where a tensor is used several times, the engine adds each arriving gradient to the sum so far.
+    A plan leaves these sums to the engine: with several forwards in flight it associates them in
+    another way than for a single one, and the bits depend on that.
     """
     producer: dict[int, int] = {}
     uses: Counter[int] = Counter()
@@ -33,8 +33,8 @@ def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
             producer |= dict.fromkeys(recorded.call.made, position)
     added: set[int] = set()
 
-    # An `add` of what something else reads as well may be part of a formula for one gradient (the
-    # backward of a custom function: g + g * k), which nothing in the record tells from a sum.
+    # An `add` of a term that is also read elsewhere may be part of the formula of one gradient (the
+    # backward of a custom function: g + g * k): it does not count as a sum of the engine.
     def is_engine_sum(gradient: int) -> bool:
         call = view.calls[producer[gradient]].call if gradient in producer else None
         if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:

@@ -1,7 +1,7 @@
-"""NewCalls: calls that a pass writes into a run, worked out on fake tensors.
+"""NewCalls: calls that a pass writes into a run, computed on fake tensors.
 
-takes: the view of a run. returns: its values and new ones, calls. guarantees: what a new call makes
-is described as eager makes it; values that share a storage are fake tensors that do.
+takes: the view of a run. returns: its values and new ones, calls. guarantees: results of new calls
+have the specs that eager gives them; values that share a storage are fake tensors that share one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rockplan.values.graph import Call, refs
 
 
 class NewCalls:
-    """values: those of the run, then new ones; calls: what is written so far, in order."""
+    """values: those of the run, then new ones; calls: written so far, in order."""
 
     def __init__(self, view: RunView) -> None:
         self.values = list(view.values)
@@ -40,8 +40,8 @@ class NewCalls:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call, of the module and line of another one; the values that it makes. Raises
-        what the operator raises."""
+        """Write a call with the module and source line of `like`; return the values of its results.
+        Raises what the operator raises."""
         results = tuple(map(self._value, flat_results(self.made(Call(op, args, kwargs, ())))))
         self.write(like, Call(op, args, kwargs, results))
         return results
@@ -52,14 +52,14 @@ class NewCalls:
         self.calls.append(replace(like, call=call, reads=reads, writes=()))
 
     def made(self, call: Call) -> Any:
-        """What the call makes, as fake tensors. Raises what the operator raises."""
+        """Return the results of the call as fake tensors. Raises what the operator raises."""
         given = tuple(substitute(a, self._fake) for a in call.args)
         named = {name: substitute(a, self._fake) for name, a in call.kwargs}
         with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
             return self._results.of(facts.resolve(call.op), given, named)
 
     def _value(self, tensor: Any) -> int:
-        """The number of a tensor that a call has made."""
+        """Add a value for a tensor that a call has made; return its index."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError("a call makes what is no tensor")
         storage = tensor.untyped_storage()
@@ -74,7 +74,7 @@ class NewCalls:
         return number
 
     def _fake(self, value: int) -> torch.Tensor:
-        """A fake tensor, in one storage with those that share one."""
+        """Return the fake tensor of a value, in one storage with others that share it."""
         if value not in self._fakes:
             recorded = self.values[value]
             with self._results.fake_mode:

@@ -1,12 +1,11 @@
-"""Results of calls on fake tensors, each distinct call worked out once.
+"""Results of calls on fake tensors, each distinct call computed once.
 
 takes: an operator and its arguments, fake tensors. returns: fake tensors, with the strides and
-dtypes of the real call (`operators.layouts`). guarantees: what `FakeTensorMode` would return: new
-tensors, views of the arguments, and arguments themselves stay what they are.
-
-A network calls the same operators on the same shapes again and again; the shape rules take 20
-times as long as making the tensors that they describe. Only what depends on shapes, strides,
-dtypes, devices and literals alone is remembered.
+dtypes of the real call (`operators.layouts`). guarantees: the same as `FakeTensorMode` returns,
+including whether a result is a new tensor, a view of an argument, or an argument itself.
+A network calls the same operators on the same shapes many times; the shape rules take 20 times as
+long as making the tensors that they describe. A result is cached only if it depends on nothing but
+shapes, strides, dtypes, devices and literals.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.recorded.specs import spanned
 
-# By the functions of the base classes, as in `tensor_spec`: what a fake tensor is asked for itself
-# goes through Python while it is recorded, each step of a property once.
+# Functions of the base classes, as in `tensor_spec`: while recording, an attribute of a fake tensor
+# is intercepted in Python.
 _OF = torch._C.TensorBase
 _ATTRIBUTE = object.__getattribute__
 
 
-# A property of torch 2.13 and later, which takes two steps, reads the first of these.
+# `fake_device` is a property from torch 2.13 on, which reads `_fake_device`.
 _DEVICE = (
     "_fake_device" if isinstance(vars(FakeTensor).get("fake_device"), property) else "fake_device"
 )
@@ -41,8 +40,8 @@ def fake_device(tensor: FakeTensor) -> torch.device:
 
 @dataclass(frozen=True, slots=True)
 class _MadeTensor:
-    """One tensor of a result. source: the argument (its place among the tensors) whose storage it
-    shares; None: it has a storage of its own."""
+    """One tensor of a result. source: position, among the argument tensors, of the one whose
+    storage it shares; None: it has a storage of its own."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -54,7 +53,7 @@ class _MadeTensor:
 
 @dataclass(frozen=True, slots=True)
 class _Same:
-    """A result that is an argument itself."""
+    """A result that is an argument itself. place: position among the argument tensors."""
 
     place: int
 
@@ -64,14 +63,15 @@ _Leaf = _MadeTensor | _Same | None
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """container: list or tuple; None: the result is its only leaf."""
+    """How to make the result of a call. container: list or tuple; None: the result is its only
+    leaf."""
 
     leaves: tuple[_Leaf, ...]
     container: type | None
 
 
 class Results:
-    """Results of calls during one capture."""
+    """Results of calls during one capture, cached."""
 
     def __init__(self, fake_mode: FakeTensorMode) -> None:
         self.fake_mode = fake_mode
@@ -79,7 +79,7 @@ class Results:
         self._known: dict[Hashable, _Recipe | None] = {}
 
     def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call returns. Raises what it raises."""
+        """Return the result of the call. Raises what the operator raises."""
         given = facts.tensors((args, kwargs))
         key = _key(operator, args, kwargs, given)
         recipe = None if key is None else self._known.get(key)
@@ -116,13 +116,15 @@ class Results:
 def _worked_out(
     operator: OpOverload, args: tuple[Any, ...], given: Sequence[Any]
 ) -> _Recipe | None:
-    """What the real code says of tensors without memory, where it alone decides: of views, of
-    products of matrices, and of what works element by element. Fake tensors go a way that takes ten
-    times as long."""
+    """Return the recipe of a view, a matrix product or an elementwise operator by running the real
+    code on meta tensors; None for other operators.
+
+    The shape rules of fake tensors take ten times as long.
+    """
     is_view, is_pointwise = facts.is_plain_view(operator), facts.is_pointwise(operator)
     if not (is_view or is_pointwise or facts.is_product(operator)):
         return None
-    # A scalar may be a number, which promotes differently.
+    # A tensor of no dimensions may stand for a number, which promotes differently.
     if is_pointwise and not all(map(torch.Tensor.dim, given)):
         return None
     if facts.is_product(operator) and len({t.dtype for t in given}) > 1:
@@ -135,7 +137,7 @@ def _worked_out(
         try:
             result = operator(*(_exchanged(a, stand_ins) for a in args))
         except facts.CALL_ERRORS:
-            return None  # which the way of fake tensors says in its words
+            return None  # the shape rules of fake tensors will raise with their message
         container = type(result) if type(result) in (list, tuple) else None
         storages = [s.untyped_storage()._cdata for s in stand_ins.values()]
         leaves: list[_Leaf] = []
@@ -151,12 +153,14 @@ def _worked_out(
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a meta tensor like `tensor`."""
     storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
     made = torch.empty(0, dtype=tensor.dtype, device="meta")
     return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _exchanged(argument: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
+    """Replace tensors in nested arguments by `stand_ins[id(tensor)]`."""
     if isinstance(argument, torch.Tensor):
         return stand_ins[id(argument)]
     if isinstance(argument, list | tuple):
@@ -170,7 +174,7 @@ def _key(
     kwargs: dict[str, Any],
     given: Sequence[torch.Tensor],
 ) -> Hashable | None:
-    """All that the result depends on; None where it may depend on more."""
+    """Return everything that the result depends on; None if it may depend on more."""
     if not given or not facts.follows_shapes(operator) or not all(map(_is_plain, given)):
         return None
     key = (
@@ -189,7 +193,7 @@ def _key(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """A dense fake tensor that stands for no known value."""
+    """Return whether it is a strided fake tensor without a known value."""
     return (
         isinstance(tensor, FakeTensor)
         and _ATTRIBUTE(tensor, "constant") is None
@@ -215,7 +219,8 @@ def _described(argument: Any) -> Hashable:
 
 
 def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Of each tensor: the first one that is the same, the first one on its storage, its bytes."""
+    """Return for each tensor the position of the first that is the same object, of the first on its
+    storage, and the storage's bytes."""
     storages = [_OF.untyped_storage(t) for t in given]
     objects = [id(t) for t in given]
     places = [s._cdata for s in storages]
@@ -226,7 +231,7 @@ def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
-    """How to make `result` again; None where that is not known."""
+    """Return how to make `result` again; None if that is not known."""
     container = type(result) if type(result) in (list, tuple) else None
     leaves: list[_Leaf] = []
     seen: list[int] = []
@@ -248,7 +253,7 @@ def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
 
 
 def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
-    """None for a new tensor whose storage is not just as large as it needs."""
+    """Return the recipe of one tensor; None for a new one whose storage is larger than it needs."""
     for place, tensor in enumerate(given):
         if tensor is leaf:
             return _Same(place)

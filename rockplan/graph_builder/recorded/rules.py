@@ -1,7 +1,7 @@
-"""What is legal of a recorded run: a table of rules, each with what breaks it.
+"""Legality of a recorded run: a table of rules, each a function that yields what breaks it.
 
-takes: a Capture. `oracles.forms.check` asks after each pass, where
-`CHECKED` is on; `oracles.graph_rules` is the same for graphs.
+takes: a Capture. `oracles.forms.check` applies them after each pass if `CHECKED` is on;
+`oracles.graph_rules` has those of graphs.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.values.graph import Phase, is_kernel, refs
 
 Rule = Callable[[Capture], Iterator[str]]
-"""Yields what breaks it; its docstring says what holds."""
+"""Yields what breaks the rule; its docstring says what must hold."""
 
 
 def values_are_there(run: Capture) -> Iterator[str]:

@@ -1,7 +1,7 @@
 """Run: the operators of one recorded step, forward then backward, as values.
 
-What a recording leaves, and what each pass of `graph_builder.pipeline` takes and returns;
-`recorded.rules` says what is legal of it.
+A recording returns a run, and each run pass of `graph_builder.pipeline` takes and returns one;
+`recorded.rules` says what is legal.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from rockplan.values.interface import Assignment, Guard, OutputLeaf, Question
 
 @dataclass(frozen=True, slots=True)
 class RecordedValue:
-    """One tensor: where it lives (`storage` is an ordinal) and what it looks like."""
+    """One tensor. storage: a number that tensors on the same memory have in common; storage_bytes:
+    size of that memory."""
 
     spec: TensorSpec
     storage: int
@@ -33,8 +34,11 @@ class RecordedValue:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One operator call. reads: values among its arguments, in order; writes: values that it
-    mutates in place; random: draws numbers."""
+    """One operator call.
+
+    reads: values among its arguments, in order; writes: values that it changes in place; random: it
+    draws random numbers.
+    """
 
     call: Call
     phase: Phase
@@ -46,20 +50,21 @@ class RecordedCall:
 
     @property
     def effect(self) -> Effect:
-        """What it does beside its results and draws."""
+        """Side effect besides its results and random draws."""
         return facts.facts_of(self.call.op).effect
 
     @property
     def is_repeatable(self) -> bool:
-        """Does it do the same whenever it runs, and nothing else?"""
+        """True if it has no side effect and computes the same every time."""
         return not (self.random or self.effect)
 
 
 def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
-    """The static description of `tensor`; sparse and nested layouts have no strides.
+    """Return the spec of `tensor`; sparse and nested layouts have no strides.
 
-    By the functions of the base class: what a fake tensor is asked for itself goes through Python
-    while it is recorded (`tensor_questions`)."""
+    It uses functions of the base class: while recording, an attribute of a fake tensor is
+    intercepted in Python (`tensor_questions`).
+    """
     of = torch._C.TensorBase
     return TensorSpec(
         shape=tuple(map(int, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
@@ -74,8 +79,12 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """parts: how many; whole: values of which each part reads rows; joined: those that are made of
-    parts, put together or added up. None of these is computed part by part."""
+    """How the head is tiled.
+
+    parts: number of parts, 0 if it is not tiled; whole: values of which each part reads some rows;
+    joined: values put together, or summed, from parts. Values of both kinds are not computed by
+    parts.
+    """
 
     parts: int = 0
     whole: frozenset[int] = frozenset()
@@ -94,10 +103,10 @@ class Capture:
     or None if the result does not depend on it). The backward pass is recorded without autocast;
     backward_ignores_autocast: it would be the same under the autocast state of the forward.
     output_spec: tree structure of the result.
-    samples: real tensors of integer inputs and of what is computed from them and constants.
+    samples: value -> real tensor, for integer inputs and what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
-    `lowering.buffer_copies`. kernels: that calls name, see `fusion`. tiles: the parts that the head
-    is written in, see `tiling`.
+    `lowering.buffer_copies`. kernels: those that calls name, see `fusion`. tiles: how the head is
+    tiled, see `tiling`.
     """
 
     values: tuple[RecordedValue, ...]
@@ -120,9 +129,9 @@ class Capture:
 
     @cached_property
     def view(self) -> RunView:
-        """What passes ask of it."""
+        """Facts of the run that passes need."""
         return RunView(self)
 
     def __str__(self) -> str:
-        """A Python-like line a call."""
+        """Return a Python-like line for each call."""
         return run_text(self)

@@ -1,4 +1,4 @@
-"""What the spec of a tensor says of its memory.
+"""Memory of a tensor, derived from its spec.
 
 takes: a TensorSpec. returns: bytes, dtypes.
 """
@@ -16,7 +16,7 @@ from rockplan.values.graph import TensorSpec
 # The caching allocator of CUDA hands out multiples of this.
 CUDA_GRANULE_BYTES = 512
 
-# Of which something is remembered; a large model has a thousand.
+# Size of caches by spec; a large model has a thousand specs.
 _SPECS = 1 << 14
 
 
@@ -31,12 +31,12 @@ def dtype_of(spec: TensorSpec) -> torch.dtype:
 
 
 def span(spec: TensorSpec) -> int:
-    """Elements of the smallest storage that holds the tensor at offset 0."""
+    """Return the number of elements of the smallest storage that holds the tensor at offset 0."""
     return spanned(spec.shape, spec.stride)
 
 
 def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
-    """As `span`."""
+    """Return `span` of a shape and strides."""
     if 0 in shape:
         return 0
     return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
@@ -44,14 +44,14 @@ def spanned(shape: Sequence[int], strides: Sequence[int]) -> int:
 
 @functools.lru_cache(_SPECS)
 def needed_bytes(spec: TensorSpec) -> int:
-    """Of the smallest storage that holds the tensor where it is."""
+    """Return the bytes of the smallest storage that holds the tensor at its offset."""
     size_bytes = _item_bytes(spec) * (spec.offset + span(spec))
     return allocated_bytes(size_bytes, spec.device)
 
 
 @functools.lru_cache(_SPECS)
 def distinct_bytes(spec: TensorSpec) -> int:
-    """Bytes of the elements that the tensor holds, those repeated by expansion once."""
+    """Return the bytes of the tensor's elements; elements repeated by expansion count once."""
     pairs: Iterable[tuple[int, int]] = zip(spec.shape, spec.stride, strict=True)
     return _item_bytes(spec) * prod(n for n, stride in pairs if stride or not n)
 
@@ -61,6 +61,7 @@ def _item_bytes(spec: TensorSpec) -> int:
 
 
 def allocated_bytes(size_bytes: int, device: str) -> int:
-    """What the allocator of a device ('cuda:0', or its type) gives out for a storage."""
+    """Return the bytes that the allocator of a device ('cuda:0', or its type) hands out for a
+    storage of `size_bytes`."""
     granule = CUDA_GRANULE_BYTES if device.startswith("cuda") else 1
     return -(-size_bytes // granule) * granule

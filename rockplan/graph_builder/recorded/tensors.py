@@ -1,6 +1,6 @@
-"""Tensors that look as a TensorSpec says: the one place that makes them.
+"""Tensors made from a TensorSpec: the one place that makes them.
 
-takes: a spec, and the memory or what fills it. returns: a tensor, a fake one under a
+takes: a spec, and the memory or a function that fills it. returns: a tensor, a fake one under a
 FakeTensorMode.
 """
 
@@ -15,7 +15,7 @@ from rockplan.graph_builder.recorded.specs import dtype_of, span
 from rockplan.values.graph import TensorSpec
 
 Fill = Callable[[int, torch.dtype, torch.device], torch.Tensor]
-"""Makes so many elements in a row."""
+"""Makes a flat tensor of so many elements, of a dtype, on a device."""
 
 
 def unwritten(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -23,7 +23,7 @@ def unwritten(elements: int, dtype: torch.dtype, device: torch.device) -> torch.
 
 
 def tensor_of(spec: TensorSpec, fill: Fill = unwritten, size_bytes: int = 0) -> torch.Tensor:
-    """The only tensor of a storage of `size_bytes`, or of as many as it needs."""
+    """Return a tensor of this spec in a new storage of `size_bytes`, or of as many as it needs."""
     dtype = dtype_of(spec)
     elements = max(spec.offset + span(spec), -(-size_bytes // dtype.itemsize))
     flat = fill(elements, dtype, torch.device(spec.device))
@@ -31,19 +31,19 @@ def tensor_of(spec: TensorSpec, fill: Fill = unwritten, size_bytes: int = 0) -> 
 
 
 def tensor_in(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
-    """What lies in a storage where `spec` says."""
+    """Return the tensor of this spec in an existing storage."""
     made = torch.empty(0, dtype=dtype_of(spec), device=spec.device)
     return _marked(made.set_(storage, spec.offset, spec.shape, spec.stride), spec)
 
 
 def memory_of(value: RecordedValue) -> torch.UntypedStorage:
-    """A storage as large as that of the value."""
+    """Return a new storage as large as the value's."""
     return unwritten(
         value.storage_bytes, torch.uint8, torch.device(value.spec.device)
     ).untyped_storage()
 
 
 def _marked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Conjugate or negative when it is read, where the spec is."""
+    """Mark the tensor as conjugate or negative (lazily), as the spec says."""
     tensor = tensor.conj() if spec.is_conj else tensor
     return torch._neg_view(tensor) if spec.is_neg else tensor

@@ -1,4 +1,4 @@
-"""The text of a recorded run: a Python-like line a call.
+"""The text of a recorded run: a Python-like line for each call.
 
 takes: a Capture. returns: text. Names of parameters and buffers are those of the module; other
 values are numbered as recorded.
@@ -18,12 +18,13 @@ _INDENT = "    "
 
 
 def run_text(run: Capture) -> str:
-    """What the run is given, its calls by phase, and what comes of them."""
+    """Return a signature of the run's inputs, its calls by phase, and its gradients and results."""
     return "\n".join(_Text(run).lines())
 
 
 def tensor_text(spec: TensorSpec) -> str:
-    """'float32[4, 8]'; with strides that are not contiguous, 'float32[4, 8; 1, 4]'."""
+    """Return a spec as text: 'float32[4, 8]'; with strides if it is not contiguous, 'float32[4, 8;
+    1, 4]'."""
     sizes = ", ".join(map(str, spec.shape))
     if spec.stride != _in_order(spec.shape):
         sizes += f"; {', '.join(map(str, spec.stride))}"
@@ -32,7 +33,7 @@ def tensor_text(spec: TensorSpec) -> str:
 
 
 def _in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Strides of a contiguous tensor of this shape."""
+    """Return the strides of a contiguous tensor of this shape."""
     strides: list[int] = []
     step = 1
     for size in reversed(shape):
@@ -49,10 +50,11 @@ class _Text:
         self._names = {value: name for name, value in (*run.parameters, *run.buffers)}
         self._names |= {value: f"input_{position}" for position, value in run.inputs}
         self._names |= {v: f"constant_{n}" for n, (v, _) in enumerate(run.constants)}
-        # Storage -> the value that a later one in it is a view of.
+        # Storage -> its first value, which later values in it are views of.
         self._first: dict[int, int] = {}
 
     def lines(self) -> Iterator[str]:
+        """Yield all lines of the run."""
         run = self._run
         given = ", ".join(map(self._typed, self._names))
         for value in self._names:
@@ -72,6 +74,7 @@ class _Text:
         yield f"{_INDENT}return {', '.join(results)}"
 
     def _phase(self, phase: Phase) -> Iterator[str]:
+        """Yield the lines of one phase, with a comment where module or source line change."""
         place = ""
         for recorded in self._run.calls:
             if recorded.phase is not phase:
@@ -83,6 +86,7 @@ class _Text:
             yield _INDENT + self._call(recorded)
 
     def _call(self, recorded: RecordedCall) -> str:
+        """Return the line of one call, with a comment on writes, draws and views."""
         call = recorded.call
         made = call.made
         arguments = [self._argument(a) for a in call.args]

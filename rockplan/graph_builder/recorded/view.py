@@ -1,8 +1,8 @@
-"""RunView: what passes ask of a recorded run: what shares a storage, what makes and changes it, who
-reads it, what somebody needs, what is the caller's.
+"""RunView: facts of a recorded run that passes need: which values share a storage, which calls
+make, change and read it, which calls are needed, and what belongs to the caller.
 
-takes: a Capture, whose `view` it is. guarantees: the one place that finds these facts, each once;
-`recorded.rules` says what they rest on.
+takes: a Capture, whose `view` it is. guarantees: the one place that computes these facts, each
+once; they rest on `recorded.rules`.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 
 class RunView:
-    """Of one run; each fact is found when it is asked for first.
+    """Facts of one run, each computed at its first use. Positions are indices of calls.
 
-    given: values that the caller has, before the run or, those of tangents, between its phases ->
-    of which kind; outputs: values that the caller gets, gradients left out; copies: values that
-    hold copies of buffers. It holds no run, which holds it.
+    given: values that the caller provides, before the run or, for tangents, between its phases ->
+    their kind; outputs: values that the caller gets, without gradients; copies: values that hold
+    copies of buffers. It has no reference to the run, which would be a cycle.
     """
 
     def __init__(self, run: Capture) -> None:
@@ -56,7 +56,7 @@ class RunView:
 
     @cached_property
     def kinds(self) -> dict[int, DataKind]:
-        """Storage -> whose it is: the caller's, or made in which phase."""
+        """Storage -> its kind: of the caller's, or made in the forward or backward phase."""
         kinds: dict[int, DataKind] = {}
         for value, kind in self.given.items():
             kinds.setdefault(self.storage(value), kind)
@@ -68,7 +68,7 @@ class RunView:
 
     @cached_property
     def next_storage(self) -> int:
-        """The ordinal of one more."""
+        """The first unused storage number."""
         return 1 + max((v.storage for v in self.values), default=-1)
 
     # -- who makes, changes and derives ----------------------------------------------------
@@ -98,7 +98,7 @@ class RunView:
 
     @cached_property
     def views(self) -> dict[int, int]:
-        """Value -> position of the call that derives it of another in the same storage."""
+        """Value -> position of the call that derives it from another value in the same storage."""
         views: dict[int, int] = {}
         for position, recorded in enumerate(self.calls):
             read = self.storages(recorded.reads)
@@ -108,7 +108,7 @@ class RunView:
         return views
 
     def is_view(self, position: int) -> bool:
-        """True if the call only derives views: no memory, no effect, no work."""
+        """Return whether the call only derives views: no memory, no effect, no work."""
         recorded = self.calls[position]
         made = recorded.call.made
         return (
@@ -116,23 +116,25 @@ class RunView:
         )
 
     def viewed_by(self, position: int) -> int | None:
-        """The value that a call does nothing to but look at; None for other calls."""
+        """Return the value that a view call views; None for other calls."""
         args = self.calls[position].call.args
         base = args[0] if args else None
         return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
 
     def maker(self, value: int) -> int | None:
-        """Position of the call that makes what `value` is, or is a view of; None: the caller."""
+        """Return the position of the call that makes the storage of `value`; None if the caller
+        does."""
         storage = self.storage(value)
         is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
         return self.writers[storage][0] if is_made else None
 
     def made(self, position: int) -> tuple[int, ...]:
-        """What the call makes."""
+        """Return the named results of the call."""
         return self.calls[position].call.made
 
     def is_plain(self, position: int) -> bool:
-        """True if the call may run at any time, on what nobody writes to."""
+        """Return whether the call may run at any time: it is repeatable, writes nothing in place,
+        and touches no storage that changes."""
         recorded = self.calls[position]
         touched = self.storages((*recorded.reads, *recorded.call.made))
         is_changed = not touched.isdisjoint(self.last_change)
@@ -148,12 +150,12 @@ class RunView:
 
     @cached_property
     def live(self) -> tuple[int, ...]:
-        """Positions of the calls that `wanted`, effects and generators need, without views, which
-        are derived where they are read."""
+        """Positions of the calls that are needed for `wanted`, for effects and for generators,
+        without views, which are derived where they are read."""
         return self.needed_for(self.wanted)
 
     def needed_for(self, storages: Iterable[int]) -> tuple[int, ...]:
-        """The same, for `storages`."""
+        """Return the same as `live`, for `storages` in place of `wanted`."""
 
         def acts(position: int) -> bool:
             recorded = self.calls[position]
@@ -168,7 +170,7 @@ class RunView:
 
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
-        """Storage -> positions of those of `live` that read it."""
+        """Storage -> positions of the calls of `live` that read it."""
         readers: dict[int, list[int]] = defaultdict(list)
         for position in self.live:
             for storage in self.storages(self.calls[position].reads):
@@ -177,7 +179,7 @@ class RunView:
 
     @cached_property
     def contributions(self) -> gradient_sums.Gradients:
-        """Of each target, the gradients that the engine of autograd sums up for it."""
+        """For each target, the gradients that the engine of autograd sums up for it."""
         return self._split[0]
 
     @cached_property
@@ -192,14 +194,15 @@ class RunView:
     # -- one call ---------------------------------------------------------------------------
 
     def touched_outside(self, recorded: RecordedCall) -> frozenset[int]:
-        """Storages of the caller's that the run changes, and that this call touches."""
+        """Return storages of the caller's that the run changes and that this call touches."""
         return self.changed_outside & self.storages((*recorded.reads, *recorded.writes))
 
     def changes_outside(self, recorded: RecordedCall) -> bool:
         return not self.changed_outside.isdisjoint(self.storages(recorded.writes))
 
     def reads_changed(self, recorded: RecordedCall) -> bool:
-        """True if the call uses the content of a storage of the caller's that the run changes."""
+        """Return whether the call uses the content of a storage of the caller's that the run
+        changes."""
         call = recorded.call
         ignored = unread_arguments(call.op, call.args)
         args = [a for i, a in enumerate(call.args) if i not in ignored]
@@ -208,7 +211,7 @@ class RunView:
 
 
 def own_kind(recorded: RecordedCall) -> DataKind:
-    """Of what a call makes."""
+    """Return the kind of storages that a call makes."""
     return DataKind.ACTIVATION if recorded.phase is Phase.FORWARD else DataKind.GRADIENT
 
 
@@ -219,8 +222,8 @@ Step = tuple[int, frozenset[int], frozenset[int]]
 def needed(
     steps: Iterable[Step], wanted: Iterable[int], must_run: Callable[[int], bool]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Positions of `steps` that run for `wanted`, or must, and the storages that these, or
-    `wanted`, are of or read."""
+    """Return the positions of `steps` that must run or are needed for `wanted`; and all storages
+    that these steps read, and `wanted`."""
     storages, running = set(wanted), list[int]()
     for position, touched, read in reversed(list(steps)):
         if must_run(position) or not touched.isdisjoint(storages):
