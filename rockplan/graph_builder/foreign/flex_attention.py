@@ -1,9 +1,9 @@
-"""Attention with functions of scores (flex_attention): recorded as the operators of its dense form.
+"""Attention with score functions (flex_attention), recorded as the operators of its dense form.
 
 In eager execution the compiler's front end turns `score_mod` and `mask_mod` into graphs, whose free
-tensors become arguments; the operator that takes these has a forward and a backward of ordinary
-operators. While a forward is recorded nothing is compiled, so the free tensors are found by one run
-of each function, and given as arguments here.
+tensors become arguments of an operator; its forward and backward consist of ordinary operators.
+While a forward is recorded nothing is compiled, so one run of each function finds the free tensors,
+and they are passed as arguments here.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 
-# Their packages have functions of these names.
+# By import_module, because attributes of the packages with these names are functions.
 _PUBLIC = importlib.import_module("torch.nn.attention.flex_attention")
 _DENSE = importlib.import_module("torch._higher_order_ops.flex_attention")
 _NOT_COMPILED = "the compiler's front end, which finds the tensors of its functions, does not run"
@@ -28,7 +28,7 @@ _INDICES = 4
 
 
 class _FreeTensors(TorchFunctionMode):
-    """Finds tensors that functions of PyTorch get and have not made."""
+    """Collects tensors that functions of PyTorch get and that none of them made."""
 
     def __init__(self, known: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class _FreeTensors(TorchFunctionMode):
 
 
 class _InPlaceOfFree(TorchFunctionMode):
-    """Functions of PyTorch get other tensors in place of some."""
+    """Replaces the free tensors in arguments of PyTorch functions by others."""
 
     def __init__(self, free: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _with_free_tensors(
     function: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """`function` with its free tensors as further arguments; and those."""
+    """Return `function` with its free tensors as further arguments; and these tensors."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with TransformGetItemToIndex(), _FreeTensors(examples) as run:
@@ -95,7 +95,7 @@ def _with_free_tensors(
 
 
 def _operator(original: Any, recording: RecordingAccess) -> Any:
-    """The public function's operator, with free tensors as arguments."""
+    """Replace the public function's operator: free tensors become arguments."""
 
     def flex_attention(
         query: torch.Tensor,
@@ -118,7 +118,8 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _graphs(original: Any, recording: RecordingAccess) -> Any:
-    """What traces the derivative of a function of scores, outside of the recording."""
+    """Replace the function that traces the derivative of a score function: it runs without
+    recording."""
 
     def create_fw_bw_graph(*args: Any) -> Any:
         if not recording.is_active():
@@ -130,7 +131,8 @@ def _graphs(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _in_strides(original: Any, recording: RecordingAccess) -> Any:
-    """What gives a tensor the strides of another, without a copy where the backward calls it."""
+    """Replace the function that gives a tensor the strides of another: no copy if the backward
+    calls it."""
 
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
         caller = sys._getframe(2).f_code

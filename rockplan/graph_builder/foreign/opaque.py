@@ -2,9 +2,9 @@
 
 takes: an autograd.Function, or a function and its backward. returns: the same. guarantees: outside
 of recordings it does what it did before. While a forward is recorded, its forward and its backward
-are a call each of an operator of ours, which takes and makes tensors and names the rest by a key;
-what the context saves is a result of the first and an argument of the second, so a plan may drop it
-and run the forward again.
+are each a call of an operator of ours, which takes and returns tensors and names everything else by
+a key; what the context saves is a result of the first and an argument of the second, so a plan may
+drop it and run the forward again.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _PACKETS: Counter[str] = Counter()
 
 
 def new_packet(name: str) -> str:
-    """A name for operators that stand for what is called `name`."""
+    """Return an unused operator name for a function called `name`."""
     stem = re.sub(r"\W+", "_", name.replace("<locals>.", ""))
     _PACKETS[stem] += 1
     return stem if _PACKETS[stem] == 1 else f"{stem}__{_PACKETS[stem]}"
 
 
 def operators_of(name_of_function: str) -> str:
-    """Define the two operators of a function, under its name."""
+    """Define the forward and backward operators of a function; return their common name."""
     packet = new_packet(name_of_function)
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
@@ -63,11 +63,13 @@ def operators_of(name_of_function: str) -> str:
 
 
 def result_of(known: Known, tensors: Sequence[torch.Tensor]) -> Any:
+    """Return the result of a known call, rebuilt from tensors by place."""
     leaves = [taken(ref, tensors) for ref in known.results]
     return pytree.tree_unflatten(leaves, known.structure)
 
 
 def _known(key: str) -> Known:
+    """Return what is known of a call. Raises StalePlan if the call is from another process."""
     if key not in KNOWN:
         raise StalePlan(
             "the plan calls a function that was given to rockplan.opaque in another process; plan "
@@ -77,13 +79,14 @@ def _known(key: str) -> Known:
 
 
 def _made_as_known(*args: Any) -> list[torch.Tensor]:
-    """Fake results of both operators."""
+    """Return fake results of either operator."""
     return [new_tensor(made) for made in KNOWN[args[-2]].outcome.made if made.base is None]
 
 
 def _run_forward(
     given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
 ) -> list[torch.Tensor]:
+    """Run the forward for real. given: tensors that it reads; changed: those it writes into."""
     known = _known(call)
     assert isinstance(known.call, OpaqueForward)
     read, written = iter(given), iter(changed)
@@ -97,7 +100,8 @@ def _run_backward(given: list[torch.Tensor], call: str, draws: bool) -> list[tor
 
 
 def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """What a run makes in new memory. Raises where it is another than the one that was recorded."""
+    """Run a known call on `tensors`; return its results in new memory. Raises UnsupportedModel if
+    its outcome or its random draws differ from those recorded."""
     before = generator_states(tensors)
     run = known.call.run(tensors)
     if isinstance(known.call, OpaqueBackward) and run.outcome != known.outcome:
@@ -121,8 +125,11 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
-    """A run of a backward that returns what it was given (what was saved, where the gradient that
-    comes in is one) in place of what it mostly makes: with copies of these."""
+    """Return the run with copies of results that are arguments.
+
+    A backward may return an argument (a saved tensor, if the incoming gradient is one) where it
+    made a new tensor when recorded.
+    """
     outcome, first = known.outcome, len(run.tensors) - len(run.outcome.made)
     if len(run.results) != len(outcome.results):
         return run
@@ -143,17 +150,18 @@ def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
 
 
 def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:
-    """The one whose generator a plan can put back: that of the first result in new memory."""
+    """Return the device whose generator a plan can put back: that of the first new result; '' if
+    there is none."""
     return str(fresh[0].device) if fresh else ""
 
 
 def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Generators that were drawn from between two looks at their states."""
+    """Return the names of generators whose states differ: they were drawn from."""
     return {name for name, state in before.items() if state != after[name]}
 
 
 def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Of the generators of devices that may be drawn from, as bytes."""
+    """Return the states, as bytes, of the generators that a call on `tensors` may draw from."""
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     states = {f"cuda:{i}": torch.cuda.default_generators[i].get_state() for i in devices}
     states["cpu"] = torch.get_rng_state()
@@ -179,13 +187,12 @@ def opaque(
     function: a subclass of torch.autograd.Function, which is returned as it is, or a function of
     positional arguments with its `backward(ctx, *gradients)` and, to save tensors for that,
     `setup_context(ctx, inputs, output)`. Usable as a decorator.
-    fake, fake_backward: in place of forward and backward where neither can run on made-up numbers
-    (in [0, 1), zeros where they are integers): the same on tensors without memory,
-    `fake(ctx, *args)` also saves what forward saves. Without `fake_backward`, gradients are
-    contiguous tensors of the shapes and dtypes of the arguments.
+    fake, fake_backward: used for planning if forward or backward cannot run on made-up numbers (in
+    [0, 1), zeros for integers): they do the same on tensors without memory; `fake(ctx, *args)` also
+    saves what forward saves. Without `fake_backward`, gradients are contiguous tensors of the
+    shapes and dtypes of the arguments.
     mutates: names of arguments of the forward that it writes into; backward_mutates: names of
     gradients of the backward, 'saved_tensors[0]', and of attributes of the context.
-
     Raises InvalidInput.
     """
     how: dict[str, Any] = {
@@ -220,7 +227,8 @@ def _with_backward(
     setup_context: Callable[..., Any] | None,
     how: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """`function` as an autograd.Function, behind a function."""
+    """Wrap `function` and its backward into an autograd.Function; return a function that applies
+    it."""
     members = {
         "__module__": function.__module__,
         "__qualname__": _name(function),
@@ -246,7 +254,7 @@ def _with_backward(
 
 
 def _saves_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """For a backward that needs nothing of the forward."""
+    """Stand in for `setup_context` if the backward needs nothing of the forward."""
 
 
 def _name(function: Any) -> str:
@@ -261,6 +269,8 @@ def _register(
     mutates: Sequence[str],
     backward_mutates: Sequence[str],
 ) -> None:
+    """Check and register an autograd.Function. declared: the arguments of `rockplan.opaque` as
+    text, for advice. Raises InvalidInput."""
     called = f"{kind.__module__}.{_name(kind)}".replace("<locals>.", "")
     if getattr(kind, "boxed_grads_call", False):
         raise InvalidInput(f"{called} takes its gradients in one list, which is not supported")

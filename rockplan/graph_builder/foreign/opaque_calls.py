@@ -1,6 +1,6 @@
-"""Opaque calls: what a recording does at an opaque function.
+"""Opaque calls: how an opaque function is recorded.
 
-A recording that meets a call of which nothing is known ends with `UnknownCall`; the call runs once
+A recording that meets an unknown call ends with `UnknownCall`; the call runs once
 (`opaque_trials`), and the forward is recorded again.
 """
 
@@ -39,15 +39,18 @@ _WHY = "it runs as a whole, on tensors that have memory, when the plan runs"
 
 
 class UnknownCall(Interrupted):
-    """A recording has come to a call of which nothing is known yet."""
+    """Ends a recording at an opaque call about which nothing is known yet."""
 
     def __init__(self, call: OpaqueForward | OpaqueBackward, module: str, source: str) -> None:
         super().__init__(f"{call.called} is opaque", module_path=module, source=source)
         self.call = call
 
     def find_out(self, before: UnknownCall | None) -> None:
-        """Run it. before: what the recording before this one has asked for. Raises CaptureError if
-        it fails, does what a plan could not do, or is another call at each recording."""
+        """Run the call and remember its outcome.
+
+        before: the unknown call of the recording before this one. Raises CaptureError if the call
+        fails, does what a plan cannot repeat, or differs in each recording.
+        """
         place = self.module_path or "", self.source or ""
         if before is not None and (key := key_of(before.call)) not in _MET:
             del KNOWN[key]
@@ -57,7 +60,7 @@ class UnknownCall(Interrupted):
             run = find_out(self.call, place)
             is_real = self.call.function.fake is None
             if is_real and isinstance(self.call, OpaqueForward) and any(self.call.needs):
-                # Most backward passes have these gradients: half as many recordings.
+                # Most backward passes get these gradients, which saves every second recording.
                 with contextlib.suppress(RockplanError):
                     likely = likely_backward(KNOWN[key_of(self.call)], run)
                     if key_of(likely) not in KNOWN:
@@ -65,7 +68,7 @@ class UnknownCall(Interrupted):
 
 
 def patches() -> Iterator[Patch]:
-    """In place of the members of opaque functions."""
+    """Yield the patches that replace the members of opaque functions."""
     for kind, function in REGISTERED.items():
         recorded = _Recorded(function)
         yield Patch(kind, "forward", recorded.forward, _WHY)
@@ -76,7 +79,7 @@ def patches() -> Iterator[Patch]:
 
 @dataclass(frozen=True, slots=True)
 class _MadeByCall:
-    """What a call has made in a recording. tensors: those given and those made."""
+    """A call in a recording. tensors: its arguments, then its results."""
 
     known: Known
     tensors: Sequence[torch.Tensor]
@@ -87,8 +90,9 @@ class _MadeByCall:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """What autograd's context keeps of a call for its backward. attributes: place -> tensor of the
-    attributes; what is saved is autograd's to keep, and results would keep themselves alive."""
+    """What autograd's context keeps of a call for its backward. attributes: place -> tensor in
+    attributes of the context. Saved tensors are kept by autograd itself; kept here, results would
+    keep themselves alive."""
 
     known: Known
     attributes: dict[int, torch.Tensor]
@@ -102,11 +106,13 @@ class _Recorded:
         self._last: list[_MadeByCall] = []
 
     def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        """Replace `forward`: record a call of our operator."""
+
         def forward(*given: Any) -> Any:
             if not access.is_active():
                 return original(*given)
             if self._function.setup_context is not None:
-                # What autograd does, which sees the signature of this function here.
+                # Bind defaults as autograd does, which cannot see the original's signature here.
                 bound = inspect.signature(self._function.forward).bind(*given)
                 bound.apply_defaults()
                 self._last = [self._call(bound.args, access)]
@@ -120,6 +126,8 @@ class _Recorded:
         return forward
 
     def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        """Replace `setup_context`: tell autograd's context what the forward's outcome says."""
+
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             if not access.is_active():
                 original(ctx, inputs, output)
@@ -130,13 +138,14 @@ class _Recorded:
         return setup_context
 
     def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
-        """One that is derived from the function, and has its members."""
+        """Refuse a class that is derived from the opaque function and inherits its members."""
         kind = type(ctx)._forward_cls
         if kind is not self._function.kind:
             what = {"function": kind.__qualname__, "base": self._function.called}
             access.refuse(NAMED["subclass of an opaque function"].text(**what))
 
     def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
+        """Record a call of the forward operator. Ends the recording if the call is unknown."""
         for leaf in pytree.tree_leaves(tuple(args)):
             if not (isinstance(leaf, torch.Tensor) or is_plain(leaf)):
                 what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
@@ -150,6 +159,8 @@ class _Recorded:
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+        """Replace `backward`: record a call of our operator."""
+
         def backward(ctx: Any, *gradients: Any) -> Any:
             if not access.is_active():
                 return original(ctx, *gradients)
@@ -168,17 +179,18 @@ class _Recorded:
 
 
 _MET: set[str] = set()
-"""Keys of known calls that a recording has come to."""
+"""Keys of known calls that the recording has met."""
 
 
 def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
+    """Return what is known of a call; end the recording if that is nothing."""
     key = key_of(call)
     _MET.add(key) if key in KNOWN else _MET.discard(key)
     return KNOWN.get(key) or access.stop(UnknownCall(call, *access.place()))
 
 
 def _tell(ctx: Any, made: _MadeByCall) -> None:
-    """Tell autograd's context what the function has told its own."""
+    """Tell autograd's context what the function told its own context."""
     outcome = made.known.outcome
     places = {
         ref.place for _, leaves, _ in outcome.attributes for ref in leaves if isinstance(ref, Ref)
@@ -194,7 +206,7 @@ def _tell(ctx: Any, made: _MadeByCall) -> None:
 
 
 def _differing(before: OpaqueForward | OpaqueBackward, call: OpaqueForward | OpaqueBackward) -> str:
-    """What two calls of a forward are given that is not the same, by its class."""
+    """Return in words which argument of two forward calls differs: its class."""
     both = (c.leaves if isinstance(c, OpaqueForward) else c.forward.leaves for c in (before, call))
     differing = [type(b).__name__ for a, b in zip(*both, strict=False) if text_of(a) != text_of(b)]
     return f"a {differing[0]}" if differing else "tensors"

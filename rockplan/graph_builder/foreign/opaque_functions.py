@@ -1,6 +1,7 @@
-"""Opaque functions and their calls: an `autograd.Function` that runs for real, either way.
+"""Opaque functions and their calls.
 
-A call has everything that decides what it does but the values of tensors, and runs on those.
+A call holds everything that decides what it does except the values of tensors, and can be run on
+tensors, real or fake.
 """
 
 from __future__ import annotations
@@ -38,14 +39,15 @@ from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.python_state.autocast import Autocast, autocast_state, under_autocast
 from rockplan.values.graph import TensorSpec
 
-# Of autograd, which an operator's kernel runs without.
+# Dispatch keys of autograd, which are excluded while the kernel of an operator runs.
 _KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd", "ADInplace"))]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """One function, as it was registered. declared: what `opaque` was given, as it is written;
-    backward_name: 'vjp' if it has that; packet: its name among our operators."""
+    """One registered function. declared: the arguments of `rockplan.opaque` as text; backward_name:
+    'backward', or 'vjp' if it has that; packet: name of its operators; other fields: as given to
+    `opaque`."""
 
     kind: type[Function]
     declared: str
@@ -61,7 +63,7 @@ class Opaque:
     backward_mutates: tuple[str, ...]
 
     def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
-        """The line that declares these as well, beside what it was declared with."""
+        """Return the line of source that also declares these writes."""
         written = {
             "mutates": (*self.mutates, *mutates),
             "backward_mutates": (*self.backward_mutates, *backward_mutates),
@@ -81,8 +83,8 @@ class Opaque:
 
 @contextlib.contextmanager
 def _as_in_eager(autocast: Autocast) -> Iterator[None]:
-    """As in an autograd.Function in eager execution: no gradients are recorded, and all kernels of
-    autograd are there for who turns that on."""
+    """Set the state in which eager runs an autograd.Function: no gradients are recorded, but
+    autograd's kernels are available if the function turns gradients on."""
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
@@ -94,8 +96,11 @@ def _as_in_eager(autocast: Autocast) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueForward:
-    """A call of a forward. leaves, structure: of its arguments; needs: which of them need a
-    gradient; changed: places of tensors that it writes into."""
+    """A call of a forward.
+
+    leaves, structure: of its arguments, tensors as Refs; tensors: their specs; needs: for each
+    argument whether it requires a gradient; changed: places of tensors that it writes into.
+    """
 
     function: Opaque
     leaves: tuple[Any, ...]
@@ -111,16 +116,17 @@ class OpaqueForward:
 
     @property
     def args(self) -> tuple[Any, ...]:
-        """With places of tensors."""
+        """Return the arguments, with Refs for tensors."""
         args: tuple[Any, ...] = pytree.tree_unflatten(list(self.leaves), self.structure)
         return args
 
     @property
     def needing(self) -> frozenset[int]:
-        """Places of the tensors that need a gradient."""
+        """Return the places of the tensors that require a gradient."""
         return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+        """Run it on `tensors`. is_fake: use the function's `fake`, if it has one."""
         given = self._as_given(tensors)
         args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
         ctx, function = Context(self.needs), self.function
@@ -135,7 +141,7 @@ class OpaqueForward:
         return run_of(result, given, ctx)
 
     def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """As autograd gives them: they require a gradient if one is needed."""
+        """Return the tensors as autograd passes them: requiring a gradient if one is needed."""
         given = [t.detach() for t in tensors]
         for place in self.needing:
             given[place].requires_grad_()
@@ -144,9 +150,11 @@ class OpaqueForward:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueBackward:
-    """A call of a backward. saved, attributes, gradients: places of tensors among the given ones,
-    and what else there is; need: places of saved ones that require a gradient; copied: places of
-    those that it writes into, of which it gets copies."""
+    """A call of a backward.
+
+    saved, attributes, gradients: its arguments, tensors as Refs; need: places of saved tensors that
+    require a gradient; copied: places of tensors that it writes into: it gets copies of them.
+    """
 
     forward: OpaqueForward
     saved: tuple[Any, ...]
@@ -166,6 +174,8 @@ class OpaqueBackward:
         return f"{self.function.called}.{self.function.backward_name}"
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+        """Run it on `tensors`. is_fake: use the function's `fake_backward`, or make empty
+        gradients."""
         given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             given[place].requires_grad_()
@@ -186,17 +196,18 @@ class OpaqueBackward:
         return run_of(self._needed(result), kept, None)
 
     def _needed(self, result: Any) -> tuple[Any, ...]:
-        """A tuple, also of one, without gradients that nobody asks for, of which autograd makes
-        nothing."""
+        """Return the result as a tuple, with None for gradients that are not needed."""
         needs = self.forward.needs
         results = result if isinstance(result, tuple) else (result,)
         return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Those of the given ones that it has itself, which the outcome refers to."""
+        """Return those of the given tensors that it gets without a copy; the outcome refers to
+        them."""
         return [t for i, t in enumerate(given) if i not in self.copied]
 
     def _like_arguments(self) -> tuple[Any, ...]:
+        """Return empty gradients with shape, dtype and device of the arguments."""
         call = self.forward
         pairs = zip(call.args, call.needs, strict=True)
         return tuple(_empty(call.tensors.specs[a.place]) if needs else None for a, needs in pairs)
@@ -208,8 +219,11 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """A call that was found out about. results, structure, attributes: as in `OpaqueRun`; draws:
-    from the generator of the device of its first result, or may do so."""
+    """What a trial run found out about a call.
+
+    results, structure, attributes: as in `OpaqueRun`; draws: it may draw from the generator of the
+    device of its first result.
+    """
 
     call: OpaqueForward | OpaqueBackward
     outcome: Outcome
@@ -224,7 +238,7 @@ KNOWN: dict[str, Known] = {}
 
 
 def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
-    """The call, and its tensors."""
+    """Return the call of a forward, and its distinct tensors."""
     leaves, structure = pytree.tree_flatten(tuple(args))
     refs, tensors = with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -243,12 +257,13 @@ def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, 
 
 
 def argument_names(function: Opaque, count: int) -> list[str]:
+    """Return the names of the first `count` arguments of the forward, without the context."""
     has_context = function.setup_context is None
     return _positional(function.forward, count + has_context)[has_context:]
 
 
 def _positional(function: Callable[..., Any], count: int) -> list[str]:
-    """What its first arguments are called; 'args[0]' where it takes any number of them."""
+    """Return the names of the first `count` positional arguments; 'args[0]' for variadic ones."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arguments")
@@ -260,7 +275,8 @@ def backward_call(
     tensors: Mapping[int, torch.Tensor],
     gradients: Sequence[Any],
 ) -> tuple[OpaqueBackward, list[torch.Tensor]]:
-    """The call, and its tensors. tensors: those of the forward that it saves, by place."""
+    """Return the call of a backward, and its distinct tensors. tensors: place -> tensor, for what
+    the forward saved."""
     call = forward.call
     assert isinstance(call, OpaqueForward)
     outcome, function = forward.outcome, call.function
@@ -303,7 +319,7 @@ def backward_names(
     attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
     gradients: Sequence[Any],
 ) -> dict[str, tuple[int, ...]]:
-    """What can be named in `backward_mutates` -> places of its tensors."""
+    """Return name for `backward_mutates` -> places of its tensors."""
     named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
     named += [(name, leaves) for name, leaves, _ in attributes]
     names = _positional(function.backward, 1 + len(gradients))[1:]
@@ -318,19 +334,19 @@ _PLAIN = (
 
 
 def is_plain(leaf: Any) -> bool:
-    """Can a call name it?"""
-    # What a module or its method reads is another for a copy of the module.
+    """Return whether the key of a call can describe this argument."""
+    # Modules and their methods cannot: what they read differs for a copy of the module.
     owner = getattr(leaf, "__self__", leaf)
     is_function = callable(leaf) and not isinstance(owner, nn.Module)
     return isinstance(leaf, _PLAIN) or is_function
 
 
 _NUMBERED: dict[str, list[Callable[[], Any]]] = {}
-"""Name -> references to what has it, weak ones where that can be."""
+"""Name -> references (weak if possible) to the objects of that name."""
 
 
 def numbered(name: str, thing: Any) -> str:
-    """Tells `thing` from others of that name, by identity."""
+    """Return a text that tells `thing` from others of that name, by identity."""
     known = _NUMBERED.setdefault(name, [])
     for number, reference in enumerate(known):
         if reference() is thing:
@@ -343,8 +359,11 @@ def numbered(name: str, thing: Any) -> str:
 
 
 def text_of(leaf: Any) -> str:
-    """What tells it from others, the same in every process as far as that can be. A function that
-    refers to nothing of its own, and a method, are made anew each time that a forward runs."""
+    """Return a text that identifies an argument, equal in every process as far as possible.
+
+    A function that refers to nothing but globals is identified by its code, and a method by
+    function and owner, since both may be new objects in each run of a forward.
+    """
     kind = type(leaf)
     if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
         return f"{text_of(kind)} {leaf!r}"
@@ -356,7 +375,7 @@ def text_of(leaf: Any) -> str:
 
 
 def _is_code_alone(leaf: Any) -> bool:
-    """Is it a function that does what its code and the global variables of its file say?"""
+    """Return whether the function depends on nothing but its code and the globals of its file."""
     if not isinstance(leaf, types.FunctionType):
         return False
     of_its_own = leaf.__closure__, leaf.__defaults__, leaf.__kwdefaults__, leaf.__dict__
@@ -365,7 +384,7 @@ def _is_code_alone(leaf: Any) -> bool:
 
 
 def key_of(call: OpaqueForward | OpaqueBackward) -> str:
-    """Names a call: equal for those that do the same."""
+    """Return the key of a call: equal for calls that do the same."""
     function = call.function
     if isinstance(call, OpaqueForward):
         said: list[Any] = ["forward", function.packet, text_of(function.fake)]

@@ -1,9 +1,8 @@
-"""Trials: runs of opaque functions on made-up numbers, by which is found out what a call makes.
+"""Trials: runs of opaque functions on made-up numbers, to find out what a call makes.
 
-They run outside of a recording and of the module, so that an opaque function may do whatever it
-does to Python's state, which no plan takes part in. guarantees: afterwards generators are what they
-were; what the run writes into and was not declared, and draws that a plan could not repeat, are
-refused by name.
+They run outside of a recording and of the module, so an opaque function may have any effect on
+Python's state, which plans do not track. guarantees: generators are put back afterwards; undeclared
+writes into arguments, and draws that a plan could not repeat, are refused by name.
 """
 
 from __future__ import annotations
@@ -41,13 +40,14 @@ from rockplan.python_state.object_slots import EVERYBODYS, GENERATOR
 
 
 def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
-    """Run `call`, and remember its outcome."""
+    """Run `call` and remember its outcome in `KNOWN`. place: (module path, source line) for
+    errors."""
     is_fake = call.function.fake is not None
     undeclared: list[str] = []
     if is_fake:
         with FakeTensorMode():
             run = _run(call, _tensors_for(call, place), True, place)
-            draws = bool(run.fresh())  # of what is declared nobody knows
+            draws = bool(run.fresh())  # unknown for a function with `fake`, so assumed
     else:
         with _generators_restored(call):
             run, draws, undeclared = _real_run(call, _tensors_for(call, place), place)
@@ -64,14 +64,15 @@ def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Op
 
 
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Also those of Python and of numpy, which other threads draw from as well: no plan looks."""
+    """Return the states of the generators of devices, Python and numpy. (Plans do not check the
+    latter two, from which other threads draw as well.)"""
     others = {name: GENERATOR.elements(one) for name, one in EVERYBODYS.items()}
     return {**generator_states(tensors), **others}
 
 
 @contextlib.contextmanager
 def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
-    """Afterwards generators are what they were: of devices, of Python, of numpy."""
+    """Put the generators of devices, Python and numpy back at the end."""
     devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
     states = [(one, GENERATOR.elements(one)) for one in EVERYBODYS.values()]
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -85,7 +86,8 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
 def _real_run(
     call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
 ) -> tuple[OpaqueRun, bool, list[str]]:
-    """What it makes; does it draw? Names of what it writes into and was not declared."""
+    """Return the run, whether it drew random numbers, and the names of tensors that it wrote into
+    without a declaration."""
     declared = call.changed if isinstance(call, OpaqueForward) else ()
     before = [_bytes(t).clone() for t in tensors]
     states = _all_generator_states(tensors)
@@ -108,6 +110,7 @@ def _run(
     is_fake: bool,
     place: tuple[str, str],
 ) -> OpaqueRun:
+    """Run a call; raise CaptureError with its place if it fails."""
     try:
         return call.run(tensors, is_fake)
     except RockplanError:
@@ -119,7 +122,8 @@ def _run(
 
 
 def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """What tensors are called where writes into them are declared, each storage once."""
+    """Return the names by which writes into tensors at `places` are declared, one for each
+    storage."""
     if isinstance(call, OpaqueForward):
         names = argument_names(call.function, len(call.args))
         named = {
@@ -138,7 +142,8 @@ def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list
 def _refuse_writes(
     known: Known, run: OpaqueRun, undeclared: Sequence[str], place: tuple[str, str]
 ) -> NoReturn:
-    """Raise, with a line that declares them; of a forward also what its backward writes into."""
+    """Raise CaptureError with the line that declares these writes, and those of its likely
+    backward."""
     call = known.call
     if isinstance(call, OpaqueForward):
         of_backward: list[str] = []
@@ -156,7 +161,8 @@ def _refuse_writes(
 def _tensors_for(
     call: OpaqueForward | OpaqueBackward, place: tuple[str, str]
 ) -> list[torch.Tensor]:
-    """Made-up ones; of a backward those that a run of the forward saves, and gradients."""
+    """Return made-up tensors for a call; for a backward, the tensors that a run of the forward
+    saves, and made-up gradients."""
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
     is_fake = call.function.fake is not None
@@ -178,7 +184,7 @@ def _tensors_for(
 
 
 def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
-    """That all results get a gradient in new memory."""
+    """Return the backward call in which all results get a contiguous gradient in new memory."""
     made = result_of(known, run.tensors)
     results = made if isinstance(made, tuple) else (made,)
     gradients = [
@@ -191,7 +197,7 @@ def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """Tensors of these specs, that share memory as they do: numbers in [0, 1), zeros where they are
+    """Return tensors of these specs and sharing of storages: numbers in [0, 1), zeros for
     integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
@@ -210,7 +216,7 @@ def _numbers(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """All of its storage."""
+    """Return the whole storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return made.set_(storage, 0, (storage.nbytes(),), (1,))

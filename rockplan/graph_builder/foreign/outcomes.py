@@ -1,7 +1,8 @@
-"""Outcomes: the tensors that a call of a foreign function is given, and what it makes of them.
+"""Outcomes: what a call of a foreign function makes from its tensors.
 
-An outcome is a value: what a call returns, saves, and sets on the context, as specs and as places
-of tensors that are one or share memory. Each run of a plan has to have that of the recorded one.
+An outcome is a value: what a call returns, saves, and sets on the context, as specs and places.
+Equal places are the same tensor; bases say which tensors share memory. Each run in a plan must have
+the outcome that was recorded.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from rockplan.values.graph import TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Distinct tensors: for each its spec, the first one on its storage, and the bytes of that."""
+    """Distinct tensors: for each its spec, the place of the first tensor on its storage, and the
+    bytes of that storage."""
 
     specs: tuple[TensorSpec, ...]
     storages: tuple[int, ...]
@@ -40,18 +42,18 @@ class Tensors:
 
 @dataclass(frozen=True, slots=True)
 class Ref:
-    """A tensor among the arguments of a call, by its place among the distinct ones."""
+    """A tensor of a call, by its place among the distinct ones."""
 
     place: int
 
 
 def taken(leaf: Any, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor]) -> Any:
-    """The tensor that `leaf` refers to, or itself."""
+    """Return the tensor that `leaf` refers to, or `leaf` itself if it is no Ref."""
     return tensors[leaf.place] if isinstance(leaf, Ref) else leaf
 
 
 def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """`leaves` with places of tensors, and the distinct tensors."""
+    """Return `leaves` with Refs for tensors, and the distinct tensors."""
     numbers: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
@@ -64,9 +66,11 @@ def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class MadeByRun:
-    """A tensor of an outcome. base: that it shares memory with, among the given ones and those of
-    the outcome before it, from whose beginning the offset of `spec` counts; None: it has new
-    memory, of `size_bytes`."""
+    """A tensor that a call makes.
+
+    base: place of an earlier tensor whose memory it shares; the offset of `spec` is then relative
+    to that tensor. None: it has new memory, of `size_bytes`.
+    """
 
     spec: TensorSpec
     base: int | None
@@ -74,15 +78,17 @@ class MadeByRun:
 
 
 Attributes = tuple[tuple[str, tuple[Any, ...], Any], ...]
-"""Of a context: name, leaves and structure of each."""
+"""Attributes of a context: (name, leaves, structure) of each."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call makes. made: tensors that it was not given; the rest refers to these, and to the
-    given ones, which come first. results, saved, attributes: places of tensors, and what else
-    there is, described; structure: of the results; dirty, constant: places of tensors that the
-    context was told of."""
+    """What a call makes.
+
+    made: new tensors; their places come after those of the arguments. results, saved, attributes:
+    Refs for tensors, descriptions of everything else; structure: of the results; dirty, constant:
+    places of tensors marked as such on the context.
+    """
 
     made: tuple[MadeByRun, ...]
     results: tuple[Any, ...]
@@ -94,7 +100,7 @@ class Outcome:
     materializes: bool = True
 
     def differs(self, other: Outcome) -> str:
-        """Where two outcomes differ, in words."""
+        """Return in words where two outcomes differ."""
         if self.attributes != other.attributes:
             a, b = ({name: rest for name, *rest in o.attributes} for o in (self, other))
             names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
@@ -107,7 +113,7 @@ class Outcome:
 
 
 class Context(FunctionCtx):
-    """What a function gets for its `ctx` where it runs for real."""
+    """The `ctx` of a function that runs for real."""
 
     saved_tensors: tuple[Any, ...] = ()
 
@@ -123,8 +129,8 @@ _OF_AUTOGRAD = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueRun:
-    """What one run has made. tensors: those given and those made; results, structure, attributes:
-    as in the outcome, with the things themselves in place of their descriptions."""
+    """One run. tensors: the arguments, then what it made; results, structure, attributes: as in the
+    outcome, but with the objects in place of descriptions."""
 
     outcome: Outcome
     tensors: tuple[torch.Tensor, ...]
@@ -133,21 +139,21 @@ class OpaqueRun:
     attributes: Attributes = ()
 
     def fresh(self) -> list[torch.Tensor]:
-        """The tensors in new memory: what the operator returns."""
+        """Return the tensors in new memory, which the operator returns."""
         first = len(self.tensors) - len(self.outcome.made)
         pairs = zip(self.tensors[first:], self.outcome.made, strict=True)
         return [t.detach() if t.requires_grad else t for t, made in pairs if made.base is None]
 
 
 class _Finder:
-    """Gives each tensor of an outcome its place."""
+    """Assigns a place to each tensor of an outcome."""
 
     def __init__(self, given: Sequence[torch.Tensor]) -> None:
         self.tensors = list(given)
         self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
-        """A Ref; or what else it is, described."""
+        """Return a Ref for a tensor, a description of anything else."""
         if not isinstance(leaf, torch.Tensor):
             return described(leaf)
         for place, tensor in enumerate(self.tensors):
@@ -165,12 +171,14 @@ class _Finder:
         return Ref(len(self.tensors) - 1)
 
     def places(self, told: Sequence[Any] | None) -> frozenset[int]:
+        """Return the places of the tensors that a context was told of."""
         refs = (self.place(t) for t in told or () if isinstance(t, torch.Tensor))
         return frozenset(ref.place for ref in refs)
 
 
 def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> OpaqueRun:
-    """What a call has made. ctx: that of a forward."""
+    """Return the run of a call that returned `result`. given: its tensors; ctx: of a forward, else
+    None."""
     finder = _Finder(given)
     leaves, structure = pytree.tree_flatten(result)
     results = tuple(map(finder.place, leaves))
@@ -199,7 +207,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
 
 
 def _themselves(places: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Places of tensors, and what else there is."""
+    """Return Refs for tensors, and the other leaves themselves."""
     pairs = zip(places, leaves, strict=True)
     return tuple(p if isinstance(leaf, torch.Tensor) else leaf for p, leaf in pairs)
 
@@ -207,7 +215,7 @@ def _themselves(places: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]
 def rebuilt(
     outcome: Outcome, given: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The given tensors and those made, of the ones in new memory."""
+    """Return the arguments and all results of a call, given the results in new memory."""
     tensors, waiting = list(given), iter(fresh)
     for made in outcome.made:
         if made.base is None:
@@ -218,7 +226,7 @@ def rebuilt(
 
 
 def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """What lies at `spec` from where `base` begins."""
+    """Return the tensor of this spec in the memory of `base`; offset relative to `base`."""
     if replace(tensor_spec(base), offset=0) == spec:
         return base.detach()
     offset = base.storage_offset() + spec.offset if spec.offset else None

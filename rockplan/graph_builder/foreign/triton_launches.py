@@ -1,10 +1,10 @@
 """Launches of Triton kernels, `kernel[grid](...)`, as calls of a plan.
 
 While a forward is recorded, a launch is a call of an operator of ours, which reads tensors, writes
-into those that the kernel's source may write into (`triton_writes`), and names the rest by a key:
-the kernel, its grid, and arguments that are no tensors. In a plan the operator launches the kernel.
-guarantees: what a launch is given is the same at each run of it but for the values of tensors;
-where nobody can say what a kernel writes, it is refused by name.
+into those that the kernel's source may write into (`triton_writes`), and names everything else by a
+key: the kernel, its grid, and arguments that are no tensors. In a plan the operator launches the
+kernel. guarantees: all launches of one key get the same arguments except for values of tensors; a
+kernel whose writes are unknown is refused by name.
 """
 
 from __future__ import annotations
@@ -47,11 +47,14 @@ Grid = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """kernel: what is launched, with its autotuner; leaves, structure: of its arguments by name, in
-    the order they were given in; positional: how many without a name; options: of the launch.
-    grids: arguments that a configuration of an autotuner sets, and the grid with these; grid: of
-    others, as far as it can be asked later. changed: storages that it may write into, by the place
-    of their first tensor; the launch gets one tensor of each."""
+    """A launch of a kernel.
+
+    kernel: with its autotuner, if any; leaves, structure: of its arguments by name, in the order in
+    which they were given, tensors as Refs; positional: how many were given by position; options: of
+    the launch. grids: (arguments set by a configuration of the autotuner, grid for these); grid:
+    function for other configurations, None if it cannot be called later. changed: storages that it
+    may write into, each as the place of its first tensor; the operator gets one tensor for each.
+    """
 
     kernel: Any
     leaves: tuple[Any, ...]
@@ -64,6 +67,8 @@ class Launch:
     changed: tuple[int, ...]
 
     def run(self, read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
+        """Launch the kernel. read: tensors in other storages; changed: one tensor for each changed
+        storage."""
         waiting, written = iter(read), dict(zip(self.changed, changed, strict=True))
         tensors = [
             self._on(written[s], place) if s in written else next(waiting)
@@ -71,19 +76,21 @@ class Launch:
         ]
         leaves = [taken(leaf, tensors) for leaf in self.leaves]
         named = pytree.tree_unflatten(leaves, self.structure)
-        # As they were given: an autotuner would else take this for another launch, and measure and
-        # choose anew.
+        # By position as recorded: otherwise an autotuner would see another launch, and tune again.
         args = [named.pop(name) for name in list(named)[: self.positional]]
         self.kernel[self._grid](*args, **named, **dict(self.options))
 
     def _on(self, storage: torch.Tensor, place: int) -> torch.Tensor:
-        """The tensor of this place. storage: itself, or all of it where it has several."""
+        """Return the tensor of this place. storage: that tensor, or its whole storage if several
+        tensors share it."""
         if self.tensors.storages.count(self.tensors.storages[place]) == 1:
             return storage
         spec = self.tensors.specs[place]
         return storage.as_strided(spec.shape, spec.stride, storage.storage_offset() + spec.offset)
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
+        """Return the grid for the configuration that was chosen. Raises StalePlan if it is
+        unknown."""
         for settings, grid in self.grids:
             if all(
                 chosen.get(name) is value or chosen.get(name) == value for name, value in settings
@@ -100,7 +107,7 @@ class Launch:
         return _sizes(self.grid(chosen))
 
     def key(self) -> str:
-        """Equal for launches that do the same."""
+        """Return a text that is equal for launches that do the same."""
         function = plain_function(self.kernel)
         name = f"{function.__module__}.{function.__qualname__}"
         said = [numbered(name, self.kernel), str(self.structure)]
@@ -112,17 +119,19 @@ class Launch:
 
 
 LAUNCHES: dict[str, Launch] = {}
-"""By key."""
+"""Launches by key."""
 
 
 def patches() -> Iterator[Patch]:
-    """Nothing where nobody has imported Triton."""
+    """Yield the patch of launches, if Triton was imported."""
     jit = sys.modules.get("triton.runtime.jit")
     if jit is not None:
         yield Patch(jit.KernelInterface, "__getitem__", _launcher, _WHY)
 
 
 def _launcher(original: Any, access: RecordingAccess) -> Any:
+    """Replace `kernel[grid]`: record the launch."""
+
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
             if access.is_active():
@@ -141,6 +150,7 @@ def _launch(
     kwargs: dict[str, Any],
     access: RecordingAccess,
 ) -> None:
+    """Record a launch, or refuse it."""
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)
@@ -184,7 +194,7 @@ def _launch(
     key = launch.key()
     LAUNCHES.setdefault(key, launch)
     read = [t for t, s in zip(tensors, described.storages, strict=True) if s not in storages]
-    # Autograd counts no version of what a kernel writes into.
+    # In eager, writes of a kernel do not change version counters.
     with torch._C._AutoDispatchBelowADInplaceOrView():
         written_into = [v[0] if len(v) == 1 else whole_storage(v[0]) for v in views]
         _operator(kernel)(read, written_into, key)
@@ -193,11 +203,12 @@ def _launch(
 def _at(
     storage: int, storages: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
+    """Return the tensors of one storage."""
     return [t for t, s in zip(tensors, storages, strict=True) if s == storage]
 
 
 def _constant(leaf: Any) -> Any:
-    """What `tl.constexpr` holds."""
+    """Return the value of a `tl.constexpr`, other leaves unchanged."""
     is_constant = type(leaf).__name__ == "constexpr" and type(leaf).__module__.startswith("triton")
     return leaf.value if is_constant else leaf
 
@@ -207,7 +218,7 @@ def plain_parameters(kernel: Any) -> list[str]:
 
 
 def _layers(kernel: Any) -> Iterator[Any]:
-    """The kernel, and what its autotuners and heuristics are applied to."""
+    """Yield the kernel and what its autotuners and heuristics wrap."""
     while kernel is not None and kernel is not plain_function(kernel):
         yield kernel
         kernel = getattr(kernel, "fn", None)
@@ -218,7 +229,8 @@ def _configurations(kernel: Any) -> list[Any]:
 
 
 def _written(kernel: Any, named: Mapping[str, Any]) -> set[str]:
-    """Names of arguments that a launch may write into, by the kernel or by what runs before it."""
+    """Return the names of arguments that a launch may write into, in the kernel or before it.
+    Raises UnknownWrites."""
     written: set[str] = set()
     for layer in _layers(kernel):
         written |= {*getattr(layer, "reset_to_zero", ()), *getattr(layer, "restore_value", ())}
@@ -247,13 +259,13 @@ def _has_tensors(value: Any) -> bool:
 def _grids(
     kernel: Any, grid: Any, named: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[tuple[str, Any], ...], Grid]]:
-    """Settings of each configuration, and the grid with these."""
+    """Yield (arguments set by a configuration, grid for these) for each configuration."""
     parameters = inspect.signature(plain_function(kernel)).parameters
     given = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(named)
     for settings in [dict(one.all_kwargs()) for one in _configurations(kernel)] or [{}]:
         chosen = {**given, **settings}
         for layer in _layers(kernel):
-            # Heuristics compute some of the others.
+            # Heuristics compute further arguments.
             for name, compute in (getattr(layer, "values", None) or {}).items():
                 chosen[name] = compute(dict(chosen))
         own = tuple(sorted((n, value) for n, value in settings.items() if n in parameters))
@@ -285,13 +297,13 @@ def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
 
 
 def _referred(function: types.FunctionType) -> tuple[Any, ...]:
-    """What a function refers to beside global variables: cells, and defaults."""
+    """Return what a function refers to besides globals: contents of cells, and defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return cells, tuple(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
 
 
 def _shape_alone(leaf: Any) -> Any:
-    """A tensor without memory, of no recording, in place of one."""
+    """Return a fake tensor in place of a tensor, other leaves unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with _disable_current_modes(), FakeTensorMode():
@@ -299,13 +311,14 @@ def _shape_alone(leaf: Any) -> Any:
 
 
 def _text_of_grid(grid: types.FunctionType) -> str:
+    """Return a text that identifies a grid function and what it refers to."""
     leaves, structure = pytree.tree_flatten(_referred(grid))
     texts = [repr(tensor_spec(v)) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
     return repr([numbered(grid.__qualname__, grid.__code__), str(structure), *texts])
 
 
 _OPERATORS: dict[int, tuple[Any, Any]] = {}
-"""By the identity of a kernel: the kernel, and its operator."""
+"""id of a kernel -> the kernel (kept alive), its operator."""
 
 
 def _operator(kernel: Any) -> Any:
@@ -323,10 +336,11 @@ def _new_operator(name: str) -> Any:
 
 
 def _nothing(*args: Any) -> None:
-    """A launch returns no tensor."""
+    """Return the fake result: a launch returns no tensor."""
 
 
 def _run(given: list[torch.Tensor], changed: list[torch.Tensor], call: str) -> None:
+    """Launch a kernel by key. Raises StalePlan if the key is from another process."""
     launch = LAUNCHES.get(call)
     if launch is None:
         raise StalePlan(

@@ -1,12 +1,11 @@
 """Writes of Triton kernels: which of its arguments a kernel may write into, found in its source.
 
-takes: a kernel's function, and its arguments that are constants. returns: names of parameters.
-guarantees: a parameter that is not among them is not written into. Of each variable it is known
-from which parameters it may be made, wherever it is assigned; what is stored to, and what is handed
-to anything that is not known, counts as written; a kernel that nobody can read raises.
-
-PyTorch has an analysis of compiled kernels (`triton_kernel_wrap`), which needs a device, has none
-of kernels that are interpreted, and takes everything for written where it fails.
+takes: a kernel's function, and its constant arguments. returns: names of parameters. guarantees: a
+parameter that is not among them is not written into. For each variable the analysis knows from
+which parameters it may be computed, wherever it is assigned. Addresses of stores, and arguments of
+unknown functions, count as written; a kernel whose source cannot be followed raises.
+PyTorch has an analysis of compiled kernels (`triton_kernel_wrap`), which needs a device, cannot
+analyse interpreted kernels, and assumes that everything is written if it fails.
 """
 
 from __future__ import annotations
@@ -24,8 +23,8 @@ Names = frozenset[str]
 _NOTHING: Names = frozenset()
 _UNKNOWN = object()
 _TRITON = "triton"
-# Parts of the names of functions of Triton that write to memory, and of those that return what
-# they read in memory, which is no address.
+# Parts of names of Triton functions that write to memory, and of those that return values read
+# from memory, which are no addresses.
 _WRITE = ("store", "atomic", "scatter", "copy", "asm", "reduce_descriptor", "descriptor_reduce")
 _READ = ("load", "gather", "atomic")
 _UNREAD = (
@@ -35,16 +34,17 @@ _UNREAD = (
 
 
 class UnknownWrites(Exception):
-    """Nobody can say what a kernel writes into. Its text says why."""
+    """Raised with the reason why the writes of a kernel are unknown."""
 
 
 def parameters_written(function: Any, constants: Mapping[str, Any]) -> Names:
-    """Of a function that `triton.jit` was applied to. Raises UnknownWrites."""
+    """Return the names of parameters that a function under `triton.jit` may write into. Raises
+    UnknownWrites."""
     return _Analysis().written(function, dict(constants))
 
 
 def plain_function(kernel: Any) -> Any:
-    """What `triton.jit`, and what else, was applied to."""
+    """Return the Python function inside of `triton.jit`, autotuners and heuristics."""
     while not isinstance(kernel, types.FunctionType) and hasattr(kernel, "fn"):
         kernel = kernel.fn
     return kernel
@@ -52,14 +52,16 @@ def plain_function(kernel: Any) -> Any:
 
 @dataclass(slots=True)
 class _Effects:
-    """Of one function. written, returned: parameters that it may write into, and that its result
-    may be made of."""
+    """Effects of one function. written: parameters that it may write into; returned: parameters
+    that its result may be computed from."""
 
     written: set[str] = field(default_factory=set)
     returned: set[str] = field(default_factory=set)
 
 
 class _Analysis:
+    """Analyses functions and those that they call, each once."""
+
     def __init__(self) -> None:
         self._running: dict[Any, _Effects] = {}
 
@@ -67,7 +69,8 @@ class _Analysis:
         return frozenset(self.of(function, constants).written)
 
     def of(self, function: Any, constants: dict[str, Any]) -> _Effects:
-        """Of a function that calls itself, what is known of it so far, until that is all."""
+        """Return the effects of a function, by iterating until they no longer grow. A recursive
+        call gets the effects found so far."""
         key = function, tuple(sorted((n, id(c)) for n, c in constants.items() if _is_jit(c)))
         if key in self._running:
             return self._running[key]
@@ -80,7 +83,7 @@ class _Analysis:
 
 
 class _Function(ast.NodeVisitor):
-    """One function: from which parameters each of its variables may be made."""
+    """Analysis of one function: from which parameters each of its variables may be computed."""
 
     def __init__(
         self, analysis: _Analysis, function: Any, constants: dict[str, Any], effects: _Effects
@@ -97,6 +100,7 @@ class _Function(ast.NodeVisitor):
         self._local = {*self._made_of, *_assigned(self._definition)}
 
     def visit_all(self) -> None:
+        """Visit all statements until nothing more is found."""
         while True:
             before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
@@ -138,11 +142,12 @@ class _Function(ast.NodeVisitor):
         super().generic_visit(node)
 
     def _refuse_unread(self, node: ast.AST) -> None:
-        """What assigns in a way that is not followed."""
+        """Raise UnknownWrites for syntax that may assign in a way that is not followed."""
         if isinstance(node, _UNREAD) or getattr(node, "optional_vars", None) is not None:
             raise UnknownWrites(f"it has `{ast.unparse(node).splitlines()[0]}`")
 
     def _assign(self, target: ast.expr, made_of: Names) -> None:
+        """Note that `target` may be computed from `made_of`."""
         if isinstance(target, ast.Tuple | ast.List):
             for element in target.elts:
                 self._assign(element, made_of)
@@ -156,7 +161,7 @@ class _Function(ast.NodeVisitor):
     # Expressions
 
     def _of(self, node: ast.expr) -> Names:
-        """Parameters that the value may be made of; what it writes is noted."""
+        """Return the parameters that the value may be computed from; note what it writes."""
         if isinstance(node, ast.Name):
             return self._made_of.get(node.id, _NOTHING)
         if isinstance(node, ast.Call):
@@ -173,6 +178,8 @@ class _Function(ast.NodeVisitor):
         return frozenset().union(*parts)
 
     def _of_call(self, node: ast.Call) -> Names:
+        """Return the parameters that the result of a call may be computed from; note what it
+        writes. Raises UnknownWrites for an unknown function."""
         given = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
         positional = [self._of(a) for a in given]
         named = {k.arg: self._of(k.value) for k in node.keywords}
@@ -183,7 +190,7 @@ class _Function(ast.NodeVisitor):
                 raise UnknownWrites(f"it calls `{ast.unparse(node.func)}` with any arguments")
             return self._of_function(plain_function(callee), node, positional, named)
         if isinstance(node.func, ast.Attribute) and callee is _UNKNOWN:
-            everything |= self._of(node.func.value)  # a method of what is computed
+            everything |= self._of(node.func.value)  # a method of a computed value
         elif not _is_of_triton(callee) and not _is_of_python(callee):
             if everything:
                 raise UnknownWrites(f"it calls `{ast.unparse(node.func)}`")
@@ -198,7 +205,7 @@ class _Function(ast.NodeVisitor):
     def _of_function(
         self, function: Any, node: ast.Call, positional: list[Names], named: dict[Any, Names]
     ) -> Names:
-        """A call of a function of the user's."""
+        """Do the same for a call of a function of the user's under `triton.jit`."""
         names = list(inspect.signature(function).parameters)
         made_of = dict(zip(names, positional, strict=False)) | named
         given = dict(zip(names, node.args, strict=False))
@@ -210,7 +217,7 @@ class _Function(ast.NodeVisitor):
         return frozenset(p for n in effects.returned for p in made_of.get(n, _NOTHING))
 
     def _value(self, node: ast.expr) -> Any:
-        """What a name, or an attribute of one, stands for, if that is known."""
+        """Return what a name, or an attribute of one, stands for, if that is known."""
         if isinstance(node, ast.Name):
             if node.id in self._constants:
                 return getattr(self._constants[node.id], "value", self._constants[node.id])
@@ -225,6 +232,8 @@ class _Function(ast.NodeVisitor):
 
 
 def _definition(function: Any) -> ast.FunctionDef:
+    """Return the AST of a function's definition. Raises UnknownWrites if its source cannot be
+    parsed."""
     try:
         text = textwrap.dedent("".join(inspect.getsourcelines(function)[0]))
         tree = ast.parse(text)
@@ -237,11 +246,13 @@ def _definition(function: Any) -> ast.FunctionDef:
 
 
 def _assigned(definition: ast.FunctionDef) -> set[str]:
+    """Return all names that are assigned in a function."""
     names = (n for n in ast.walk(definition) if isinstance(n, ast.Name))
     return {n.id for n in names if isinstance(n.ctx, ast.Store)}
 
 
 def _global(function: Any, name: str) -> Any:
+    """Return the value of a free or global variable of a function."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return cells[name].cell_contents
@@ -249,7 +260,7 @@ def _global(function: Any, name: str) -> Any:
 
 
 def _is_jit(value: Any) -> bool:
-    """Was `triton.jit` applied to it?"""
+    """Return whether `triton.jit` was applied to it."""
     return _is_of_triton(type(value)) and isinstance(plain_function(value), types.FunctionType)
 
 

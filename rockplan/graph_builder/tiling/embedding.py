@@ -1,12 +1,11 @@
-"""Tied embeddings: the gradient of an embedding is added to that of the head row by row.
+"""Tied embeddings: the gradient of an embedding is added to that of the tiled head row by row.
 
-takes: a recorded run whose head is in parts. returns: the run, or one without a second tensor as
-large as the weight. guarantees: the numbers of the addition that it replaces.
-
-The gradient of an embedding has zeros but for a row for each token of the batch. So rows of the
-same token are summed, by the operator that eager sums them by, in the first place of the token
-among those of the batch; and rows of the batch are added to the gradient of the head, which dies
-there (`reinplace`): all but the first ones of a token are zero.
+takes: a recorded run whose head is tiled. returns: the run without a second gradient as large as
+the weight. guarantees: the same numbers as the addition that it replaces.
+The gradient of an embedding is zero except for one row for each distinct token of the batch. So the
+rows of equal tokens are summed, by the operator that eager uses, into the position of the token's
+first occurrence in the batch; all other positions are zero. Then the rows of the batch are added to
+the gradient of the head, which dies there (`reinplace`).
 """
 
 from __future__ import annotations
@@ -26,7 +25,8 @@ GRADIENT = "aten.embedding_dense_backward.default"
 
 
 def with_rows_added(capture: Capture) -> Capture:
-    """`capture`, in which gradients of embeddings are added to that of a head in parts by rows."""
+    """Return `capture`, in which gradients of embeddings are added by rows to the gradient of a
+    tiled head."""
     sums = dict(_sums(capture))
     if not sums:
         return capture
@@ -46,8 +46,8 @@ def with_rows_added(capture: Capture) -> Capture:
 
 
 def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
-    """(position of an addition to what is made of parts, of the call that makes the gradient of an
-    embedding, which nothing else reads)."""
+    """Yield (position of an addition to a joined gradient, position of the call that makes the
+    embedding gradient), where nothing else reads the latter."""
     view, joined = capture.view, set(capture.tiles.joined)
     for position in sorted(view.sums):
         before, addend = (ref.index for ref in refs(view.calls[position].call))
@@ -63,7 +63,8 @@ def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) -> None:
-    """Write the sum that `addition` makes of something and of what `embedding` makes."""
+    """Write the sum that `addition` makes, by rows of what `embedding` gets, without the embedding
+    gradient."""
     gradient, tokens, rows, padding, by_frequency = embedding.call.args
     assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
     assert isinstance(padding, int)
@@ -75,7 +76,7 @@ def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) ->
         return ValueRef(*new.add(embedding, op, args, tuple(kwargs.items())))
 
     given = make(_COPY, tokens, **integers, memory_format=torch.contiguous_format)
-    if padding >= 0:  # a row that gets no gradient
+    if padding >= 0:  # the row `padding` gets no gradient
         is_none = make("aten.unsqueeze.default", make(_EQUAL, given, padding), len(spec.shape))
         gradient = make("aten.masked_fill.Scalar", gradient, is_none, 0)
     flat = make(_VIEW, given, (count,))

@@ -1,13 +1,13 @@
-"""Region: the head of a model, which is independent by rows, among the calls of a recorded run.
+"""Region: the head of a model, which computes each row separately, among the calls of a recorded
+run.
 
-takes: a Capture in which nothing is changed in place but what the caller owns. returns: Region, or
-why there is none. guarantees: nothing outside of the region reads a wide result that it makes.
-
-The seed is the largest matrix product of the forward phase, [R, V]. Down from there, all that has
-rows of it and is computed from wide rows is in the region, to results of less than half its width;
-these are followed only where that leads back to wide ones (a statistic of each row), and not
-through products: norms and MLPs of all layers would be in it. Up, what makes the wide things that
-it reads is, too (zeros to which a gradient is scattered).
+takes: a Capture that changes only storages of the caller in place. returns: Region, or the reason
+why there is none. guarantees: nothing outside the region reads a wide result that it makes.
+The seed is the largest matrix product of the forward phase, of shape [R, V]. A value is wide if it
+has at least half as many elements. Calls after the seed that compute each row separately from wide
+rows are in the region. Narrow results are followed only if they lead back to wide ones (a statistic
+of each row), and not through products: norms and MLPs of all layers would come in. Calls before the
+seed that make wide operands are in the region too (zeros to which a gradient is scattered).
 """
 
 from __future__ import annotations
@@ -33,9 +33,12 @@ from rockplan.values.graph import Phase, refs
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """seed: position of the product; calls: position -> how it is cut, in order; rows: of the
-    values that these calls make in parts, and of views of them; depth: columns of what the seed
-    multiplies."""
+    """The calls of the head.
+
+    seed: position of the matrix product; calls: position -> how its operands and results are cut,
+    in order; rows: value -> its rows, for values that these calls make in parts, and views of them;
+    depth: columns of the seed's left operand.
+    """
 
     run: RunView
     groups: Groups
@@ -46,7 +49,8 @@ class Region:
 
     @property
     def widening(self) -> int:
-        """How often as many bytes a number of some row has as one of what the seed makes."""
+        """Return the ratio of the largest element size of tiled values to that of the seed's
+        result."""
         dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
         (made,) = self.run.made(self.seed)
         floating = [d.itemsize for d in dtypes if d.is_floating_point]
@@ -54,7 +58,7 @@ class Region:
 
 
 def regions_of(capture: Capture) -> Iterator[Region | str]:
-    """For each way to cut the head the region, or why there is none."""
+    """Yield for each way to group rows the region, or the reason why there is none."""
     run = capture.view
     seed = _seed(run)
     if isinstance(seed, str):
@@ -65,6 +69,7 @@ def regions_of(capture: Capture) -> Iterator[Region | str]:
 
 
 def _seed(run: RunView) -> int | str:
+    """Return the position of the largest matrix product of the forward, or a reason."""
     sizes: dict[int, int] = {}
     for position in run.live:
         recorded = run.calls[position]
@@ -81,7 +86,8 @@ def _seed(run: RunView) -> int | str:
 
 
 def _groups_of(run: RunView, seed: int) -> Iterator[Groups]:
-    """By single rows; or by what views of the seed have as their first dimension."""
+    """Yield groups of single rows; then groups of sequences, for each size of a first dimension in
+    views of the seed's result."""
     (made,) = run.made(seed)
     rows = run.spec(made).shape[0]
     yield Groups(rows)
@@ -93,15 +99,14 @@ def _groups_of(run: RunView, seed: int) -> Iterator[Groups]:
 
 @dataclass(frozen=True, slots=True)
 class _WideMaker:
-    """How a call that makes something wide is cut; rows: of what it makes, and of views of it."""
+    """How a call that makes a wide value is cut. rows: of its result, and of views of it."""
 
     cut: RowWise
     rows: Mapping[int, Rows]
 
 
 class _Growth:
-    """Walks down from the seed, and from what is wide and not made of it, which is found on the
-    way up from what reads it."""
+    """Collects the calls of a region, down from the seed, and up to the makers of wide operands."""
 
     def __init__(self, run: RunView, seed: int, groups: Groups) -> None:
         self._run, self._seed, self._groups = run, seed, groups
@@ -113,12 +118,14 @@ class _Growth:
         self._core: set[int] = set()
 
     def region(self) -> Region | str:
+        """Return the region, or the reason why there is none."""
         growth = self._grown(goes_up=True)
-        # A wide thing that others read, too, stays whole, and parts read rows of it.
+        # If a wide operand has other readers too, it stays whole, and parts read its rows.
         without = self._grown(goes_up=False) if isinstance(growth, str) else growth
         return growth if isinstance(without, str) else without
 
     def _grown(self, goes_up: bool) -> Region | str:
+        """Return the region, or a reason. goes_up: makers of wide operands may join."""
         run, makers = self._run, dict[int, _WideMaker]()
         while True:
             self._start(makers)
@@ -137,8 +144,9 @@ class _Growth:
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
+        """Forget all but the seed and `makers`."""
         run, call = self._run, self._run.calls[self._seed].call
-        # Where the caller gets the result of the seed it is whole, and parts read rows of it.
+        # If the caller gets the result of the seed it stays whole, and parts read its rows.
         self._known = {self._made: FIRST}
         self._cuts = {position: maker.cut for position, maker in makers.items()}
         for maker in makers.values():
@@ -149,6 +157,7 @@ class _Growth:
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
+        """Look at all calls in order, and add those that compute rows separately."""
         live = frozenset(self._run.live) - self._run.sums
         for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
@@ -161,13 +170,14 @@ class _Growth:
         return 2 * prod(self._run.spec(value).shape) >= self._elements
 
     def _look(self, position: int, rows: Rows) -> None:
+        """Note the rows of a view."""
         recorded = self._run.calls[position]
         view = viewed(recorded.call, self._run.spec, rows, self._groups)
         if view is not None:
             self._known[self._run.made(position)[0]] = view
 
     def _add(self, position: int) -> None:
-        """A call that reads what is known to have rows, if it is independent by rows."""
+        """Add a call that reads values with rows, if it computes each row separately."""
         run = self._run
         recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
@@ -193,7 +203,7 @@ class _Growth:
             self._core.add(position)
 
     def _with_statistics(self) -> dict[int, RowWise]:
-        """What reads or makes wide rows, and what lies between."""
+        """Return the calls that read or make wide rows, and those between them."""
         run, needed = self._run, set(self._core)
         for position in sorted(self._cuts, reverse=True):
             if position in needed:
@@ -203,7 +213,7 @@ class _Growth:
         return {p: kept for p, kept in self._cuts.items() if p in needed}
 
     def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
-        """Of wide things that the calls read, and that are not made by them."""
+        """Return the makers of wide values that the calls read and do not make."""
         run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
             position = run.maker(value)
@@ -220,7 +230,8 @@ class _Growth:
         return makers
 
     def _cut_of_base(self, value: int, rows: Rows) -> dict[int, Rows] | None:
-        """Rows of what `value` is a view of such that its own are `rows`."""
+        """Return value -> rows for `value` and what it is a view of, such that the rows of `value`
+        are `rows`; None if there are none."""
         run, cut = self._run, {value: rows}
         while (position := run.views.get(value)) is not None:
             base = run.viewed_by(position)
@@ -243,7 +254,7 @@ class _Growth:
         return cut
 
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
-        """Why the calls are no region, '' if they are one."""
+        """Return why the calls are no region, '' if they are one."""
         run = self._run
         (seed,) = run.made(self._seed)
         if calls.keys() <= {self._seed}:
@@ -258,6 +269,7 @@ class _Growth:
         return ""
 
     def _reason(self, position: int) -> str:
+        """Return words for a call that needs all rows."""
         recorded = self._run.calls[position]
         is_returned = self._run.storages(self._run.made(position)) & self._run.wanted
         what = "makes what the caller gets of all rows" if is_returned else "reads all rows at once"

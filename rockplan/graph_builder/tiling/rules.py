@@ -1,12 +1,13 @@
-"""Rules of rows: which operators compute each row of their results from that row of their operands.
+"""Rules of rows: which operators compute each row of their results from the same row of their
+operands.
 
-takes: a call, which of its operands are cut along rows. returns: RowWise, how all its operands and
-results are cut, or None where the operator mixes rows. guarantees: shapes and names of
-operators only; `tile` checks that parts are made in the shape that they are to have.
-
-Rows come in `groups`: dimensions `first` to `last` of a tensor have a multiple of them, and parts
-hold some of the groups. Groups are single rows, of any number of dimensions ([batch, length]); or
-sequences, the first dimension, where a loss leaves out a row of each.
+takes: a call, and which of its operands are cut along rows. returns: RowWise, how all its operands
+and results are cut, or None if the operator mixes rows. guarantees: it looks at shapes and operator
+names only; `tile` checks the shapes of parts.
+Rows come in `groups`: the product of dimensions `first` to `last` of a tensor is a multiple of the
+number of groups, and a part has some of the groups. A group is a single row, over any number of
+dimensions ([batch, length]); or a sequence, one index of the first dimension, if a loss leaves out
+a row of each sequence.
 """
 
 from __future__ import annotations
@@ -24,13 +25,14 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Dimensions of a tensor that are its rows."""
+    """The dimensions `first` to `last` (inclusive) of a tensor that are its rows."""
 
     first: int
     last: int
 
     def shape(self, whole: Shape, groups: int, share: int) -> Shape:
-        """Of a part that has `share` of the groups; dimensions keep their places."""
+        """Return the shape of a part with `share` of `groups` groups; dimensions keep their
+        positions."""
         rows = prod(whole[self.first : self.last + 1]) // groups * share
         ones = (1,) * (self.last - self.first)
         return (*whole[: self.first], *ones, rows, *whole[self.last + 1 :])
@@ -44,8 +46,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class RowWise:
-    """operands: those that are cut, others are whole; results: None where those of the parts are
-    added up."""
+    """How a call is cut. operands: value -> rows, for operands that are cut; results: rows of each,
+    None if the results of the parts are added up."""
 
     operands: Mapping[int, Rows]
     results: tuple[Rows | None, ...]
@@ -53,8 +55,8 @@ class RowWise:
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """Of rows that stay together. count: how many there are; of_sequences: a group is all that one
-    index of the first dimension has, else a single row."""
+    """Rows that stay together. count: number of groups; of_sequences: a group is one index of the
+    first dimension, otherwise a single row."""
 
     count: int
     of_sequences: bool = False
@@ -75,7 +77,7 @@ SHAPE_OF_RESULT = {
     "aten.ones.default": 0,
     "aten.full.default": 0,
 }
-"""Operators that are given the shape of what they make -> the place of that argument."""
+"""Operators that take the shape of their result -> position of that argument."""
 
 _CREATIONS = frozenset(op for op, place in SHAPE_OF_RESULT.items() if place == 0)
 _COPIES = frozenset(["aten._to_copy.default", "aten.clone.default"])
@@ -91,8 +93,8 @@ _ALONG = {
     "aten.scatter_add.default": 1,
     "aten.slice_backward.default": 2,
 }
-"""Operators along one dimension of tensors of one number of dimensions -> the place of the
-argument that says which."""
+"""Operators that work along one dimension, on tensors with equal numbers of dimensions -> position
+of the argument that names it."""
 
 _REDUCTIONS = {
     "aten.sum.dim_IntList": 2,
@@ -104,7 +106,7 @@ _REDUCTIONS = {
     "aten.max.dim": 2,
     "aten.min.dim": 2,
 }
-"""Reductions, of dimensions that the second argument names -> the place of `keepdim`."""
+"""Reductions over the dimensions in the second argument -> position of `keepdim`."""
 
 SUMS = frozenset(["aten.sum.default", "aten.sum.dim_IntList"])
 MEANS = frozenset(["aten.mean.default", "aten.mean.dim"])
@@ -115,7 +117,8 @@ _NLL_BACKWARD = "aten.nll_loss_backward.default"
 
 
 def viewed(call: Call, specs: Specs, rows: Rows, groups: Groups) -> Rows | None:
-    """Rows of what a view makes of a tensor with `rows`; None where it has none."""
+    """Return the rows of a view of a tensor with `rows`; None if it has none, or the call is no
+    view."""
     op, args = call.op, call.args
     (result,) = call.results if len(call.results) == 1 else (None,)
     if result is None or not isinstance(args[0], ValueRef):
@@ -154,7 +157,8 @@ def _dim(given: Any, dims: int) -> int:
 
 
 def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
-    """before: elements of the dimensions before the rows."""
+    """Return the rows of a reshaped tensor. before: number of elements per index of the rows'
+    dimensions before the first, that is the product of the dimensions before the rows."""
     first = next((i for i in range(len(made)) if prod(made[:i]) == before), None)
     if first is None:
         return None
@@ -172,8 +176,11 @@ def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
 def row_wise(
     call: Call, specs: Specs, known: Mapping[int, Rows], groups: Groups, wanted: Rows | None = None
 ) -> RowWise | None:
-    """How a call that makes new tensors computes them from parts. known: operands that are cut;
-    wanted: how its result is to be, where none of them is."""
+    """Return how a call that makes new tensors computes them by parts; None if it cannot.
+
+    known: value -> rows, for operands that are cut; wanted: rows of its result, for a call none of
+    whose operands are cut.
+    """
     op = call.op
     given = list(dict.fromkeys(r.index for r in refs(call)))
     by_value = {v: known[v] for v in given if v in known}
@@ -197,6 +204,8 @@ def row_wise(
 
 
 def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+    """Return how a matrix product is cut: along rows of the left operand, or along the summed
+    dimension."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
@@ -204,7 +213,7 @@ def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise |
         for one in bias:
             if len(specs(one).shape) == 2 and specs(one).shape[0] != 1:
                 operands[one] = FIRST
-        # What is added is cut as the result is, or has no rows.
+        # An added matrix is cut as the result is; a vector or a single row is not cut.
         is_fit = all(rows_of.get(one) in (None, operands.get(one)) for one in bias)
         is_fit = is_fit and left not in bias and right not in (left, *bias)
         return RowWise(operands, (FIRST,)) if is_fit else None
@@ -216,7 +225,8 @@ def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise |
 
 
 def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Of two dimensions; the loss of a row is that of its target."""
+    """Return how a negative log likelihood of two dimensions is cut: the loss of a row needs its
+    target only."""
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
@@ -239,6 +249,7 @@ def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | Non
 def _along(
     call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
 ) -> RowWise | None:
+    """Return how an operator along one dimension is cut, if that dimension is no row."""
     rows = _common(rows_of) if rows_of else wanted
     given = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
@@ -253,11 +264,14 @@ def _along(
 
 
 def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
+    """Return the rows that all operands have, None if they differ."""
     kinds = set(rows_of.values())
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+    """Return how a reduction is cut: over other dimensions by rows, over all rows by a sum of
+    parts."""
     rows = _common(rows_of)
     (given,) = (r.index for r in refs(call))
     if rows is None:
@@ -279,6 +293,7 @@ def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise
 
 
 def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+    """Return how the backward of `select` is cut, if the new dimension is not among the rows."""
     rows = _common(rows_of)
     if rows is None:
         return None
@@ -291,6 +306,7 @@ def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> R
 def _pointwise(
     call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
 ) -> RowWise | None:
+    """Return how an elementwise operator is cut; operands of size 1 along rows are broadcast."""
     result = specs(call.results[0] or 0).shape
     places = {r.moved(len(result) - len(specs(v).shape)) for v, r in rows_of.items()}
     places |= {wanted} if wanted else set()
@@ -320,7 +336,8 @@ def _pointwise(
 def in_part(
     call: Call, tiled: RowWise, specs: Specs, groups: Groups, share: int
 ) -> tuple[tuple[object, ...], tuple[tuple[str, object], ...]]:
-    """Arguments of the call on a part, operands as recorded: shapes are those of the part."""
+    """Return args and kwargs of the call for a part with `share` groups: only shapes are
+    replaced."""
     place = SHAPE_OF_RESULT.get(call.op)
     rows = tiled.results[0]
     if place is None or rows is None:

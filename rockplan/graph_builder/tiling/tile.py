@@ -1,14 +1,13 @@
 """Tile: a recorded run -> the same run, in which the head works on a part of its rows at a time.
 
-takes: a Capture. returns: a Capture in which the calls of the head (`region`) are there once for
-each part, in a phase one part after the other; or why that cannot be. guarantees: every other call
-stays as it is, in its order, with all that is drawn or written; each result of the head has the
-numbers of eager's but for the roundings of what is summed over rows.
-
-What a part reads are slices, which take no memory. What only parts read is in a storage for each
-part, so that the planner decides for each what is kept and what is made again. What others read of
-it is put together (`cat`); what is summed over rows (the gradient of the weight, the loss) is a
-chain of sums, for products by `addmm`, which may be written over the sum before it.
+takes: a Capture. returns: a Capture that has the calls of the head (`region`) once for each part,
+one part after the other in each phase; or a reason why that is impossible. guarantees: every other
+call stays as it is, in its order, with all draws and writes; each result of the head has eager's
+numbers, except for the rounding of sums over rows.
+Parts read slices, which take no memory. A value that only parts read is in one storage for each
+part, so that the planner decides for each part what is kept and what is recomputed. A value that
+others read is concatenated (`cat`). A sum over rows (the gradient of the weight, the loss) is a
+chain of additions, for products by `addmm`, which may be written over the sum before it.
 """
 
 from __future__ import annotations
@@ -29,20 +28,21 @@ from rockplan.graph_builder.tiling.rules import MEANS, NLL, PRODUCT, Groups, Row
 from rockplan.values.graph import Call, Phase, ValueRef, with_each_ref
 
 LEAST_ROWS, LEAST_SHORT_ROWS = 128, 64
-"""Of a part: matrix products of fewer, and of numbers of 16 bits, are slower by more than they
-save."""
+"""Least rows of a part, in general and if elements of some row are wider than the weight's (fewer
+rows make matrix products slower by more than they save)."""
 
 SHARE_OF_DEPTH = 8
-"""A part has a row for so many columns of what the head multiplies, and fewer where numbers of a
-row are in a larger dtype than the weight: then a row and its gradient take a fraction of the
-gradient of the weight, which has to be there anyway."""
+"""A part has one row for so many columns of the head's operand, fewer if elements of a row are
+wider than the weight's: then the rows of a part and their gradient take a fraction of the gradient
+of the weight, which is needed anyway."""
 
 MOST_PARTS = 32
-"""Each is some ten operations to plan."""
+"""Each part adds some ten operations to plan."""
 
 
 def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
-    """`capture` with its head in parts, or why it has none. parts: how many; None: by size."""
+    """Return `capture` with its head in parts, or the reason why it has none. parts: how many;
+    None: chosen by size."""
     reason = ""
     for region in regions_of(capture):
         made = region if isinstance(region, str) else _written(capture, region, parts)
@@ -53,6 +53,7 @@ def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
 
 
 def _written(capture: Capture, region: Region, parts: int | None) -> Capture | str:
+    """Return the tiled run of one region, or a reason."""
     (seed,) = region.run.made(region.seed)
     rows = region.run.spec(seed).shape[0]
     size = _size(region.groups, rows, region.depth, region.widening, parts)
@@ -66,7 +67,8 @@ def _written(capture: Capture, region: Region, parts: int | None) -> Capture | s
 
 
 def _size(groups: Groups, rows: int, depth: int, widening: int, parts: int | None) -> int:
-    """Groups of a part."""
+    """Return the number of groups of a part. depth: columns of the head's operand; widening: see
+    `Region`."""
     if parts is not None:
         return -(-groups.count // parts)
     least = LEAST_ROWS if widening == 1 else LEAST_SHORT_ROWS
@@ -76,12 +78,12 @@ def _size(groups: Groups, rows: int, depth: int, widening: int, parts: int | Non
 
 
 class _NotTiled(Exception):
-    """Says why."""
+    """Raised with the reason why the head cannot be tiled."""
 
 
 @dataclass(frozen=True, slots=True)
 class _RowsPart:
-    """Groups from `begin` on; made: (value, how it is cut) -> what it is in this part."""
+    """One part: `size` groups from `begin` on. made: (value, rows) -> the value for this part."""
 
     begin: int
     size: int
@@ -89,7 +91,12 @@ class _RowsPart:
 
 
 class _TiledRun:
-    """Calls in their new order. Values keep their numbers; those of parts are new."""
+    """Writes the tiled run. Recorded values keep their numbers; those of parts are new.
+
+    `_merged`: views of whole values with their rows in one dimension; `_sums`: result -> sum of the
+    parts so far; `_sliced`, `_joined`: as `Tiles.whole` and `Tiles.joined`; `_whole`: values of the
+    head that others read.
+    """
 
     def __init__(self, recorded: Capture, region: Region, size: int) -> None:
         self._region, self._run, self._groups = region, region.run, region.groups
@@ -107,7 +114,7 @@ class _TiledRun:
         self._in_parts = self._run.storages(made - self._whole)
 
     def capture(self) -> Capture:
-        """Raises _NotTiled."""
+        """Return the tiled run. Raises _NotTiled."""
         for beside, head in self._levels():
             for position in sorted(beside):
                 self._new.calls.append(self._recorded.calls[position])
@@ -124,6 +131,7 @@ class _TiledRun:
         )
 
     def _is_read_whole(self, value: int) -> bool:
+        """Return whether the caller, or a call outside the head, reads the value."""
         storage = self._run.storage(value)
         readers = self._run.readers.get(storage, ())
         return storage in self._run.wanted or any(r not in self._region.calls for r in readers)
@@ -131,14 +139,17 @@ class _TiledRun:
     # -- order -----------------------------------------------------------------------------
 
     def _levels(self) -> list[tuple[list[int], list[int]]]:
-        """Positions of calls beside the head, and those of the head that run after them; what of
-        the head needs what is made of other results of it comes later. Calls beside the head that
-        are no views stay in their order."""
+        """Return pairs: positions of calls outside the head, and of calls of the head that run
+        after them.
+
+        A call of the head that needs all rows of another result of the head comes in a later pair.
+        Calls outside the head that are no views stay in their order.
+        """
         levels: list[tuple[list[int], list[int]]] = []
         for phase in Phase:
             by_level: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
-            parts: dict[int, int] = {}  # storage made in parts -> level
-            ready: dict[int, int] = {}  # storage that is whole -> the first level that may read it
+            parts: dict[int, int] = {}  # storage made in parts -> level of its calls
+            ready: dict[int, int] = {}  # whole storage -> the first level that may read it
             now = 0
             for position, is_view in self._running(phase):
                 cut = self._region.calls.get(position)
@@ -163,8 +174,8 @@ class _TiledRun:
         return levels
 
     def _running(self, phase: Phase) -> Iterator[tuple[int, bool]]:
-        """Positions of a phase, and whether they are views: without those of what is there in
-        parts only, and what nothing needs."""
+        """Yield (position, is it a view) of the calls of a phase, without unneeded calls and views
+        of values that exist in parts only."""
         live = frozenset(self._run.live)
         of_dead = (p for p in range(len(self._run.calls)) if p not in live)
         dead = self._run.storages(
@@ -183,7 +194,7 @@ class _TiledRun:
     # -- one call --------------------------------------------------------------------------
 
     def _add(self, position: int, part: _RowsPart) -> None:
-        """A call of the head for a part."""
+        """Write a call of the head for a part."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
 
@@ -215,8 +226,8 @@ class _TiledRun:
                 self._sum(recorded, result, own_result)
 
     def _loss(self, recorded: RecordedCall, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Sum of the losses of a part, and of the weights by which it is divided in the end; of 16
-        bits these would be too few for either."""
+        """Write the loss of a part as a sum, and the sum of weights by which the total is divided
+        at the end; both in float32 at least, since 16 bits are too few."""
         scores, targets, weight, _, ignored = args
         if self._values[scores.index].spec.dtype in _SHORT:
             scores = self._as(recorded, scores, torch.float32)
@@ -228,6 +239,7 @@ class _TiledRun:
         return ValueRef(made)
 
     def _sum(self, recorded: RecordedCall, result: int, addend: int) -> None:
+        """Add the result of a part to the sum of those before it."""
         before = self._sums.get(result)
         if before is not None:
             terms = (ValueRef(before), ValueRef(addend))
@@ -236,7 +248,7 @@ class _TiledRun:
         self._sums[result] = addend
 
     def _part_of(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """The rows of `value` that are those of a part, for a call that reads them."""
+        """Return the rows of `value` that belong to a part, sliced or derived if needed."""
         if (value, rows) in part.made:
             return part.made[value, rows]
         if value in self._region.rows:
@@ -255,6 +267,7 @@ class _TiledRun:
         return made
 
     def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
+        """Write a slice of a whole value."""
         self._sliced.add(value)
         shape = self._run.spec(value).shape
         one = rows.shape(shape, self._groups.count, self._groups.count)
@@ -269,15 +282,16 @@ class _TiledRun:
         return made
 
     def _check(self, made: int, whole: int, rows: Rows, part: _RowsPart) -> None:
+        """Raise _NotTiled if a part has not the shape and dtype that it should have."""
         wanted = rows.shape(self._run.spec(whole).shape, self._groups.count, part.size)
         spec = self._values[made].spec
         if (spec.shape, spec.dtype) != (wanted, self._run.spec(whole).dtype):
             raise _NotTiled(f"a part of {wanted} is made as {spec.shape} of {spec.dtype}")
 
-    # -- what is whole -----------------------------------------------------------------------
+    # -- whole values ------------------------------------------------------------------------
 
     def _complete(self, position: int) -> None:
-        """What a call of the head makes, for those who read all of it."""
+        """Write the whole results of a call of the head, for readers of all rows."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         if recorded.call.op == NLL and cut.results[0] is None:
             self._divide(recorded)
@@ -297,7 +311,8 @@ class _TiledRun:
                 self._is_now(recorded, result, whole)
 
     def _divide(self, recorded: RecordedCall) -> None:
-        """The loss by the weights, where it is a mean, in the dtype that it has."""
+        """Divide the summed loss by the summed weights if it is a mean, and cast both to the
+        recorded dtype."""
         loss, weights = recorded.call.results
         if loss is None or weights is None:
             raise _NotTiled("the loss has no weights")
@@ -312,7 +327,8 @@ class _TiledRun:
                 self._sums[result] = made.index
 
     def _is_now(self, recorded: RecordedCall, result: int, made: int) -> None:
-        """`result`, as recorded, is what was made of parts."""
+        """Let the recorded value `result` be an alias of `made`, in the recorded storage. Raises
+        _NotTiled if their specs differ."""
         if self._values[made].spec != self._run.spec(result):
             raise _NotTiled(
                 f"{self._values[made].spec} is made of parts, where eager makes "
@@ -331,7 +347,8 @@ class _TiledRun:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Add a call, of the module and line of another one; the values that it makes."""
+        """Write a call with the module and line of `like`; return the values of its results. Raises
+        _NotTiled."""
         try:
             return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:
@@ -340,6 +357,6 @@ class _TiledRun:
 
 _VIEW, _SLICE = "aten.view.default", "aten.slice.Tensor"
 _MEAN, _SUM = 1, 2
-"""Reductions of a loss."""
+"""Numbers of the reductions of a loss in PyTorch's operators."""
 
 _SHORT = ("torch.bfloat16", "torch.float16")

@@ -1,9 +1,9 @@
-"""Kernels of others: memory of tensors that a forward gives to code outside of PyTorch.
+"""Foreign kernels: addresses of tensors that a forward gives to code outside of PyTorch.
 
 A kernel that is launched on an address (ctypes, Triton, CUDA) is seen by no dispatch mode, and fake
-tensors have no memory that it could look at. guarantees: who asks for an address is refused by
-name, with the kernel as far as it can be seen; so is who reads memory that nothing has written,
-which is what libraries leave that skip their kernels under a fake mode.
+tensors have no memory for it. guarantees: code that asks for an address is refused by name, with
+the kernel as far as it can be identified; so is a read of memory that nothing has written, which
+libraries cause that skip their kernels under a fake mode.
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 
 NO_ADDRESS = "Cannot access data pointer of Tensor"
-"""What PyTorch says where C++ asks a fake tensor for its memory."""
+"""Part of PyTorch's error when C++ asks a fake tensor for its memory."""
 
-# Packages whose functions launch kernels for who calls them.
+# Packages whose functions launch kernels for their callers.
 _LAUNCHERS = ("triton", "cupy", "numba", "cutlass", "tvm_ffi", "tilelang", "cffi", "ctypes")
 _LONGEST_LINE = 90
 _FOREIGN = "foreign code"
-# What stands for the file of code that has none.
+# File names of code without a file.
 _TYPED_IN = ("<stdin>", "<string>", "<ipython")
 
 
 Frame = tuple[types.FrameType, int]
-"""With its line."""
+"""A frame and the line that runs in it."""
 
 Frames = Iterator[Frame]
-"""The innermost first."""
+"""A stack, the innermost frame first."""
 
 
 def of_address(frames: Frames) -> str:
-    """Return the message for Python or C++ that asks a tensor for its address.
+    """Return the message for Python or C++ code that asks a tensor for its address.
 
     frames: the stack at that moment, innermost first.
     """
@@ -59,7 +59,7 @@ def of_address(frames: Frames) -> str:
 
 
 def running() -> Frames:
-    """The frames of the caller."""
+    """Yield the frames of the current stack, from the caller on."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         yield frame, frame.f_lineno
@@ -67,7 +67,7 @@ def running() -> Frames:
 
 
 def _raised(error: BaseException) -> Frames:
-    """The frames that an error has left."""
+    """Yield the frames that an error has passed, innermost first."""
     frames: list[Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -77,7 +77,8 @@ def _raised(error: BaseException) -> Frames:
 
 
 def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
-    """Path of the submodule of `module`, and line of the user's, that frames were in."""
+    """Return the path of the submodule of `module`, and the user's source line, in which the frames
+    ran."""
     paths = {id(m): path for path, m in module.named_modules()}
     held = (paths.get(id(_first(frame))) for frame, _ in users)
     path = next((path for path in held if path is not None), "")
@@ -86,7 +87,7 @@ def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
 
 
 def _users(frames: Frames) -> list[Frame]:
-    """Keep the frames outside of PyTorch and rockplan."""
+    """Return the frames outside of PyTorch and rockplan."""
     named = ((f, line, f.f_code.co_filename) for f, line in frames)
     return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 
@@ -94,8 +95,8 @@ def _users(frames: Frames) -> list[Frame]:
 def _up_to_caller(
     users: Sequence[Frame],
 ) -> Frames:
-    """Keep the frames inside of the innermost autograd.Function or module: a kernel may be launched
-    there."""
+    """Yield the frames inside of the innermost autograd.Function or module: a kernel may be
+    launched there."""
     for entry in users:
         if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
             return
@@ -107,13 +108,14 @@ def _is_launcher(frame: types.FrameType) -> bool:
 
 
 def _first(frame: types.FrameType) -> object:
-    """The first argument of the function that runs in `frame`."""
+    """Return the first argument of the function that runs in `frame`."""
     code = frame.f_code
     return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def _kernel(frame: types.FrameType) -> str | None:
-    """'the kernel add' where a launcher, an object that is called, has a name or a function."""
+    """Return 'the kernel add' for a frame whose `self` is a launcher that has a name or a
+    function."""
     launcher = _first(frame)
     if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
         return None
@@ -133,7 +135,7 @@ def _function(frame: types.FrameType) -> str:
 
 
 def _called_by(outer: Sequence[Frame]) -> str:
-    """Name the autograd.Function or the module that calls the function that asks."""
+    """Name the autograd.Function or module that calls the function which asks for the address."""
     for frame, line in outer:
         if isinstance(_first(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"
@@ -151,8 +153,8 @@ def _source(frame: types.FrameType, line: int) -> str:
 
 
 def maker() -> str:
-    """'the function empty_for, called by the autograd.Function F.forward at file.py:3': who makes
-    new memory now."""
+    """Name the user's function that makes new memory now: 'the function empty_for, called by the
+    autograd.Function F.forward at file.py:3'."""
     users = [entry for entry in _users(running()) if not _is_launcher(entry[0])]
     if not users:
         return "PyTorch"
@@ -161,7 +163,7 @@ def maker() -> str:
 
 
 def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
-    """Return the error to raise where C++ has asked for the memory of a fake tensor, else None."""
+    """Return the error to raise if C++ asked for the memory of a fake tensor, else None."""
     if NO_ADDRESS not in str(error):
         return None
     place = _place(_users(_raised(error)), module)

@@ -24,8 +24,8 @@ from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.autocast import DEVICE_TYPES, OFF, under_autocast
 
-# Nodes of autograd whose kernels look at values (prod_backward, cumprod_backward,
-# masked_fill_backward in PyTorch) -> the operator, and what to do.
+# Nodes of autograd whose kernels branch on values (prod_backward, cumprod_backward,
+# masked_fill_backward in PyTorch) -> the operator, and a remedy.
 _BY_VALUES = {
     "ProdBackward0": "prod: use x.flatten().cumprod(0)[-1]",
     "ProdBackward1": "prod: use x.cumprod(dim).select(dim, -1)",
@@ -39,9 +39,9 @@ if torch.__version__ < "2.13":
 
 
 def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
-    """Raise where kernels of the backward pass look at values, to choose a way; and where it
-    reaches a tensor that requires a gradient and is neither a parameter of the module nor an
-    argument: eager would accumulate into it, a plan would not."""
+    """Raise if kernels of the backward pass branch on values; and if it reaches a tensor that
+    requires a gradient and is neither a parameter of the module nor an argument: eager would
+    accumulate into it, a plan would not."""
     for node in backward_nodes(roots):
         name = node_name(node)
         fills_a_constant = name == "MaskedFillBackward1" and not node.next_functions[-1][0]
@@ -55,10 +55,13 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBackward:
-    """targets: tensors whose gradients were asked for; gradients: those, None where the result does
-    not depend on it; tangents: output position -> value of its incoming gradient; sources: for each
-    leaf of the result, the others that its backward pass goes through; ignores_autocast: it is the
-    same under the caller's autocast state."""
+    """What the recorded backward pass computed.
+
+    targets: tensors whose gradients were asked for; gradients: one for each, None if the result
+    does not depend on it; tangents: output position -> value of its incoming gradient; sources: for
+    each leaf of the result, the positions of other leaves that its backward pass goes through;
+    ignores_autocast: it is the same under the caller's autocast state.
+    """
 
     targets: list[torch.Tensor]
     gradients: tuple[torch.Tensor | None, ...]
@@ -67,7 +70,7 @@ class RecordedBackward:
     ignores_autocast: bool
 
     def gradient_values(self, recorder: Recorder) -> tuple[tuple[int, int | None], ...]:
-        """(value of a target, value of its gradient)."""
+        """Return (value of a target, value of its gradient or None) pairs."""
         return tuple(
             (recorder.value(target), None if gradient is None else recorder.value(gradient))
             for target, gradient in zip(self.targets, self.gradients, strict=True)
@@ -81,8 +84,11 @@ def recorded_backward(
     starts: dict[int, tuple[int, ...]],
     targets: list[torch.Tensor],
 ) -> RecordedBackward:
-    """Record the backward pass from the outputs `starts`, of which the incoming gradients have
-    these strides."""
+    """Record the backward pass from some outputs.
+
+    starts: output position -> strides of its incoming gradient; targets: tensors to differentiate
+    by.
+    """
     sources = sources_of(outputs)
     roots = [outputs[i] for i in starts]
     tangents = [
@@ -129,5 +135,5 @@ def recorded_backward(
 
 
 def _named(calls: Sequence[RecordedCall]) -> list[object]:
-    """What is called: operators, and functions that are arguments by name."""
+    """Return what is called: operators, and the names in their arguments (keys of opaque calls)."""
     return [(c.call.op, [a for a in c.call.args if isinstance(a, str)]) for c in calls]

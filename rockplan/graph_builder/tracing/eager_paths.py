@@ -1,4 +1,4 @@
-"""Eager paths: what of PyTorch and of libraries is another while a forward is recorded, so that it
+"""Eager paths: replaced names of PyTorch and of libraries while a forward is recorded, so that it
 takes the paths of eager execution; what a plan could not follow is refused.
 
 Each function, class or variable is a row (`patches.Patch`). A new PyTorch is a diff of the rows.
@@ -31,6 +31,8 @@ from rockplan.python_state.hooks import is_foreign
 
 
 def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
+    """Return a replacement by a function that returns `result`."""
+
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         return lambda *args, **kwargs: result
 
@@ -38,6 +40,8 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
+    """Return a replacement by a function that raises the refusal of this name."""
+
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             recording.refuse(NAMED[refusal].text())
@@ -48,6 +52,8 @@ def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
+    """Replace `max_pool1d`: make its input contiguous where eager's result would be."""
+
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
         if input.device.type == "cpu" and not with_indices:
@@ -59,6 +65,8 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
+    """Replace `ctc_loss`: pass lengths as tensors."""
+
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
         return lengths if is_tensor else torch.tensor(lengths, device="cpu")
@@ -78,6 +86,8 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
+    """Return a replacement by a function that is refused under autocast."""
+
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(first.device.type):
@@ -90,8 +100,11 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Around the function of a checkpoint, which eager runs again where tensors are saved for a
-    backward pass: hooks that would tell keep them alive."""
+    """Replace the generator that wraps the function of a checkpoint: no hooks on saved tensors.
+
+    Eager runs that function again if tensors are saved for backward; a hook to detect this would
+    keep them alive, so tensors made inside that require a gradient tell.
+    """
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         before = len(recording.made())
@@ -105,12 +118,13 @@ def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Direct:
-    """Stands for a function of autograd that checkpoints. As any such function, it has gradients
-    where a tensor among its own arguments has, whatever else is read in it."""
+    """Replaces the autograd.Function of reentrant checkpoints. Like any such function, its result
+    requires a gradient only if one of its own tensor arguments does, whatever else it reads."""
 
     recording: RecordingAccess
 
     def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
+        """Call the function directly, with gradients on or off as described."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
         runs_again = self.recording.refusing_writes(lambda: has_gradient)
@@ -122,11 +136,13 @@ class _Direct:
 
 
 def _detached(result: Any) -> Any:
-    """Of a function that has switched gradients on again, too."""
+    """Return the result detached: the function may have switched gradients on."""
     return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad else result
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
+    """Replace a method that returns all values of a tensor: call it on the real tensor."""
+
     def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         real = recording.read_all(tensor)
         if real is None:
@@ -138,7 +154,8 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _compile(original: Any, recording: RecordingAccess) -> Any:
-    """What is made refers to no recording: the forward may keep it."""
+    """Replace `torch.compile`: its result does not refer to the recording, so the forward may keep
+    it."""
 
     def compile(function: Any = None, **how: Any) -> Any:
         if function is None:
@@ -151,7 +168,8 @@ def _compile(original: Any, recording: RecordingAccess) -> Any:
 
 
 class _CompiledLater:
-    """Runs as it is written while a forward is recorded, and is compiled when it is called next."""
+    """A function that runs uncompiled while a forward is recorded, and is compiled at its first
+    later call."""
 
     def __init__(self, compile: Callable[..., Any], function: Any, how: dict[str, Any]) -> None:
         self._compile, self._function, self._how = compile, function, how
@@ -167,8 +185,10 @@ class _CompiledLater:
 
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
+    """Replace `data_ptr`: refuse the address of a tensor; return 0 to `deepcopy`."""
+
     def data_ptr(owner: Any) -> Any:
-        # Copies of tensors ask whether there is memory.
+        # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
         if is_copied and isinstance(owner, FakeTensor):
             return 0
@@ -180,8 +200,11 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
-    """What leaves a module where it is (`expert.to(x.device)`) changes nothing. What stands for a
-    parameter is held elsewhere, too, so that PyTorch refuses to exchange it."""
+    """Replace `Module._apply`: `expert.to(x.device)` may leave the module as it is; other moves are
+    refused.
+
+    PyTorch itself refuses to move a stand-in of a parameter, since it has other references.
+    """
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
@@ -197,7 +220,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _data(original: Any, recording: RecordingAccess) -> Any:
-    """What leaves a tensor in its memory (`p.data = p.data.contiguous()`) changes nothing."""
+    """Replace the setter of `.data`: `p.data = p.data.contiguous()` may keep the memory; else it is
+    refused."""
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):
@@ -212,7 +236,7 @@ _SEED = _refusing("seeds")
 _HOOK = _refusing("hook on a tensor")
 _BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
-# Up to torch 2.13 it has no other function inside.
+# Up to torch 2.13 the generator has no inner implementation.
 _CHECKPOINT_HOOKS = next(
     name
     for name in (
@@ -233,6 +257,9 @@ _ADDRESS = "fake tensors have no memory, and what is done with that of others is
 
 
 def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
+    """Replace the context in which torch.func forbids hooks on saved tensors: ours are removed
+    inside."""
+
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -338,4 +365,4 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch.cuda, "seed_all", _SEED, _OF_SEED),
     Patch(torch.cuda, "set_rng_state", _SEED, _OF_SEED),
 )
-"""While a forward is recorded."""
+"""Patches that hold while a forward is recorded."""

@@ -1,7 +1,7 @@
-"""ForwardCall: runs of the forward over fake tensors, in surroundings as eager execution has them.
+"""ForwardCall: runs of the forward over fake tensors, in the state of eager execution.
 
-One recording runs it up to three times, each into a Recorder of its own: runs that do the same are
-equal in `ForwardRun.done` and `ForwardRun.changes`.
+One recording runs it up to three times, each into a Recorder of its own: runs that do the same have
+equal `ForwardRun.done` and `ForwardRun.changes`.
 """
 
 from __future__ import annotations
@@ -33,17 +33,19 @@ from rockplan.python_state.holders import Held
 from rockplan.python_state.reach import Reached, reached
 from rockplan.python_state.snapshot import Changes, Snapshot
 
-# Fake tensors have no values that a kernel could look at.
+# Part of PyTorch's error when a kernel reads values of a fake tensor.
 _NO_VALUES = "data is not allocated yet"
-# Of a leaf, or of a view of one.
+# Part of PyTorch's error for a change in place of a leaf, or of a view of one.
 _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
-    """One run of the forward. done: calls, constants and result, equal to those of another run
-    that does the same; changes: of the plain data that Python holds; drawn: generators of
-    libraries that were drawn from."""
+    """One run of the forward.
+
+    done: calls, constants and result, equal for runs that do the same; changes: of the plain data
+    that Python holds; drawn: generators of libraries that were drawn from.
+    """
 
     outputs: list[Any]
     spec: trees.TreeSpec
@@ -68,8 +70,11 @@ class ForwardRun:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """A forward with fake arguments. results_of_others: positions of those that are no leaves of
-    autograd's for the caller; foreign_rows: patches beside those of `eager_paths`."""
+    """A forward with fake arguments.
+
+    results_of_others: positions of argument leaves that are not autograd leaves of the caller;
+    foreign_rows: patches besides those of `eager_paths`.
+    """
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -110,6 +115,7 @@ class ForwardCall:
                 torch.clear_autocast_cache()
 
     def run(self, recorder: Recorder) -> ForwardRun:
+        """Record one run of the forward; refuse what a plan could not repeat."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
         paths, given = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
@@ -118,7 +124,7 @@ class ForwardCall:
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(given.with_contents(result))
-        # The frame of a comprehension would keep the recorder, and so every tensor, in an error.
+        # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
         known = functools.partial(known_output, recorder)
         outputs = [*map(known, range(len(leaves)), leaves)]
         refuse_unwritten(recorder, outputs)
@@ -131,7 +137,7 @@ class ForwardCall:
 
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the forward and return its result. What it raises becomes an error of rockplan."""
+    """Call the forward and return its result. Its errors become errors of rockplan."""
     results_of_others = call.results_of_others
     try:
         return call.forward(*args, **kwargs)

@@ -1,9 +1,9 @@
-"""Draws: random generators and iterators of Python and numpy that a forward would move on.
+"""Draws: random generators and iterators of Python and numpy that a forward would advance.
 
 takes: what a forward that is about to be recorded can reach. guarantees: a forward that draws from
-one of them is refused, since a planned step would repeat the draw for ever; all are left as they
-were. What a library draws from a generator of its own (sympy, which tries numbers) may make no
-difference: only another run tells.
+one of them is refused, since a planned step would repeat the same draw forever; all are put back. A
+library may draw from a generator of its own (sympy, which tries numbers) if the result does not
+depend on it: only a second run can tell.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rockplan.python_state.reach import Reached
 
 
 class _NotAdvanced:
-    """Stands for an iterator while a forward is recorded."""
+    """Replaces an iterator while a forward is recorded, and refuses to advance."""
 
     def __init__(self, refuse: Callable[[str], NoReturn], kind: str) -> None:
         self._refuse, self._kind = refuse, kind
@@ -32,14 +32,17 @@ class _NotAdvanced:
         self._refuse(NAMED["iterator of the module"].text(kind=self._kind))
 
     def send(self, value: object) -> NoReturn:
-        """As of a generator."""
+        """Refuse, as `__next__` does."""
         self.__next__()
 
 
 @contextlib.contextmanager
 def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Held]]:
-    """Refuse draws meanwhile. refuse: raises with the place in the model. On exit the list has the
-    generators of libraries that were drawn from, which go on from there (`restored`)."""
+    """Refuse draws while inside.
+
+    refuse: raises with the place in the model. On exit the yielded list has the generators of
+    libraries that were drawn from, which are not put back (`restored`).
+    """
     drawn: list[Held] = []
     _refuse_given(reached)
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
@@ -93,6 +96,7 @@ def _put_back(generators: Iterable[tuple[Held, list[Element]]]) -> None:
 
 
 def _refuse_given(reached: Reached) -> None:
+    """Raise if an argument of the caller is an iterator."""
     for place, value in reached.objects:
         if place.is_callers and _is_iterator(value):
             kind = type(value).__name__
@@ -100,7 +104,7 @@ def _refuse_given(reached: Reached) -> None:
 
 
 def _iterators(reached: Reached) -> Iterator[tuple[Held, list[Element]]]:
-    """Find holders of built-in iterators, each with its elements."""
+    """Yield holders of built-in iterators, each with its elements."""
     for held in reached.holders:
         elements = held.elements
         if any(_is_iterator(value) for _, value in elements):

@@ -1,6 +1,6 @@
-"""Modes, filters and registries of the caller that a recording leaves or keeps away meanwhile.
+"""Modes, filters and registries of the caller that a recording suspends.
 
-What has a name is a row of `eager_paths`; what has none has a context manager here.
+Things with a name are rows of `eager_paths`; the others have a context manager here.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _COMPILED = (
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run what was given to `torch.compile` uncompiled: below a dispatch mode the compiler would
-    end the process."""
+    """Run functions compiled by `torch.compile` uncompiled while inside: under a dispatch mode the
+    compiler would end the process."""
     try:
         eager = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
@@ -39,7 +39,7 @@ def without_compiling() -> Iterator[None]:
 
 
 def refuse_compiling() -> None:
-    """Raise where the compiler follows this very code."""
+    """Raise InvalidInput if the compiler is tracing this very code."""
     follows = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None)()
     if follows is not None and follows is not False:
         raise InvalidInput(_COMPILED)
@@ -59,8 +59,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_logs_of_fake_tensors() -> Iterator[None]:
-    """Keep from stderr the traceback that fake tensors log of an operator that fails; what it
-    raised is raised all the same, and becomes an error of ours."""
+    """Keep the traceback that fake tensors log for a failing operator off stderr; the error itself
+    is raised, and becomes one of ours."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -75,9 +75,9 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
-    """Leave modes of the caller in which autograd records nothing (inference mode), looks at the
-    values of gradients (anomaly mode), or calls of operators go through Python (dispatch modes):
-    these see the calls of planned steps, and of planning nothing."""
+    """Leave modes of the caller while inside: inference mode (autograd records nothing), anomaly
+    mode (it reads values of gradients), and dispatch modes, which are meant to see planned steps,
+    not planning."""
     anomaly = torch.autograd.set_detect_anomaly(False)
     with torch.inference_mode(False), anomaly, _disable_current_modes():
         yield
@@ -85,8 +85,8 @@ def without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_hooks_on_all_modules() -> Iterator[None]:
-    """Keep from this thread's calls those hooks that may be there while a module is planned: they
-    follow which module runs (FlopCounterMode does so), and would follow what is not run."""
+    """Disable global module hooks in this thread while inside. Those that are allowed while a
+    module is planned follow which module runs (FlopCounterMode), and would follow the recording."""
     registries: list[dict[int, Any]] = [
         getattr(nn.modules.module, f"_global{name}") for name in HOOKS
     ]
@@ -101,4 +101,4 @@ def without_hooks_on_all_modules() -> Iterator[None]:
 
 
 def _nothing(*args: Any, **kwargs: Any) -> None:
-    """Stands for a hook."""
+    """Replace a hook."""

@@ -1,4 +1,4 @@
-"""Outputs: the leaves of the result, and what the backward pass starts from.
+"""Outputs: the leaves of the result, and those that the backward pass starts from.
 
 takes: the result of a recorded forward. returns: OutputLeaf for each leaf; positions and strides
 that a backward pass most likely starts from. guarantees: a leaf that a plan cannot return is
@@ -30,8 +30,8 @@ WITHOUT_FLAT_PARAMETERS = (
 
 
 def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
-    """Return a leaf of the result as the recorder knows it. A real tensor that no call has read (a
-    cached table) becomes a constant."""
+    """Return a leaf of the result as a fake tensor. A real tensor that no call has read (a cached
+    table) becomes a constant."""
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
@@ -41,6 +41,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 
 def _refuse_opaque(output: object, position: int) -> None:
+    """Raise for a leaf that is neither a tensor nor plain data."""
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
     plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
     if isinstance(output, plain):
@@ -50,6 +51,7 @@ def _refuse_opaque(output: object, position: int) -> None:
 
 
 def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
+    """Raise if a leaf of the result is memory that nothing has written."""
     for position, output in enumerate(outputs):
         if isinstance(output, torch.Tensor):
             reader = f"leaf {position} of the module's result is"
@@ -59,8 +61,8 @@ def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
 def given_apart(
     recorder: Recorder, outputs: Sequence[Any], inputs: Iterable[tuple[int, int]]
 ) -> list[Any]:
-    """`outputs`, with a `GivenLeaf` for each that is an argument which requires a gradient: what
-    the caller makes of that goes by no plan. inputs: (position of a leaf, its value)."""
+    """Return `outputs` with a `GivenLeaf` for each that is an argument which requires a gradient:
+    its gradient does not go through the plan. inputs: (leaf position, value)."""
     given = {value: GivenLeaf(position) for position, value in inputs}
     return [
         given.get(recorder.value(output), output)
@@ -76,8 +78,11 @@ def backward_starts(
     incoming: Incoming | Precedent | None,
     only_loss: bool = False,
 ) -> dict[int, tuple[int, ...]]:
-    """Position of each output that the backward pass starts from -> strides of its gradient.
-    only_loss: the caller uses nothing but a loss."""
+    """Return position of each output that the backward pass starts from -> strides of its gradient.
+
+    incoming: as asked for, or None for likely ones; only_loss: the caller uses only a loss. Raises
+    InvalidInput if `incoming` names a leaf that requires no gradient.
+    """
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -101,9 +106,11 @@ def backward_starts(
 def _as_before(
     precedent: Precedent, outputs: Sequence[Any], candidates: Sequence[int]
 ) -> Incoming | None:
-    """What a backward pass starts from that starts as one of an earlier call; None where that is
-    another result, or would not reach all that any output reaches and has been so but once (a
-    backward pass may reach less than the plan of its call, and no more)."""
+    """Return the starts of an earlier call, with strides for these outputs.
+
+    None if they do not fit, or if they reach less than all outputs reach and occurred only once (a
+    plan serves backward passes that reach less than planned, but none that reach more).
+    """
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
@@ -120,7 +127,8 @@ def _as_before(
 
 
 def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
-    """Of a tensor whose dimensions lie in the order of `example`'s; 0 where those are 0."""
+    """Return strides without gaps, with dimensions in the order of `example`; 0 where `example` has
+    0."""
     strides = [0] * len(shape)
     step = 1
     for dimension in sorted(range(len(shape)), key=lambda d: (example[d], -d)):
@@ -131,12 +139,14 @@ def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, .
 
 
 def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ...]:
-    """Of the outputs that require a gradient, those that a step may well start from.
+    """Return positions of the outputs that a step probably starts from, among those that require a
+    gradient.
 
-    The one that is named `loss`, as trainers take it, if it reaches all that any output reaches.
-    Else, where there are scalars, all that are not on the way to one of these: of a loss and its
-    logits, or the losses that it is the sum of, the loss; of an energy and its forces both, since a
-    loss may be made of both. Without scalars, everything."""
+    The one that is named `loss`, as trainers expect, if it reaches all that any output reaches.
+    Otherwise, if there are scalars, all outputs that no scalar is computed from: for a loss with
+    logits, or with losses that it sums up, the loss; for an energy with forces both, since a loss
+    may be computed from both. Without scalars, all.
+    """
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -154,8 +164,9 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
 
 
 def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
-    """Of the outputs that require a gradient, the one that is named `loss`, or else the only scalar
-    that is no part of another one. Raises InvalidInput where none is, or several are."""
+    """Return the output that is named `loss`, or else the only scalar from which no other scalar is
+    computed, among those that require a gradient. Raises InvalidInput if there is none, or
+    several."""
     named = _position_of_loss(outputs, spec)
     if named is not None and named in candidates:
         return [named]
@@ -181,8 +192,8 @@ def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int
 def without_unread(
     recorder: Recorder, outputs: Sequence[Any], spec: trees.TreeSpec, starts: Collection[int]
 ) -> list[Any]:
-    """`outputs`, where the caller uses what backward starts from: of what is no scalar, and has
-    memory of its own, it gets `Unmade`."""
+    """Return `outputs` with `Unmade` for leaves that the caller does not use: those that are no
+    scalars, no starts of backward, and have memory of their own."""
     given = recorder.leaf_storages | {recorder.values[v].storage for v, _ in recorder.constants}
     names = [name for name, _ in trees.named_leaves(trees.tree_unflatten(outputs, spec))]
 
@@ -198,7 +209,7 @@ def without_unread(
 
 
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
-    """Of the leaf that the result of the module calls `loss`, if one is called so."""
+    """Return the position of the leaf that the result calls `loss`, None if there is none."""
     result = trees.tree_unflatten(outputs, spec)
     if isinstance(result, WithContents):
         put = (*result.contents.values(), *result.added.values())
@@ -221,7 +232,8 @@ def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def sources_of(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """For each leaf of the result, the others that its backward pass goes through."""
+    """Return for each leaf of the result the positions of other leaves that its backward pass goes
+    through."""
     tensors = {
         i: outputs[i]
         for i in dict.fromkeys(first_places(outputs))
@@ -249,8 +261,11 @@ def output_leaves(
     sources: Sequence[tuple[int, ...]],
     tangents: dict[int, int],
 ) -> tuple[OutputLeaf, ...]:
-    """Each leaf of the result. sources: `sources_of` them; tangents: output position -> value of
-    its incoming gradient."""
+    """Return an OutputLeaf for each leaf of the result.
+
+    sources: as `sources_of`; tangents: output position -> value of its incoming gradient. Refuses
+    leaves that a plan cannot return.
+    """
     leaves: list[OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
@@ -265,14 +280,14 @@ def output_leaves(
 
 
 def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    """Raise where an output shares storage with a tensor of the caller: a write would change it."""
+    """Raise if an output shares a storage with a tensor of the caller that requires a gradient."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
         raise NAMED["result that is an argument"].error(position=position)
 
 
 def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
-    """Find the leaves that a backward pass from `outputs` reaches."""
+    """Return the leaf tensors that a backward pass from `outputs` reaches."""
     roots = list(outputs)
     nodes = backward_nodes(roots)
     accumulating = (n for n in nodes if node_name(n) == "torch::autograd::AccumulateGrad")
@@ -281,7 +296,7 @@ def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
 
 
 def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
-    """Find the autograd nodes that a backward pass from `roots` runs."""
+    """Yield the autograd nodes that a backward pass from `roots` runs."""
     waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
     seen = set(waiting)
     while waiting:
@@ -293,6 +308,8 @@ def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 
 def foreign_gradient(tensor: torch.Tensor) -> Any:
+    """Return the error for a tensor that requires a gradient and is not the module's or the
+    caller's."""
     if getattr(tensor, "_is_flat_param", False):
         return NAMED["flat parameters"].error()
     return NAMED["foreign parameter"].error(shape=tuple(tensor.shape))

@@ -1,11 +1,10 @@
-"""Own gradients: what the forward asks of autograd beside the gradients that a plan hands back.
+"""Own gradients: uses of autograd in the forward that a plan does not repeat.
 
-A plan returns gradients of parameters and arguments to autograd. In eager execution the forward
-can also run backward itself, which adds to `.grad` at once, say which tensors get a gradient from
-now on, or return a tensor of its own that gets one. A planned step would do nothing of that, so
-each is refused.
-
-takes: tensors of a recorded run. guarantees: what is not refused gets its gradient by the plan.
+A plan returns gradients of parameters and arguments to autograd. In eager execution the forward can
+also run backward itself, which adds to `.grad` at once, change which tensors require a gradient, or
+return a tensor of its own that gets one. A planned step would do none of that, so each is refused.
+takes: tensors of a recorded run. guarantees: if nothing is refused, all gradients come from the
+plan.
 """
 
 from __future__ import annotations
@@ -20,8 +19,11 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 @dataclass(frozen=True, slots=True)
 class AutogradState:
-    """What autograd kept of a tensor, which a message calls `name`, before the run: does it get a
-    gradient, and which one has it got? (Where that is added to in place, its version says so.)"""
+    """What autograd kept of a tensor before the run.
+
+    name: in messages; gradient: its `.grad`; version: of `.grad`, which changes where autograd adds
+    in place, -1 without one.
+    """
 
     name: str
     tensor: torch.Tensor
@@ -31,7 +33,7 @@ class AutogradState:
 
 
 def kept(named: Mapping[str, torch.Tensor]) -> tuple[AutogradState, ...]:
-    """Note what autograd keeps of named tensors, before a run."""
+    """Return what autograd keeps of named tensors, before a run."""
     return tuple(_kept(name, tensor) for name, tensor in named.items())
 
 
@@ -42,7 +44,8 @@ def _kept(name: str, tensor: torch.Tensor) -> AutogradState:
 
 
 def refuse_changes(before: Iterable[AutogradState]) -> None:
-    """Raise where the run has changed what autograd keeps of a leaf."""
+    """Raise if the run has changed what autograd keeps of a leaf, or written something with a
+    gradient into a tensor without."""
     for one in before:
         if not one.tensor.is_leaf:
             if not one.requires_grad:
@@ -56,25 +59,26 @@ def refuse_changes(before: Iterable[AutogradState]) -> None:
 
 
 def refuse_history(constants: Sequence[torch.Tensor]) -> None:
-    """Raise where the run has written something that has a gradient into tensors that are neither
-    the module's nor the caller's."""
+    """Raise if the run has written something with a gradient into `constants`, tensors that are
+    neither the module's nor the caller's."""
     for tensor in constants:
         raise NAMED["write into another tensor"].error(shape=tuple(tensor.shape))
 
 
 def refuse_switch(place: object) -> None:
-    """Raise where the run has changed `requires_grad` of a tensor that is kept in `place`."""
+    """Raise if the run has changed `requires_grad` of a tensor that is kept in `place`; None: of
+    none."""
     if place is not None:
         raise NAMED["requires_grad"].error(tensor=place)
 
 
 def refuse_of_result(output: torch.Tensor, position: int) -> None:
-    """Raise where a result gets a gradient of its own, which the caller would find in `.grad`."""
+    """Raise if a result has a gradient of its own, which the caller would find in `.grad`."""
     if output.requires_grad and (output.is_leaf or output.retains_grad):
         raise NAMED["result with a gradient of its own"].error(position=position)
 
 
 def refuse_none(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise where the backward pass reaches nothing that is the caller's."""
+    """Raise if the backward pass reaches no tensor of the caller."""
     if all(gradient is None for gradient in gradients):
         raise NAMED["detached"].error()

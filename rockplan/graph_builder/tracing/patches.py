@@ -1,7 +1,7 @@
-"""Patches: names that are others while a forward is recorded, and what their replacements may ask.
+"""Patches: names that are replaced while a forward is recorded, and what replacements may ask.
 
-Rows of them are in `eager_paths`, and come from above (`graph_builder.capture`). guarantees: they
-hold in the thread that records alone, and are gone afterwards.
+Rows are in `eager_paths`, or are passed in (`graph_builder.capture`). guarantees: they hold only in
+the thread that records, and are undone afterwards.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 class Interrupted(CaptureError):
-    """Ends a recording that begins anew once something has been found out outside of it."""
+    """Ends a recording that starts anew once something has been found out outside of it."""
 
 
 def _nobody(message: object) -> NoReturn:
@@ -30,12 +30,14 @@ def _nobody(message: object) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class RecordingAccess:
-    """What a replacement asks of the recording that it is there for. refuse: raises, with the place
-    in the model; read_all: the real tensor of one that is recorded; is_active: would a call of an
-    operator be recorded now? stop: raises an error that ends the recording; place: path of the
-    module that runs, and line of the user's; make_own: gives tensors, those of a storage together,
-    memory of their own where no plan writes into what they have; callers_writes: calls that have
-    written into tensors of the caller's; made: tensors that were met so far, in order."""
+    """What a replacement may ask of the recording.
+
+    refuse: raise with the place in the model; read_all: the real tensor for a recorded one;
+    is_active: whether a call of an operator would be recorded now; stop: raise an error that ends
+    the recording; place: path of the running module, and the user's source line; make_own: give
+    tensors (grouped by storage) memory of their own if no plan writes into what they have;
+    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order.
+    """
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
@@ -48,7 +50,8 @@ class RecordingAccess:
 
     @contextlib.contextmanager
     def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
-        """Around what eager runs once more in the backward pass, if `run_again` says so then."""
+        """Refuse writes into tensors of the caller inside, if `run_again` is true at the end: eager
+        would then run the same code again in the backward pass."""
         before = len(self.callers_writes())
         yield
         written = self.callers_writes()[before:] if run_again() else ()
@@ -59,10 +62,12 @@ class RecordingAccess:
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """One name that is another while a forward is recorded.
+    """One name that is replaced while a forward is recorded.
 
-    owner: a class or a module, or the name of a package: those of its files that have the name.
-    replacement: from what was there, and the recording. why: it is there at all."""
+    owner: a class or a module, or the name of a package: all its modules that have the name.
+    replacement: makes the replacement from the original and the recording. why: the reason for the
+    row.
+    """
 
     owner: Any
     name: str
@@ -70,6 +75,7 @@ class Patch:
     why: str
 
     def owners(self) -> list[Any]:
+        """Return the classes and modules to patch."""
         if not isinstance(self.owner, str):
             return [self.owner]
         files = [f for name, f in sys.modules.items() if name.split(".")[0] == self.owner]
@@ -77,18 +83,20 @@ class Patch:
 
 
 PatchSource = Callable[[], Iterable[Patch]]
-"""Rows as they are when it is asked: files that they are about may be imported by a forward."""
+"""Returns rows when called: a forward may import the modules that they patch."""
 
 
 @contextlib.contextmanager
 def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) -> Iterator[None]:
-    """Install the rows in this thread; other threads call the former functions."""
+    """Install the rows in this thread; other threads call the originals."""
     with contextlib.ExitStack() as stack:
         for patch in patches:
             for owner in patch.owners():
                 before = getattr(owner, patch.name)
                 made = patch.replacement(before, recording or RecordingAccess())
-                stack.enter_context(_exchanged(owner, patch.name, _told_apart(made, before)))
+                stack.enter_context(
+                    _exchanged(owner, patch.name, _in_this_thread_only(made, before))
+                )
         yield
 
 
@@ -97,6 +105,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+    """Set an attribute while inside."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:
@@ -108,8 +117,9 @@ def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def _told_apart(replacement: Any, elsewhere: Any) -> Any:
-    """Functions, and properties that are set, tell threads apart; classes and data do not."""
+def _in_this_thread_only(replacement: Any, elsewhere: Any) -> Any:
+    """Return a replacement that other threads do not see; possible for functions and setters of
+    properties only."""
     if isinstance(replacement, property):
         return property(replacement.fget, in_this_thread(replacement.fset, elsewhere.__set__))
     is_function = callable(replacement) and not isinstance(replacement, type)

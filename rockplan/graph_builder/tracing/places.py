@@ -1,8 +1,8 @@
 """Places: where in memory the tensors of the caller begin, which most forwards do not ask.
 
-takes: a recording. returns: its values, of which the places in storages of the caller's count from
-where the first tensor there begins: graphs that differ in nothing else are one. guarantees: what
-the forward, or an operator, has asked of a place is a question of the plan, and stays as it is.
+takes: a recording. returns: its values, with offsets in storages of the caller relative to the
+first tensor in each: graphs that differ only in that are one graph. guarantees: if the forward, or
+an operator, used a place, it stays as it is and becomes a question of the plan.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rockplan.python_state.answers import PLACE
 
 
 def ask_places(recorder: Recorder, questions: Questions) -> None:
-    """Make what operators take from places of the caller's tensors questions of the plan."""
+    """Make places of the caller's tensors that operators use questions of the plan."""
     asked: dict[int, set[str]] = defaultdict(set)
     for recorded in recorder.calls:
         for attribute in _asked_by(recorded):
@@ -37,8 +37,8 @@ def _storage(recorder: Recorder, tensor: torch.Tensor) -> int:
 
 
 def _asked_by(recorded: RecordedCall) -> Iterator[str]:
-    """Where from the beginning of a storage a call begins is written in it; how large storages are
-    that copy another is known from that."""
+    """Yield the attributes that a recorded call depends on: an explicit storage offset, or the size
+    of a storage that is copied."""
     operator = facts.resolve(recorded.call.op)
     given = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
     if {**given, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
@@ -48,8 +48,8 @@ def _asked_by(recorded: RecordedCall) -> Iterator[str]:
 
 
 def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedValue, ...]:
-    """Return the recorded values with offsets relative to the first tensor on each storage, except
-    where the forward has asked for a place."""
+    """Return the recorded values with offsets relative to the first tensor in each storage of the
+    caller, except where the forward has asked for a place."""
     values, begins = recorder.values, dict[int, int]()
     for value in (*values[: recorder.given_values], *(values[v] for v, _ in recorder.constants)):
         begin_bytes = value.spec.offset * dtype_of(value.spec).itemsize

@@ -1,6 +1,7 @@
-"""Errors of reads: what a message says where Python asks for values, or a shape depends on them.
+"""Errors of reads: messages for Python code that reads values, and for shapes that depend on
+values.
 
-It names what the value depends on, who asks, and what to do there.
+A message names what the value depends on, which code reads it, and a remedy there.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from rockplan.graph_builder.tracing.recorder import OUTSIDE
 from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
 from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
 
-# Parts of a message that names what a value depends on: what has no name, the kind of a buffer, how
-# many are named.
+# Parts of a message on what a value depends on: words without a name, prefixes, how many names.
 _CHANGED = "a value that the forward has changed in place"
 BUFFER = "the buffer"
 ARGUMENT = "leaf "
 _NAMED = 3
-# What functions that read values are called by begins like this -> what to do, where that is
-# something else than usual.
+# Prefix of the name of a function on the stack -> its own remedy.
 _REMEDIES = {
     "torch.nn.modules.batchnorm._BatchNorm.forward": (
         "With momentum=None it divides by the number of batches so far: give it a momentum"
@@ -36,7 +35,7 @@ _REMEDIES = {
         "(method='rk4')"
     ),
 }
-# Where an array is asked for.
+# Further remedy for code that gets an array.
 OF_ARRAYS = (
     "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
     "(torch.library.custom_op with register_fake and register_autograd)"
@@ -51,8 +50,11 @@ def value_read_error(
     source: str,
     further: str,
 ) -> CaptureError:
-    """names: of parameters, buffers and inputs that the value depends on; further: another thing
-    to do."""
+    """Return the error for a read of a value.
+
+    calls: that the value depends on; names: parameters, buffers and inputs that it depends on;
+    is_backward: read in the backward pass; further: another remedy.
+    """
     what = f"a value that depends on {_listed(names)}"
     if not names:
         what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
@@ -72,7 +74,8 @@ def value_read_error(
 
 
 def _of_outside(calls: Sequence[RecordedCall]) -> str:
-    """What of `calls` nobody knows before the call, if there is any."""
+    """Name a value among `calls` that is unknown before the call: a draw, or the result of an
+    operator with side effects; '' if there is none."""
     if any(c.random for c in calls):
         return "a random draw"
     acting = next((c.call.op for c in calls if c.effect), "")
@@ -86,7 +89,8 @@ def shape_error(
     module: str,
     source: str,
 ) -> CaptureError:
-    """names: of parameters, buffers and inputs that the shape depends on."""
+    """Return the error for a shape that depends on values. names: parameters, buffers and inputs
+    that it depends on."""
     function = torch_function()
     if function:
         remedy = f"It is called by {function}. {OUTSIDE}"
@@ -99,12 +103,13 @@ def shape_error(
 
 
 def _listed(names: Sequence[str]) -> str:
+    """Return the first names, with an ellipsis for the others."""
     more = ", ..." if names[_NAMED:] else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 
 
 def _of_the_callers(names: Sequence[str]) -> str:
-    """What to do where everything depends on buffers, or on arguments."""
+    """Return remedies if all names are arguments, or arguments and buffers; else ''."""
     remedy = ""
     if names and all(name.startswith(ARGUMENT) for name in names):
         remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"
@@ -117,7 +122,7 @@ def _of_the_callers(names: Sequence[str]) -> str:
 
 
 def _known_remedy() -> str:
-    """Of the innermost function that runs now and has one."""
+    """Return the remedy of the innermost running function that has its own; else ''."""
     frame = sys._getframe(1)
     while frame is not None:
         called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"

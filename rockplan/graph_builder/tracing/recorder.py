@@ -1,8 +1,8 @@
 """Recorder: every ATen call of a run over fake tensors, forward and backward, as values.
 
-The recorder is the outermost dispatch mode above FakeTensorMode, below autograd and autocast:
-it sees exactly the operators that eager PyTorch would execute, casts and saved-tensor detaches
-included, and records them without changing one.
+The recorder is the outermost dispatch mode above FakeTensorMode, below autograd and autocast: it
+sees exactly the operators that eager PyTorch would execute, casts and saved-tensor detaches
+included, and records them unchanged.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from rockplan.python_state.sharding import is_distributed
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
-# What C++ asks of a fake tensor more often than anything else.
+# The question that C++ asks of fake tensors most often.
 _DEVICE = torch.ops.prim.device.default
-# Of operators that take functions: what calls ordinary ones.
+# Key of the kernel of a higher-order operator that calls ordinary operators.
 _DENSE = torch._C.DispatchKey.CompositeExplicitAutograd
-# What PyTorch says of an operator that was made by torch.library.custom_op.
+# Part of PyTorch's error for an operator of torch.library.custom_op without a fake.
 _NO_RULE = "no fake impl registered"
 _INDEX = torch.ops.aten.index.Tensor
 _IS_SET_TO = torch.ops.aten.is_set_to.default
@@ -56,13 +56,13 @@ _RECURRENT = "torch.nn.modules.rnn."
 
 
 def node_name(node: torch.autograd.graph.Node) -> str:
-    """What autograd calls `node`: of a custom function's, `name` may be an attribute that the
-    function has set."""
+    """Return autograd's name of `node`. (For a custom function `node.name` may be an attribute that
+    the function has set.)"""
     name: str = type(node).name(node)
     return name
 
 
-# Classes of tensors whose operations are recorded.
+# Classes of tensors whose operators are recorded.
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _OPERATIONS = {
     "__torch_function__": torch._C._disabled_torch_function_impl,
@@ -71,7 +71,8 @@ _OPERATIONS = {
 
 
 def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
-    """What a message says where `tensor` is one that a plan cannot have; None: a plan can."""
+    """Return the message for a tensor that a plan cannot handle, None if it can. called: its name
+    in the message."""
     kind = type(tensor)
     if tensor.is_nested:
         return NAMED["nested tensor that is given"].text(tensor=called)
@@ -83,7 +84,7 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
 
 
 def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Are the elements of both the same memory, in the same order?"""
+    """Return whether both tensors have the same elements in memory, in the same order."""
 
     def memory(tensor: torch.Tensor) -> tuple[object, ...]:
         place = (tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.dtype)
@@ -94,7 +95,7 @@ def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_operations(kind: type) -> bool:
-    """Does a class of tensors say what functions or operators do, as PyTorch's own do not?"""
+    """Return whether a class of tensors overrides functions or operators."""
     own = (vars(k) for k in kind.__mro__ if k not in _PLAIN_KINDS)
     return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
 
@@ -105,7 +106,7 @@ class Reader(Protocol):
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
-        """What an operator gives that tells Python of values."""
+        """Return the Python value that an operator reads from a tensor."""
 
     def shaped(
         self,
@@ -116,16 +117,19 @@ class Reader(Protocol):
         module: str,
         source: str,
     ) -> Any:
-        """What an operator returns whose shape depends on values: fake tensors."""
+        """Return the result, as fake tensors, of an operator whose result shape depends on
+        values."""
 
 
 class Recorder(TorchDispatchMode):
-    """Records calls; `reader` decides what happens where Python reads a tensor's value, or a shape
-    depends on it.
+    """Records calls.
 
-    leftovers: is told of every tensor, which nobody is to keep."""
+    reader: decides what happens if Python reads a tensor's value, or a shape depends on it;
+    leftovers: is told every tensor, since nobody may keep one. leaf_storages: those of parameters,
+    buffers and inputs; given_values: how many values these are.
+    """
 
-    # They come here, and are refused by name.
+    # Higher-order operators come here too, and are refused by name.
     supports_higher_order_operators = True
 
     def __init__(self, fake_mode: FakeTensorMode, reader: Reader, leftovers: Leftovers) -> None:
@@ -155,23 +159,24 @@ class Recorder(TorchDispatchMode):
         self._sequence_place: list[tuple[str, str]] = []
         self._views: list[tuple[int, int, int]] = []
         self._base_of: dict[int, int] = {}
-        # In the backward pass: how many storages were there before it, those that its calls have
-        # made, and those of the forward pass that a kernel would have written over.
+        # For the backward pass: number of storages before it, storages that its calls have made,
+        # storages of the forward pass that a kernel would have overwritten.
         self._forward_storages = 0
         self._made_by_backward: set[int] = set()
         self._overwritten: set[int] = set()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under the recorder; the guard against it costs as much as a call."""
+        """Return False: nothing is compiled under the recorder, and the guard against it takes as
+        long as a call."""
         return False
 
     def is_active(self) -> bool:
-        """Would a call of an operator be recorded now?"""
+        """Return whether a call of an operator would be recorded now."""
         return _get_current_dispatch_mode() is self
 
     def value(self, tensor: torch.Tensor) -> int:
-        """Index of `tensor`; a tensor never seen before becomes a new value."""
+        """Return the value of `tensor`; a tensor never seen before gets a new one."""
         index = self._index_of.get(id(tensor))
         if index is None:
             index = len(self.values)
@@ -182,8 +187,10 @@ class Recorder(TorchDispatchMode):
         return index
 
     def begin_forward(self) -> None:
-        """All values so far are the caller's: parameters, buffers and inputs. A fake storage that
-        several share has grown with each that was met: all are in what it is now."""
+        """Mark all values so far as the caller's: parameters, buffers and inputs.
+
+        A fake storage grows with each tensor that shares it, so all its values get the final size.
+        """
         size_bytes: dict[int, int] = {}
         for value in self.values:
             size_bytes[value.storage] = max(
@@ -194,6 +201,7 @@ class Recorder(TorchDispatchMode):
         self.given_values = len(self.values)
 
     def _describe(self, tensor: torch.Tensor) -> RecordedValue:
+        """Return a new value for a tensor. Raises UnsupportedModel for an unsupported class."""
         self._refuse_kind(tensor)
         storage = tensor.untyped_storage()
         ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
@@ -201,13 +209,13 @@ class Recorder(TorchDispatchMode):
         return RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes()))
 
     def refuse(self, error: CaptureError) -> NoReturn:
-        """Raise `error`, and remember it: a model that catches it, and goes on in another way than
-        it does in eager execution, is refused all the same."""
+        """Raise `error`, and remember it: a model that catches it, and continues in another way
+        than in eager execution, is refused all the same."""
         self.refused = self.refused or error
         raise error
 
     def refuse_if_refused(self) -> None:
-        """Raise what the model has caught."""
+        """Raise the error that the model has caught, if any."""
         if self.refused is not None:
             raise self.refused
 
@@ -218,10 +226,10 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        if func is _DEVICE and type(args[0]) is FakeTensor:  # autograd asks more than it computes
+        if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return fake_device(args[0])
         try:
-            # Else each function of a fake tensor's base class asks the tensor first, in Python.
+            # Saves the Python-level __torch_function__ of fake tensors.
             with torch._C.DisableTorchFunctionSubclass():
                 return self._record(func, args, kwargs)
         except CaptureError as error:
@@ -230,6 +238,8 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        """Record one call and return its result. Raises a CaptureError for calls that a plan cannot
+        repeat."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -240,7 +250,10 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             with self:
                 return func.py_kernels[_DENSE](*args, **kwargs)
-        if kwargs.get("layout") not in (None, torch.strided):  # some fail with fake tensors
+        if kwargs.get("layout") not in (
+            None,
+            torch.strided,
+        ):  # checked first: some fail with fake tensors
             what = {"tensor": "what the forward makes", "layout": kwargs["layout"]}
             raise NAMED["layout"].at(module, source, **what)
         if kwargs.get("generator") is not None:
@@ -305,31 +318,38 @@ class Recorder(TorchDispatchMode):
         results: Sequence[int | None],
         place: tuple[str, str],
     ) -> None:
-        """Refuse a call that reads what nothing has written; know what is written from here on."""
+        """Refuse a call that reads uninitialized memory; note which memory it makes or writes.
+
+        reads, writes, results: values; place: (module path, source line).
+        """
         made = {self.values[r].storage for r in results if r is not None}
-        given = {self.values[v].storage for v in reads}
-        is_view = bool(made) and not writes and made <= given
+        of_arguments = {self.values[v].storage for v in reads}
+        is_view = bool(made) and not writes and made <= of_arguments
         if self._unwritten and not is_view:
             written = {self.values[v].storage for v in writes}
-            looked_at = given - written if facts.reads_content(func) else set()
+            content_read = of_arguments - written if facts.reads_content(func) else set()
             if writes and facts.reads_first(func):
                 first = facts.tensors(args[:1])
-                looked_at |= {self.values[self.value(t)].storage for t in first}
-            self._unwritten.refuse(sorted(looked_at), f"{func} at {place[1]} reads")
+                content_read |= {self.values[self.value(t)].storage for t in first}
+            self._unwritten.refuse(sorted(content_read), f"{func} at {place[1]} reads")
             self._unwritten.written(written)
-        has_elements = (r for r in results if r is not None and self.values[r].storage_bytes)
-        self._unwritten.makes(func, {self.values[r].storage for r in has_elements}, *place)
+        not_empty = (r for r in results if r is not None and self.values[r].storage_bytes)
+        self._unwritten.makes(func, {self.values[r].storage for r in not_empty}, *place)
 
     def refuse_unwritten(self, values: Iterable[int], reader: str) -> None:
-        """Raise where one of `values` is memory that nothing has written to."""
+        """Raise if one of `values` is uninitialized memory. reader: what reads it, for the
+        message."""
         if self._unwritten:
             self._unwritten.refuse([self.values[v].storage for v in values], reader)
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the call returns. The shape of one result is known from a value that may be read
-        where it is that of integer inputs: the length of the longest target."""
+        """Return the result of the call.
+
+        The shape of the result of CTC loss depends on the length of the longest target, a value
+        that may be read if lengths are integer inputs.
+        """
         if func is _INDEX and any(t.dtype is torch.uint8 for t in facts.tensors(args[1])):
-            raise DynamicOutputShapeException(func)  # masks, which the shape rule takes for nothing
+            raise DynamicOutputShapeException(func)  # masks, which the shape rule ignores
         if func is not _CTC_LOSS:
             return self._results.of(func, args, kwargs)
         log_probs, lengths = args[0], args[3]
@@ -340,7 +360,7 @@ class Recorder(TorchDispatchMode):
         return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
 
     def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
-        """A differentiable view, with the sequence number of its node."""
+        """Note a differentiable view, with the sequence number of its autograd node."""
         if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
             return
         has_node = self._sequence[-1] not in self._sequence[-2:-1]
@@ -349,12 +369,13 @@ class Recorder(TorchDispatchMode):
             self._views.append((self._sequence[-1], base, view))
 
     def begin_backward(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The forward pass is over; `outputs`: what backward starts from.
+        """Begin the backward pass. outputs: tensors of the result.
 
         Where a tensor is written to, autograd gives its views new nodes when they are used next.
-        For fake tensors it makes the view once more, which is recorded and read by nothing, and
-        the gradient of the base is a view of that of the view; for real tensors the new node is
-        one of `as_strided`, whose gradient has the layout of the base.
+        For fake tensors it makes the view once more, which is recorded and read by nothing, and the
+        gradient of the base is a view of the view's gradient; for real tensors the new node is one
+        of `as_strided`, whose gradient has the layout of the base. So such views are found here,
+        and `_in_layout_of_base` copies their gradients.
         """
         self.phase = Phase.BACKWARD
         self._forward_storages = len(self._storages)
@@ -370,7 +391,8 @@ class Recorder(TorchDispatchMode):
         }
 
     def _in_layout_of_base(self, result: Any) -> Any:
-        """`result`, copied where eager execution would have made it by `as_strided`."""
+        """Return `result`, copied into the layout that eager's `as_strided` backward would give
+        it."""
         node = torch._C._current_autograd_node() if self._base_of else None
         base = None if node is None else self._base_of.get(node._sequence_nr())
         if base is None or not isinstance(result, torch.Tensor):
@@ -392,8 +414,8 @@ class Recorder(TorchDispatchMode):
         module: str,
         source: str,
     ) -> torch.Tensor:
-        """Record `view` for `func`: the tensor is another value from here on, because what was
-        computed from it before has seen the old shape."""
+        """Record `view` for `func`, which changes a shape in place. The tensor gets a new value,
+        because calls before saw the old shape."""
         changed: torch.Tensor = args[0]
         if self.value(changed) < self.given_values or self._is_constant(changed):
             raise NAMED["shape in place"].at(module, source, operator=func)
@@ -406,9 +428,11 @@ class Recorder(TorchDispatchMode):
         return changed
 
     def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Before a kernel writes into tensors, those of a storage together: what the forward pass
-        or the caller has made becomes a copy, in the backward pass, which writes into none of
-        these. What eager execution would read there later is refused."""
+        """Copy tensors that a kernel writes into in the backward pass, if the forward pass or
+        autograd's saved tensors hold them: plans write into none of these.
+
+        written: tensors grouped by storage. A later read of the original is refused.
+        """
         if self.phase is Phase.FORWARD:
             return
         resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
@@ -428,11 +452,11 @@ class Recorder(TorchDispatchMode):
             self._overwritten.add(storage)
 
     def made(self) -> list[torch.Tensor]:
-        """The tensors that were met so far, in order."""
+        """Return the tensors met so far, in order."""
         return [t for t in self._alive if isinstance(t, torch.Tensor)]
 
     def callers_writes(self) -> list[RecordedCall]:
-        """Calls so far that have changed a tensor of the caller's, in order."""
+        """Return the calls so far that have changed a tensor of the caller, in order."""
         callers = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
         return [c for c in self.calls if any(self.values[v].storage in callers for v in c.writes)]
 
@@ -440,6 +464,7 @@ class Recorder(TorchDispatchMode):
         return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
+        """Raise UnsupportedModel for an operator that its facts refuse."""
         known = facts.facts_of(func)
         if known.refused_because:
             if torch_function().startswith(_RECURRENT):
@@ -450,7 +475,8 @@ class Recorder(TorchDispatchMode):
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """The arguments with fake tensors only, each of them a value; and those tensors."""
+        """Return the arguments with fake tensors only, and these tensors, each registered as a
+        value."""
         given = facts.tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
@@ -460,8 +486,8 @@ class Recorder(TorchDispatchMode):
         return args, kwargs, given
 
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`tensor` as a fake one; those of the model that are neither parameters nor buffers (a
-        table that a library keeps) are constants."""
+        """Return `tensor` as a fake one. A real tensor that is neither parameter nor buffer (a
+        table that a library keeps) becomes a constant."""
         if isinstance(tensor, FakeTensor):
             self.value(tensor)
             return tensor
@@ -477,13 +503,13 @@ class Recorder(TorchDispatchMode):
         return fake
 
     def constants_with_history(self) -> list[torch.Tensor]:
-        """Constants into which the run has written something that has a gradient."""
+        """Return constants into which the run has written something with a gradient."""
         return [t for _, t in self.constants if t.requires_grad != self._had_history[id(t)]]
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """They have lost it again on exit; the recorder of a run that failed, which what is in
-        the traceback may refer to, keeps no tensors."""
+        """Detach such constants on exit. The recorder of a failed run, to which the traceback may
+        refer, keeps no tensors."""
         try:
             yield
         except BaseException:
@@ -495,6 +521,7 @@ class Recorder(TorchDispatchMode):
                     tensor.detach_()
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
+        """Raise UnsupportedModel for a tensor that a plan cannot handle."""
         if is_distributed(tensor):
             raise NAMED["distributed tensor"].at(*self.place())
         reason = why_not_planned(tensor, "what the forward computes with")
@@ -514,6 +541,8 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
     ) -> Call:
+        """Return the call with values in place of tensors."""
+
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))
 
@@ -525,7 +554,7 @@ class Recorder(TorchDispatchMode):
         )
 
     def place(self) -> tuple[str, str]:
-        """Module path and source line of the user's model that the current call belongs to."""
+        """Return module path and the user's source line of the current call."""
         if self.phase is Phase.FORWARD:
             place = (self.module_stack[-1], user_source())
             self._sequence.append(torch._C._autograd._get_sequence_nr() - 1)
@@ -535,7 +564,7 @@ class Recorder(TorchDispatchMode):
         return ("", "") if node is None else self.place_of(node)
 
     def place_of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:
-        """Of the call of the forward pass that made `node`."""
+        """Return module path and source line of the forward call that made `node`."""
         if not self._sequence:
             return "", ""
         position = bisect.bisect_left(self._sequence, node._sequence_nr())
@@ -543,13 +572,13 @@ class Recorder(TorchDispatchMode):
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """All elements of its storage, side by side."""
+    """Return the whole storage of a tensor as a flat tensor."""
     count = tensor.untyped_storage().nbytes() // tensor.element_size()
     return tensor.as_strided((count,), (1,), 0)
 
 
 def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors on one storage, as they lie in a copy of that, or of the only one."""
+    """Return copies of tensors on one storage that share a copy of that storage."""
     is_one = len(tensors) == 1
     source = tensors[0] if is_one else whole_storage(tensors[0])
     layout = tuple(source.shape), source.stride()
@@ -561,7 +590,7 @@ def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:
-    """Immutable form of a nested argument: references for tensors, tuples for lists."""
+    """Return an immutable form of a nested argument: references for tensors, tuples for lists."""
     if isinstance(argument, torch.Tensor):
         return reference(argument)
     if isinstance(argument, list | tuple):
@@ -582,4 +611,4 @@ OUTSIDE = (
     "Call it outside of the planned module (a loss: on what the module returns), or in a way in "
     "which it reads no values"
 )
-"""What to do where a function of PyTorch looks at values."""
+"""Remedy if a function of PyTorch reads values."""

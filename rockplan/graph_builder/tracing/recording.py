@@ -63,7 +63,7 @@ from rockplan.values.interface import Assignment, Incoming, Precedent
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What is recorded: one call of `forward`, and the backward pass from `incoming`, as in
-    `graph_builder.capture`. foreign_rows: patches beside those of `eager_paths`."""
+    `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -75,7 +75,7 @@ class Sample:
 
 
 def record(sample: Sample) -> Capture | Interrupted:
-    """The recording of a sample, or what has to be found out about before."""
+    """Return the recording of a sample, or what has to be found out before it can be recorded."""
     modes.refuse_compiling()
     refuse(When.MODULE, sample.module)
     leftovers = Leftovers()
@@ -83,7 +83,7 @@ def record(sample: Sample) -> Capture | Interrupted:
         with leftovers.forgotten_by_errors():
             recorded: Capture | Interrupted = _recorded(sample, leftovers)
     except Interrupted as interrupted:
-        # Its frames hold functions that hold the recording.
+        # The frames refer to functions that refer to the recording.
         interrupted.__traceback__ = interrupted.__context__ = None
         recorded = interrupted
     except BaseException:
@@ -96,6 +96,8 @@ def record(sample: Sample) -> Capture | Interrupted:
 
 
 def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
+    """Record forward and backward; refuse what a plan could not repeat. leftovers: tensors of the
+    run that must not be left in Python."""
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, snapshot = recording.recorder, recording.stand_ins, recording.snapshot
     with (
@@ -142,7 +144,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """What takes part in one recording of `call`."""
+    """The objects of one recording of `call`."""
 
     call: Sample
     leftovers: Leftovers
@@ -157,8 +159,7 @@ class _Recording:
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
-        # Distinct calls are worked out once (`fake_results`): what a second cache keeps is not
-        # asked for.
+        # `recorded.results` caches results of distinct calls: a second cache would not be used.
         fake_mode.cache_enabled = False
         reader = ValueReader()
         recorder = Recorder(fake_mode, reader, leftovers)
@@ -167,7 +168,7 @@ class _Recording:
         return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, snapshot)
 
     def another_recorder(self) -> Recorder:
-        """For one more run of the forward."""
+        """Return a recorder for one more run of the forward."""
         return Recorder(self.fake_mode, self.reader, self.leftovers)
 
 
@@ -176,7 +177,7 @@ class _Exchanged:
     """A call with stand-ins for all tensors of the caller.
 
     parameters, buffers, inputs: as in Capture; autograd: what it kept of the stand-ins before the
-    run; submodules: those that were there, by identity.
+    run; submodules: those before the run, by id.
     """
 
     forward: ForwardCall
@@ -231,8 +232,8 @@ def _exchanged(recording: _Recording) -> _Exchanged:
 def _with_backward(
     recording: _Recording, exchanged: _Exchanged, first: ForwardRun
 ) -> tuple[ForwardRun, RecordedBackward]:
-    """Record the backward pass; refuse what the two passes have done that a plan would not. The
-    forward is returned with the results that calls make."""
+    """Record the backward pass; refuse what the two passes have done that a plan would not. Return
+    the forward with the results that calls make, and the backward."""
     recorder, call = recording.recorder, recording.call
     own_gradients.refuse_changes(exchanged.autograd)
     own_gradients.refuse_history(recorder.constants_with_history())
@@ -253,13 +254,13 @@ def _with_backward(
 
 
 def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
-    """What can be reached after one more run of the forward; None where that fails."""
+    """Return what can be reached after one more run of the forward; None if that run fails."""
     another = recording.another_recorder()
     recording.stand_ins.make_known(another)
     try:
         with forward.as_in_eager(another):
             forward.run(another)
-    except Exception:  # what a forward does with stand-ins that it has kept is its own
+    except Exception:  # the forward may fail on stand-ins that it kept in the first run
         return None
     return forward.reached()
 
@@ -267,9 +268,11 @@ def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reach
 def _assignments(
     recording: _Recording, forward: ForwardCall, first: ForwardRun, is_as_begun: bool
 ) -> tuple[Assignment, ...]:
-    """What each call leaves in Python: nothing, where everything is as it began. Where something
-    is left, or constants are written to, the forward runs again: only that tells whether the next
-    call would do the same."""
+    """Return what each call leaves in Python: nothing, if everything is as it began.
+
+    If something is left, or constants are written to, the forward runs again: only that shows
+    whether the next call would do the same.
+    """
     snapshot = recording.snapshot
     if not is_as_begun:
         _refuse_callers_changes(snapshot)
@@ -291,7 +294,8 @@ def _assignments(
 def _tensor_names(
     module: nn.Module,
 ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-    """Of parameters and buffers; not of sparse buffers, which are refused where they are read."""
+    """Return (name, tensor) of parameters and of buffers, without sparse buffers, which are refused
+    if they are read."""
     buffers = [(n, t) for n, t in module.named_buffers() if t.is_nested or t.layout is _DENSE]
     return list(module.named_parameters()), buffers
 
@@ -300,7 +304,7 @@ _DENSE = torch.strided
 
 
 _Given = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
-"""(role, name or position) of a tensor of the caller -> what a message calls it, and the tensor."""
+"""(role, name or position) of a tensor of the caller -> its name in messages, and the tensor."""
 
 
 def _given(
@@ -308,6 +312,8 @@ def _given(
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
 ) -> _Given:
+    """Return the tensors of the caller. leaves: position -> argument; parameters, buffers: (name,
+    tensor)."""
     given: _Given = {}
     for name, tensor in parameters:
         given["parameter", name] = f"the parameter '{name}'", tensor

@@ -1,9 +1,9 @@
-"""Refusals: what cannot be planned, a row each: when it is noticed, by what rule, what is said, and
-what to do.
+"""Refusals: what cannot be planned, a row each: when it is noticed, by which rule, message and
+remedy.
 
-Rows with a rule are looked for by `refuse`, one loop a stage. Others are noticed deep inside of a
-recording, and raised there by their name. docs/limits.md lists them as they are printed here, and
-each names the test that shows it; operators that are refused are rows of `operators.rows`.
+Rows with a rule are checked by `refuse`, one loop for each stage. Others are noticed deep inside of
+a recording, and raised there by name. docs/limits.md lists them as they are printed here, and each
+names the test that shows it; operators that are refused are rows of `operators.rows`.
 """
 
 from __future__ import annotations
@@ -50,10 +50,10 @@ AS_OPERATOR = (
     "(torch.library.custom_op with register_fake and register_autograd; for Triton "
     "torch.library.triton_op), or leave it outside of the planned module"
 )
-"""What to do about a kernel."""
+"""Remedy for a kernel."""
 
 RUN_ONCE = "run the module once on the sample, then plan it"
-"""What to do where only the first call is another one."""
+"""Remedy if only the first call differs."""
 
 PUT_INTO_A_DICTIONARY = (
     "return what it adds there, or put it into a dictionary or a list that is an argument, where "
@@ -65,17 +65,17 @@ DECIDED = (
     "as a Python bool or number, or as a tensor of bools or integers (each such value is a kind of "
     "call, planned for once)"
 )
-"""How the caller passes in what the forward reads."""
+"""How the caller passes in a decision of the forward."""
 
 DRAWN = (
     f"draw before the call, and pass in what was drawn: what the forward decides by {DECIDED}, "
     "what it computes with as a tensor"
 )
-"""What to do about random draws of Python."""
+"""Remedy for random draws of Python."""
 
 
 class When(StrEnum):
-    """The stage at which it is noticed."""
+    """The stage at which a refusal is noticed."""
 
     MODULE = "The module, before its forward runs"
     FORWARD = "What the forward does"
@@ -86,9 +86,11 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """says, remedy: text, with {places} for what was found. test: that shows it, by file and
-    function. rule: finds it in a module: what to fill in, for each place; None: it is noticed where
-    it happens."""
+    """One kind of model that cannot be planned.
+
+    says, remedy: text, with {places} to fill in. test: shows it, as 'file.function'. rule: yields
+    what to fill in, for each finding in a module; None if it is noticed elsewhere.
+    """
 
     name: str
     when: When
@@ -99,33 +101,33 @@ class Refusal:
     kind: type[RockplanError] = UnsupportedModel
 
     def text(self, **facts: Any) -> str:
-        """What is said. remedy: another one, where what was found has its own."""
+        """Return the message. facts: fill the places; a fact `remedy` replaces the row's remedy."""
         remedy = facts.pop("remedy", self.remedy.format(**facts))
         says = self.says.format(**facts)
         joined = ". " if remedy[:1].isupper() else "; "
         return f"{says}{joined}{remedy}" if remedy else says
 
     def error(self, module_path: str | None = None, **facts: Any) -> RockplanError:
-        """To be raised. module_path: of the submodule that it is about."""
+        """Return the error. module_path: of the submodule in question."""
         if not issubclass(self.kind, CaptureError):
             return self.kind(self.text(**facts))
         return self.kind(self.text(**facts), module_path=module_path)
 
     def at(self, module: str, source: str, **facts: Any) -> CaptureError:
-        """To be raised, with the place in the user's model."""
+        """Return the error with its place in the user's model."""
         assert issubclass(self.kind, CaptureError)
         return self.kind.at(module, source, self.text(**facts))
 
 
 def refuse_without_memory(module: nn.Module) -> None:
-    """Raise InvalidInput for parameters and buffers that are not there yet."""
+    """Raise InvalidInput for parameters and buffers without memory (lazy, or on meta)."""
     for name in ("lazy", "meta"):
         for finding in _RULES[name](module):
             raise NAMED[name].error(**finding)
 
 
 def refuse(when: When, module: nn.Module) -> None:
-    """Raise the first thing that a rule of this stage finds."""
+    """Raise the first finding of a rule of this stage."""
     for row in REFUSALS:
         if row.when is when and row.rule is not None:
             for finding in row.rule(module):
@@ -136,8 +138,8 @@ def refuse(when: When, module: nn.Module) -> None:
 
 
 def _function_modes(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """What such a mode does to a function depends on more than can be looked at: its state, and the
-    functions themselves, of which a plan has the operators that they call."""
+    """Yield foreign TorchFunctionModes. What such a mode does may depend on its state, and on
+    functions of which a plan has only the operators that they call."""
     if torch._C._is_torch_function_mode_enabled():
         for mode in filter(is_foreign, _get_current_function_mode_stack()):
             yield {"mode": type(mode).__qualname__}
@@ -167,9 +169,11 @@ _RULES = {"lazy": _lazy, "meta": _on_meta}
 
 
 def _hooks_on_all(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Hooks of submodules, or of all modules, would run during capture only. Those of the root run
-    around the planned forward as always; those of libraries that compute weights are part of the
-    graph."""
+    """Yield hooks on all modules, which would run during capture only.
+
+    Hooks of the root run around the planned forward as always; hooks of libraries that compute
+    weights are part of the graph.
+    """
     hooks = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in HOOKS))
     if hooks and any(True for _ in module.children()):
         yield {"hook": _called(hooks[0])}
@@ -803,7 +807,8 @@ NAMED = {row.name: row for row in REFUSALS}
 
 
 def as_markdown() -> str:
-    """All refusals, as docs/limits.md lists them: a list for each stage, and one of operators."""
+    """Return all refusals, as docs/limits.md lists them: a list for each stage, and one of
+    operators."""
     lines: list[str] = []
     for when in When:
         lines += [f"### {when}", ""]
@@ -823,7 +828,7 @@ def as_markdown() -> str:
 
 
 def _item(says: str, remedy: str) -> str:
-    """Says what, and after a dash what to do; '...' for what is filled in."""
+    """Return message and remedy as a list item; '...' for places to fill in."""
     said, todo = (re.sub(r"('?\{\w+\}'?)+", "...", text) for text in (says, remedy))
     return textwrap.fill(
         f"- {said}{f' - *{todo}*' if todo else ''}",

@@ -1,7 +1,7 @@
-"""Repeated calls: would the next call do what this one has done? A plan does the same at each.
+"""Repeated calls: whether the next call would do the same as the recorded one, as a plan does.
 
-takes: runs of the forward and the changes that they leave in Python. guarantees: a forward of which
-the next call would be another one is refused, with the place that makes it so.
+takes: runs of the forward and the changes that they leave in Python. guarantees: a forward whose
+next call would differ is refused, with the place of the cause.
 """
 
 from __future__ import annotations
@@ -20,15 +20,16 @@ from rockplan.python_state.snapshot import Changes, Snapshot
 
 
 def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
-    """Raise where every call leaves other data than the one before."""
+    """Raise if every call leaves other data than the call before."""
     for change in _changed(before, after):
         place = snapshot.place_of(change)
         raise _noticed("count", place)
 
 
 def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
-    """Raise where the first call leaves data that makes the second another one, or has drawn what
-    does. Data that is only left there, or set before it is read, makes no difference."""
+    """Raise if the second run differs from the first: the first left data that matters, or drew
+    random numbers that do. Data that is only left, or set before it is read, makes no
+    difference."""
     if first.done == second.done:
         return
     for change in first.changes:
@@ -39,7 +40,7 @@ def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRu
 
 
 def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
-    """Raise where a cached function may be what changes data: it runs in the first call alone."""
+    """Raise if a cached function may make the changes: it would run in the first call only."""
     name = snapshot.grown_cache()
     if name is not None:
         place = snapshot.place_of(next(iter(changes)))
@@ -49,8 +50,8 @@ def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
 def refuse_fresh_constants(
     written: list[tuple[torch.Tensor, RecordedCall]], another: Recorder
 ) -> None:
-    """Raise where the second run does not meet the tensors that the first has written to: the
-    forward makes them from other data, and a plan would write to the same one at every call."""
+    """Raise if the second run does not meet the tensors that the first has written to: the forward
+    makes them from other data at each call, and a plan would write to the same tensor each time."""
     kept = {id(tensor) for _, tensor in another.constants}
     for tensor, call in written:
         if id(tensor) not in kept:
@@ -58,7 +59,7 @@ def refuse_fresh_constants(
 
 
 def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
-    """Find constants whose storage a recorded call writes to, each with the first such call."""
+    """Return constants whose storage a recorded call writes to, each with the first such call."""
     written: dict[int, RecordedCall] = {}
     for call in recorder.calls:
         for value in call.writes:
@@ -75,6 +76,6 @@ _NO_CHANGE = object()
 
 
 def _noticed(name: str, place: Place, **facts: Any) -> Any:
-    """The refusal of this name, to be raised."""
+    """Return the error of the refusal of this name."""
     of = "in the model" if place.module is None else f"in module '{place.module or '(root)'}'"
     return NAMED[name].error(module_path=place.module, of=of, place=place.text, **facts)

@@ -1,6 +1,6 @@
-"""Places: the lines of the user's model that what runs now belongs to.
+"""Source lines: the line of the user's model that is running.
 
-takes: the frames of Python that run. returns: what a message says of them.
+takes: the frames of Python that run. returns: parts of messages.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ _TORCH_FOLDER = os.path.join(torch.__path__[0], "")
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
 _TENSOR_FILES = f"{_TORCH_FOLDER}_tensor"
 _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
-# The models in it are read as a user's; what calls the command line is nobody's model.
+# Models in this file count as a user's; callers of the command line do not.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 
 
 def torch_function() -> str:
-    """'torch.nn.functional.ctc_loss': the function of PyTorch that calls an operator now; '': the
-    user's code does itself, or by a method of the tensor."""
+    """Return the function of PyTorch that calls an operator now, 'torch.nn.functional.ctc_loss'; ''
+    if the user's code calls it, directly or by a tensor method."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -41,13 +41,13 @@ def torch_function() -> str:
 
 
 def is_of_torch(name: str) -> bool:
-    """Is a file one of PyTorch's own? (Not of torchvision.)"""
+    """Return whether a file is one of PyTorch's own (not of torchvision)."""
     return name.startswith(_TORCH_FOLDER)
 
 
 def user_source() -> str:
-    """'file.py:12' of the innermost frame outside torch, rockplan and what context managers are
-    made with."""
+    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and contextlib; '' if
+    there is none."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -60,7 +60,7 @@ def user_source() -> str:
 
 
 def is_of_users(name: str) -> bool:
-    """Is a file one of those outside torch, rockplan and what context managers are made with?"""
+    """Return whether a file is outside of torch, rockplan and contextlib."""
     ours = name.startswith(_NO_USERS) and name != _EXAMPLES
     return not (ours or name[0] == "<")
 
@@ -69,7 +69,7 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def of_function() -> str:
-    """What to do where an autograd.Function runs; '': elsewhere."""
+    """Return the remedy if an autograd.Function is running; else ''."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -94,7 +94,7 @@ def of_function() -> str:
 
 
 def of_experts() -> str:
-    """What to do where a mixture of experts chooses, in a Python loop, what runs; '': elsewhere."""
+    """Return the remedy if a mixture of experts chooses in Python what runs; else ''."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

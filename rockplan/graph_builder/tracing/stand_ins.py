@@ -1,8 +1,8 @@
-"""StandIns: fake tensors for those of the caller; Arguments: a call with them in its structure.
+"""StandIns: fake tensors for tensors of the caller; Arguments: a call with them in its structure.
 
 takes: positional and keyword arguments. returns: the same with other tensors, and the containers
-that had to be made anew for that. guarantees: what holds no tensor is the caller's own object; one
-object at two places stays one.
+that had to be rebuilt for that. guarantees: anything without tensors is the caller's own object;
+one object at two places stays one object.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rockplan.python_state.reach import named_arguments
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """made: containers that stand for those of the caller."""
+    """Arguments of a call. made: containers rebuilt from those of the caller."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -36,7 +36,8 @@ def with_stand_ins(
     kwargs: dict[str, Any],
     of: Callable[[torch.Tensor], torch.Tensor],
 ) -> Arguments:
-    """The arguments of `forward(*args, **kwargs)` with `of(tensor)` in place of each tensor."""
+    """Return the arguments of `forward(*args, **kwargs)` with `of(tensor)` in place of each
+    tensor."""
     exchange = _Exchange(of)
     named = named_arguments(forward, args, kwargs)
     values = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]
@@ -46,6 +47,8 @@ def with_stand_ins(
 
 @dataclass(slots=True)
 class _Exchange:
+    """Replaces tensors in nested values, each object once."""
+
     of: Callable[[torch.Tensor], torch.Tensor]
     known: dict[int, Any] = field(default_factory=dict)
     made: list[Held] = field(default_factory=list)
@@ -56,6 +59,7 @@ class _Exchange:
         return self.known[id(value)]
 
     def _new(self, value: Any, place: Place) -> Any:
+        """Return `value` with its tensors replaced: itself if it has none."""
         if isinstance(value, torch.Tensor):
             return self.of(value)
         children = trees.children(value)
@@ -70,9 +74,10 @@ class _Exchange:
 
 
 class StandIns:
-    """Fake tensors for real ones, one for each object, sharing storage where the real ones do.
+    """Fake tensors for real ones, one for each object, sharing storages as the real ones do.
 
-    real: identity of a fake tensor -> what it stands for."""
+    real: id of a fake tensor -> the real tensor.
+    """
 
     def __init__(self, fake_mode: FakeTensorMode, recorder: Recorder) -> None:
         self._fake_mode = fake_mode
@@ -83,6 +88,7 @@ class StandIns:
         self.fakes: list[torch.Tensor] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the stand-in of a tensor; make it at the first call."""
         fake = self._of.get(id(tensor))
         if fake is None:
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
@@ -98,23 +104,26 @@ class StandIns:
     def of_registered(
         self, registered: dict[int, torch.Tensor]
     ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """The stand-in of a parameter or a buffer, None for other tensors."""
+        """Return a function: a tensor -> its stand-in if it is a parameter or buffer, else None."""
         return lambda tensor: self._of[id(tensor)] if id(tensor) in registered else None
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """What was written into them is no part of autograd's graph on exit, which may hold them in
-        turn, where Python would not see it."""
+        """Detach stand-ins on exit: the autograd graph of what was written into them may refer to
+        them, in a cycle that Python does not see."""
         try:
             yield
         finally:
             for fake in self.fakes:
                 if fake.grad_fn is not None:
-                    with torch.no_grad(), contextlib.suppress(RuntimeError):  # of a view
+                    with (
+                        torch.no_grad(),
+                        contextlib.suppress(RuntimeError),
+                    ):  # views cannot be detached
                         fake.detach_()
 
     def make_known(self, recorder: Recorder) -> None:
-        """To another recorder, as the values that they are to the first."""
+        """Register all stand-ins with another recorder, under the same values."""
         for fake in self.fakes:
             recorder.value(fake)
         recorder.begin_forward()

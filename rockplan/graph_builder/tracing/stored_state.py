@@ -1,7 +1,7 @@
-"""Stored state: what the forward has stored somewhere in Python, tensors of its run and plain data.
+"""Stored state: tensors and plain data that the forward has stored in Python objects.
 
 takes: what can be reached after the run, and what it was before. returns: assignments, the data
-that each call leaves. guarantees: anything else that the forward keeps is refused by name; eager
+that each call leaves. guarantees: anything else that the forward stores is refused by name; eager
 would have it after the call, a plan would not.
 """
 
@@ -41,8 +41,11 @@ from rockplan.values.interface import ABSENT, Address, Assignment
 def refuse_kept_arguments(
     reached: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
 ) -> None:
-    """Raise where a tensor of the caller is also kept where the forward can see it, and compare the
-    two: it would be one tensor in this call, and two in the next."""
+    """Raise if an argument is also kept where the forward can see it and compare the two by
+    identity: they would be one tensor in this call, and two in the next.
+
+    registered: id -> parameter or buffer, which do not count.
+    """
     if not reached.compares_objects:
         return
     for place in reached.shared:
@@ -66,10 +69,11 @@ def refuse_stored(
     made: RunTensors,
     another: Callable[[], Reached | None],
 ) -> None:
-    """Raise where the run has stored a tensor that the caller would find after the call.
+    """Raise if the run has stored a tensor that the caller would find after the call.
 
-    reached: what the forward can reach after the run; another: the same after one more run, None
-    where that run fails. Raises StoredByTheFirstCall where no more than one call has to come first.
+    reached: what the forward can reach after the run; another: returns the same after one more run,
+    None if that run fails. Raises StoredByTheFirstCall if only the first call stores it and it
+    depends on constants only.
     """
     before = {held.identity: start for held, _, start in _known(snapshot)}
     computed = _computed(reached)
@@ -86,7 +90,7 @@ def refuse_stored(
 
 
 def refuse_cached(reached: Reached, made: RunTensors) -> None:
-    """Raise where a function cache holds a tensor of the run that depends on more than constants:
+    """Raise if a function cache holds a tensor of the run that depends on more than constants:
     eager finds it at the next call, a plan computes it anew."""
     for place, value in reached.objects:
         kept = cached_in(value) if is_function_cache(value) else ()
@@ -97,7 +101,7 @@ def refuse_cached(reached: Reached, made: RunTensors) -> None:
 
 
 def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
-    """Return the data that each call leaves outside of tensors. Raises UnsupportedModel where a
+    """Return the data that each call leaves outside of tensors. Raises UnsupportedModel if a
     planned call could not leave it there."""
     assignments: list[Assignment] = []
     owners = {owner for owner, _ in changes}
@@ -125,7 +129,8 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
 
 
 def _left_at(address: Address, kind: Kind, key: Any, now: list[Element]) -> Assignment:
-    """What a holder holds now: an element, or all where they are set together."""
+    """Return the assignment of an element of a holder, or of all elements if they are set
+    together."""
     if kind.step == "all":
         root, path, steps = address
         return Assignment((root, path, (*steps, ("all", None))), tuple(copied(v) for _, v in now))
@@ -133,14 +138,14 @@ def _left_at(address: Address, kind: Kind, key: Any, now: list[Element]) -> Assi
 
 
 def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], dict[Any, Any]]]:
-    """(holder, what it held before, what it held when the forward began)"""
+    """Yield (holder, what it held before, what it held when the forward began)."""
     starts = map(dict, snapshot.start)
     return zip(snapshot.holders, snapshot.before, starts, strict=True)
 
 
 def _is_opaque(value: Any, former: Any) -> bool:
-    """Is it an object that is compared by identity alone, in place of another one or of nothing, or
-    a function in place of nothing or of the same one?"""
+    """Return whether `value` is an object compared by identity only, in place of another such
+    object or of nothing, or a function in place of nothing or of the same code."""
     if is_other_code(value, former):
         return False
     told = (ABSENT, None)
@@ -152,8 +157,8 @@ def _is_opaque(value: Any, former: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """True for immutable data, collections of such data (a call leaves a copy), and tensors that
-    existed before the call."""
+    """Return whether it is immutable data, a collection of such data (a call leaves a copy), or a
+    tensor that existed before the call."""
     if type(value) in (dict, list, set, deque):
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))
@@ -162,8 +167,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
-    """Find the attributes that PyTorch's own hooks compute before each call; nobody else reads
-    them."""
+    """Return the attributes that PyTorch's own hooks compute before each call and only they
+    read."""
     places: set[tuple[Identity, Any]] = set()
     for _, value in reached.objects:
         if isinstance(value, nn.Module):
@@ -177,20 +182,20 @@ def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
 
 @dataclass(frozen=True, slots=True)
 class RunTensors:
-    """Tensors of the run. stand_ins: identity of a fake tensor -> what it stands for."""
+    """Recognizes tensors of the run. stand_ins: id of a fake tensor -> the real tensor."""
 
     recorder: Recorder
     reader: ValueReader
     stand_ins: Mapping[int, torch.Tensor]
 
     def is_ours(self, value: Any) -> bool:
-        """True for tensors, and nodes of autograd, that the run has made."""
+        """Return whether a tensor, or a node of autograd, was made by the run."""
         if isinstance(value, FakeTensor):
             return value.fake_mode is self.recorder.fake_mode
         return not isinstance(value, torch.Tensor)
 
     def is_of_constants(self, tensor: torch.Tensor) -> bool:
-        """True if constants, parameters and buffers alone decide the tensor."""
+        """Return whether the tensor depends on constants, parameters and buffers only."""
         if id(tensor) in self.stand_ins:
             return self.recorder.value(tensor) not in self.reader.inputs
         return not tensor.requires_grad and self.reader.is_of_constants(self.recorder, tensor)
@@ -203,8 +208,8 @@ def _who(place: Place) -> str:
 
 
 def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | None]) -> bool:
-    """True if one more call finds the stored tensor and stores nothing. (A tensor with a gradient
-    would keep the graph of the first call.)"""
+    """Return whether one more call finds the stored tensor and stores nothing. (A tensor with a
+    gradient would keep the graph of the first call.)"""
     if entry.place.is_callers or any(t.requires_grad for t in tensors_in(entry.value)):
         return False
     reached = another()
@@ -215,7 +220,8 @@ def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | Non
 
 
 def _refusal(place: Place, is_kept: bool = False) -> RockplanError:
-    """is_kept: by later calls, of what the first has made."""
+    """Return the error for a stored tensor. is_kept: later calls use the tensor that the first has
+    made."""
     refusal, facts = NAMED["kept tensor"], {"who": _who(place)}
     facts["place"] = place.text if place.module is not None else str(place)
     if is_kept:

@@ -1,9 +1,9 @@
-"""Questions: what a forward asks a tensor about itself, answered as in eager execution.
+"""Questions: attributes that a forward reads from a tensor, answered as in eager execution.
 
-A recorded run has stand-ins for the tensors of the caller, which are of another class and were made
-a moment ago. takes: the stand-ins. guarantees: class, attributes and what autograd says of a
-parameter, a buffer or an argument are those of the real tensor; what may be another at the next
-call is a `Question` that is asked again before it; what no plan could answer is refused.
+A recorded run has stand-ins for the tensors of the caller, which are of another class and new.
+takes: the stand-ins. guarantees: class, attributes and autograd state of a parameter, a buffer or
+an argument are those of the real tensor; an answer that may differ at the next call is a
+`Question`, asked again before it; a question that no plan could answer is refused.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from rockplan.python_state.answers import ASKED, PLACE, answer_of
 from rockplan.python_state.contents import described
 from rockplan.values.interface import ABSENT, Question
 
-# Attributes that say of a tensor what it is for the caller alone, whatever they say.
+# Attributes that no planned call could give, whatever their value.
 _TOLD_ALONE = {
     "_version": "how often it was written to",
 }
-# Of these, None is an answer that can be asked for again before each call.
+# Attributes that are allowed if they are None, which is asked again before each call.
 _TOLD_IF_NONE = {"grad": "its gradient so far", "grad_fn": "what computed it"}
-# What else leads to the storage of a tensor.
+# Further methods that lead to the storage of a tensor.
 _OF_STORAGE = ("storage", "_typed_storage")
 _PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 _ATTRIBUTE = object.__getattribute__
-# Its own, of which a tensor may have an attribute of the same name.
+# Attributes of fake tensors, whose names a real tensor may use for its own.
 _OF_STAND_INS = frozenset(
     name for name in {*vars(FakeTensor), *FakeTensor.__annotations__} if not name.startswith("__")
 )
@@ -44,8 +44,12 @@ _OF_STAND_INS = frozenset(
 
 @dataclass(slots=True)
 class Questions:
-    """What was asked. names: identity of a stand-in -> what a message calls it, and how a planned
-    call finds the real tensor: by a role and a name or position."""
+    """What was asked.
+
+    mode: of the stand-ins; real: id of a stand-in -> the real tensor; names: id of a stand-in ->
+    (its name in messages, role, name or position), by which a planned call finds the real tensor;
+    asked: the questions so far; attributes: names in `__dict__` before the run.
+    """
 
     mode: FakeTensorMode
     real: Mapping[int, torch.Tensor]
@@ -56,7 +60,8 @@ class Questions:
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, stand_in: torch.Tensor, called: str, role: str, key: str | int) -> None:
-        """A message calls it `called`."""
+        """Register a stand-in. called: its name in messages; role, key: how a planned call finds
+        it."""
         self.names.setdefault(id(stand_in), (called, role, key))
         self.stand_ins[id(stand_in)] = stand_in
         self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
@@ -66,7 +71,7 @@ class Questions:
 
     @contextlib.contextmanager
     def answered(self, namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Questions are answered. namespaces: global variables of the code that may ask."""
+        """Answer questions while inside. namespaces: global variables of the code that may ask."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_members(FakeTensor, self._members()))
             alone = {name: self._alone(name, what) for name, what in _TOLD_ALONE.items()}
@@ -83,11 +88,12 @@ class Questions:
                 self._forget()
 
     def _forget(self) -> None:
-        """A mode that has seen the functions in here holds no tensor by them."""
+        """Drop all references to tensors: a mode that has seen the patched functions may keep
+        these."""
         self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
-        """Raise where the forward has given a tensor of the caller's, or a result, an attribute."""
+        """Raise if the forward has set an attribute of a tensor of the caller, or of a result."""
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
                 for attribute in _given(result.__dict__):
@@ -101,6 +107,8 @@ class Questions:
                     raise NAMED["attribute of a tensor"].error(tensor=called, attribute=attribute)
 
     def _members(self) -> dict[str, Any]:
+        """Return the members that replace those of FakeTensor."""
+
         def attribute(tensor: torch.Tensor, name: str) -> Any:
             return self._attribute(tensor, name, _asks_users_file())
 
@@ -128,17 +136,18 @@ class Questions:
         return members
 
     def asked_for_places(self) -> list[torch.Tensor]:
-        """Stand-ins that were asked where they are in memory."""
+        """Return stand-ins whose place in memory was asked for."""
         asked = {(role, key) for role, key, attribute in self.asked if attribute in PLACE}
         return [self.stand_ins[i] for i, (_, *name) in self.names.items() if tuple(name) in asked]
 
     def _asked_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """The real tensor, where the user's code asks a stand-in of this recording."""
+        """Return the real tensor if the user's code asks a stand-in of this recording; else
+        None."""
         real = self.real.get(id(tensor))
         return real if real is not None and _asks_users_file() else None
 
     def _class(self, tensor: torch.Tensor) -> type:
-        """Of a stand-in that of the real tensor; of others what eager execution makes."""
+        """Return the class that the tensor has in eager execution."""
         own = _ATTRIBUTE(tensor, "__dict__")
         if own.get("fake_mode") is not self.mode:
             return FakeTensor
@@ -148,7 +157,7 @@ class Questions:
         return nn.Parameter if "_is_param" in own else torch.Tensor
 
     def _is_a(self) -> Callable[[Any, Any], bool]:
-        """`isinstance` of parameters, and of classes derived from theirs."""
+        """Return `isinstance` for parameters and derived classes, as in eager execution."""
         original: Any = vars(type(nn.Parameter))["__instancecheck__"]
 
         def is_a(kind: type, instance: object) -> bool:
@@ -162,7 +171,7 @@ class Questions:
         return id(self.real.get(id(value), value))
 
     def ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
-        """Each later call must find `answer` again, where `tensor` is a stand-in."""
+        """Note a question: each later call must find `answer` again, if `tensor` is a stand-in."""
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
@@ -171,7 +180,8 @@ class Questions:
             self.asked.setdefault((role, key, attribute), Question(role, key, attribute, told))
 
     def _attribute(self, tensor: torch.Tensor, attribute: str, is_users: bool) -> Any:
-        """Of a stand-in, an attribute that fake tensors do not have."""
+        """Return an attribute that fake tensors do not have, from the real tensor. is_users: the
+        user's code asks."""
         real = self.real.get(id(tensor))
         if real is None or attribute.startswith("__"):
             kind = self._class(tensor).__name__
@@ -190,6 +200,7 @@ class Questions:
         return self._by_identity(answer)
 
     def _dictionary(self, tensor: torch.Tensor) -> dict[str, Any]:
+        """Return `__dict__` as in eager execution."""
         real = self.real.get(id(tensor))
         if real is None:
             own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
@@ -210,7 +221,7 @@ class Questions:
         return directory
 
     def _by_identity(self, answer: Any) -> Any:
-        """Another of the caller's tensors as its stand-in."""
+        """Return the stand-in if the answer is a tensor of the caller, else the answer."""
         for identity, real in self.real.items():
             if real is answer:
                 return self.stand_ins[identity]
@@ -247,7 +258,8 @@ class Questions:
         return place
 
     def ask_place(self, tensor: torch.Tensor, attributes: Iterable[str] = PLACE) -> None:
-        """Of all tensors of the caller's on the storage of a fake tensor."""
+        """Note questions about the place of all tensors of the caller on the storage of a fake
+        tensor."""
         storage = torch._C.TensorBase.untyped_storage(tensor)._cdata
         for identity, stand_in in self.stand_ins.items():
             if torch._C.TensorBase.untyped_storage(stand_in)._cdata == storage:
@@ -255,6 +267,7 @@ class Questions:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
     def _deep_copy(self) -> Callable[..., Any]:
+        """Return a `__deepcopy__` for fake tensors that copies as in eager execution."""
         original = torch.Tensor.__deepcopy__
 
         def deep_copy(tensor: torch.Tensor, memo: Any) -> Any:
@@ -267,7 +280,9 @@ class Questions:
             own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
             if own.get("fake_mode") is not self.mode or not tensor.is_leaf:
                 return original(tensor, memo)
-            if id(tensor) not in memo:  # with the mode that it is of, which is not copied
+            if (
+                id(tensor) not in memo
+            ):  # made by an operator: the fake mode itself must not be copied
                 made = tensor.detach().clone()
                 kind = {"_is_param": True} if "_is_param" in own else {}
                 given = {name: own[name] for name in _given(own)}
@@ -278,6 +293,8 @@ class Questions:
         return deep_copy
 
     def _as_subclass(self) -> Callable[..., Any]:
+        """Return an `as_subclass` that refuses subclasses."""
+
         def as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
             if kind is not torch.Tensor:
                 self.refuse(
@@ -290,11 +307,12 @@ class Questions:
         return as_subclass
 
     def _alone(self, name: str, what: str) -> property:
+        """Return a property that is refused if the user's code reads it."""
         original: Any = getattr(torch._C.TensorBase, name)
         thread = threading.get_ident()
 
         def get(tensor: torch.Tensor) -> Any:
-            """Also of tensors that are views of the caller's, or that somebody else keeps."""
+            """Refuse, also for views of the caller's tensors and for tensors kept elsewhere."""
             if threading.get_ident() == thread and _asks_users_file():
                 self._refuse(tensor, name, what)
             return original.__get__(tensor)
@@ -302,6 +320,7 @@ class Questions:
         return property(get)
 
     def _if_none(self, name: str, what: str) -> property:
+        """Return a property that is refused if it is not None on the real tensor."""
         original: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
@@ -321,11 +340,11 @@ class Questions:
 
 
 _class_of: list[Callable[[torch.Tensor], type]] = []
-"""The last says what class a fake tensor stands for."""
+"""Stack of functions: a fake tensor -> the class that it has in eager execution."""
 
 
 class _Meta(type):
-    """Of what stands for `type`, by which code asks for a class."""
+    """Metaclass of the replacement for `type`."""
 
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
         if len(args) != 1 or kwargs:
@@ -343,7 +362,7 @@ class _Meta(type):
 
 
 class _Type(type, metaclass=_Meta):
-    """Called with one argument, the class that it has in eager execution."""
+    """Replaces `type` in the user's code: called with one argument, it returns the eager class."""
 
 
 def _refuse_nothing(message: str) -> NoReturn:
@@ -351,7 +370,7 @@ def _refuse_nothing(message: str) -> NoReturn:
 
 
 def _asks_users_file() -> bool:
-    """Is what asks for an attribute code of neither PyTorch nor rockplan?"""
+    """Return whether the code that reads an attribute is neither PyTorch's nor rockplan's."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -360,18 +379,18 @@ def _asks_users_file() -> bool:
 
 
 def _given(attributes: Mapping[str, Any]) -> list[str]:
-    """Names that are none of a fake tensor's own."""
+    """Return names of attributes that are not a fake tensor's own."""
     return sorted(name for name in attributes if not (name in _OF_STAND_INS or _is_own(name)))
 
 
 def _is_own(name: str) -> bool:
-    """Is it an attribute that fake tensors get?"""
+    """Return whether fake tensors get an attribute of this name."""
     return name in ("_fake_device", "_is_param", "_is_buffer", "persistent") or "_memo" in name
 
 
 @contextlib.contextmanager
 def _members(owner: type, members: Mapping[str, Any]) -> Iterator[None]:
-    """A class has other members meanwhile."""
+    """Replace members of a class while inside."""
     before = {name: vars(owner)[name] for name in members if name in vars(owner)}
     for name, member in members.items():
         setattr(owner, name, member)
@@ -387,7 +406,7 @@ def _members(owner: type, members: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _variables(namespace: dict[str, Any], variables: Mapping[str, Any]) -> Iterator[None]:
-    """A file has other global variables meanwhile, where it has none of that name itself."""
+    """Add global variables to a module while inside, where it has none of that name."""
     new = {name: value for name, value in variables.items() if name not in namespace}
     namespace.update(new)
     try:

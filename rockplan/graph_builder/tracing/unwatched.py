@@ -1,11 +1,10 @@
-"""Unwatched: calls of the backward pass as eager executes them when no dispatch mode watches.
+"""Unwatched: calls of the backward pass that eager executes differently without a dispatch mode.
 
-takes: a call, and where its tensors live. returns: the call whose bits are those of eager.
-
-Zeros without memory, the gradient of `sgn`, are such a case: nothing may write to them, their
-operators are none that can be recorded, and what they are multiplied by is not looked at, so that
-they stay zeros where infinity meets them. Here they are zeros with memory, and what eager would not
-compute is not computed.
+takes: a call, and the storages of its tensors. returns: a call with the bits of eager.
+One case are zeros without memory, such as the gradient of `sgn`. Nothing may write to them, their
+operators cannot be recorded, and a product with them is zero whatever the other operand is,
+infinity included. Here they become zeros with memory, and products that eager does not compute are
+not computed.
 """
 
 from __future__ import annotations
@@ -29,17 +28,19 @@ _KEEP_ZEROS: dict[Any, Callable[[list[bool]], bool]] = {
     torch.ops.aten.add.Tensor: all,
     torch.ops.aten.sub.Tensor: all,
 }
-"""Operator -> whether eager returns zeros without memory, by which operands are such."""
+"""Operator -> function: which operands are zeros without memory -> is the result too?"""
 
-# Their gradient goes to the elements that are equal to the result, in equal parts.
+# Their gradient is distributed evenly over the elements that equal the result.
 _OF_ALL_ELEMENTS = {"MaxBackward1", "MinBackward1", "MedianBackward0", "NanmedianBackward0"}
 
 Operands = tuple[Any, ...]
 
 
 class Unwatched:
-    """Of one recording. storage_of: ordinal of a tensor's storage; result_of: what a call returns,
-    a fake tensor."""
+    """Rewrites calls of one recording.
+
+    storage_of: number of a tensor's storage; result_of: the fake result of a call.
+    """
 
     def __init__(
         self,
@@ -53,7 +54,7 @@ class Unwatched:
     def call(
         self, func: Any, args: Operands, kwargs: dict[str, Any], node: str
     ) -> tuple[Any, Operands, dict[str, Any]]:
-        """node: of autograd that runs, by name."""
+        """Return the call to record. node: name of the autograd node that runs."""
         if func is _WITHOUT_MEMORY:
             return _ZEROS, args, kwargs
         if func not in _KEEP_ZEROS:
@@ -69,26 +70,26 @@ class Unwatched:
         return func, args, kwargs
 
     def note(self, called: Any, func: Any, args: Operands, result: Any) -> None:
-        """What became of a call. called: as autograd has it; func: what was recorded."""
+        """Note the result of a call. called: as autograd called it; func: as it was recorded."""
         if func is _ZEROS and called is not _ZEROS:
             self._zeros.add(self._storage_of(result))
 
     def _is_zero(self, func: Any, args: Operands) -> bool:
-        """Does eager return zeros without memory?"""
+        """Return whether eager returns zeros without memory."""
         if not self._zeros:
             return False
         return _KEEP_ZEROS[func]([self._storage_of(t) in self._zeros for t in facts.tensors(args)])
 
 
 def refuse_other_variants(values: Sequence[RecordedValue], calls: Sequence[RecordedCall]) -> None:
-    """Raise where eager execution calls other operators than it does while they are recorded.
+    """Raise if eager execution calls other operators than the recording.
 
     Composite operators have a second variant for tensor subclasses and dispatch modes
-    (TensorSubclassLikeUtils.h in PyTorch); nearly all only write out of place. One whose bits
-    differ is cross entropy with class weights, label smoothing and the mean: eager sums the
-    weights of the targets that count (masked_select), the variant those of all targets, others
-    set to zero. (The two others known are recorded as eager computes them:
-    `Unwatched`, `eager_paths._max_pool1d`.)
+    (TensorSubclassLikeUtils.h in PyTorch); nearly all differ only in writing out of place. One
+    whose bits differ is cross entropy with class weights, label smoothing and the mean: eager sums
+    the weights of the targets that count (masked_select), the variant sums those of all targets,
+    others set to zero. (The two others known are recorded as eager computes them: `Unwatched`,
+    `eager_paths._max_pool1d`.)
     """
     filled: dict[int, ValueRef] = {}
     gathered: dict[int, ValueRef] = {}

@@ -1,8 +1,8 @@
-"""Unwritten: memory that no operator has written to, and that something reads.
+"""Unwritten: uninitialized memory that something reads.
 
-takes: calls, as they are recorded. guarantees: who reads what `torch.empty` has made before
-anything was written to it is refused: a kernel wrote it that is no operator of PyTorch, or was
-skipped under a fake mode, and a plan would train on what happens to be in memory.
+takes: calls, as they are recorded. guarantees: a read of memory that `torch.empty` made and no
+operator has written is refused: a kernel outside of PyTorch wrote it, or was skipped under a fake
+mode, and a plan would train on random content.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 @dataclass(frozen=True, slots=True)
 class _Maker:
-    """Who has made memory, and where."""
+    """The function that made memory, and its place."""
 
     by: str
     module: str
@@ -27,7 +27,7 @@ class _Maker:
 
 
 class Unwritten:
-    """Memory that no call has written to: what `torch.empty` has made. Storages are ordinals."""
+    """Uninitialized storages (by number): made by `torch.empty`, and not written by a call."""
 
     def __init__(self) -> None:
         self._made: dict[int, _Maker] = {}
@@ -38,17 +38,17 @@ class Unwritten:
     def makes(
         self, operator: OpOverload, storages: Iterable[int], module: str, source: str
     ) -> None:
-        """`operator` has made new memory."""
+        """Note new storages, if `operator` leaves them uninitialized."""
         if facts.facts_of(operator).makes_unwritten:
             self._made |= dict.fromkeys(storages, _Maker(maker(), module, source))
 
     def written(self, storages: Iterable[int]) -> None:
-        """A call has written to them, to a part at least."""
+        """Note that a call has written to storages, at least to a part of each."""
         for storage in storages:
             self._made.pop(storage, None)
 
     def refuse(self, storages: Iterable[int], reader: str) -> None:
-        """Raise where one of them, which `reader` reads, has been written by nothing."""
+        """Raise if one of the storages that `reader` reads is uninitialized."""
         for storage in storages:
             made = self._made.get(storage)
             if made is not None:

@@ -1,8 +1,8 @@
-"""Reads: values of tensors that Python asks for while a forward is recorded (`.item()`, `print`).
+"""Reads: values of tensors that Python reads while a forward is recorded (`.item()`, `print`).
 
-takes: a recorder, and the real tensors of the caller. guarantees: what a read gives is what it
-gives in eager execution, and a guard compares it before each later call; a value that is not known
-before the call is refused, with what it depends on.
+takes: a recorder, and the real tensors of the caller. guarantees: a read returns what it returns in
+eager execution, and a guard compares it before each later call; a value that is not known before
+the call is refused, with what it depends on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from rockplan.values.interface import Guard
 
 @dataclass(frozen=True, slots=True)
 class _Handed:
-    """What Python was told of a tensor: a real copy, and the bits that it had."""
+    """A tensor whose values Python got: a real copy, and the bits that it had."""
 
     tensor: torch.Tensor
     bits: torch.Tensor
@@ -48,7 +48,9 @@ class _Handed:
 class ValueReader:
     """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`).
 
-    inputs: values that are arguments of the call."""
+    inputs: values that are arguments of the call. `_known`: integer arguments, `_buffers`: integer
+    buffers, `_numbers`: small floating-point arguments, each value -> real tensor.
+    """
 
     def __init__(self) -> None:
         self._known: dict[int, torch.Tensor] = {}
@@ -68,7 +70,8 @@ class ValueReader:
         buffers: Sequence[tuple[str, int]],
         real_buffers: Sequence[torch.Tensor],
     ) -> None:
-        """inputs: value -> (leaf position, real tensor); parameters, buffers: (name, value)."""
+        """Register the tensors of the caller. inputs: value -> (leaf position, real tensor);
+        parameters, buffers: (name, value)."""
         for value, (position, tensor) in inputs.items():
             if _is_integer(tensor):
                 self._known[value] = tensor
@@ -88,7 +91,7 @@ class ValueReader:
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
-        """What an operator gives that tells Python of values."""
+        """Return the Python value that an operator reads from a tensor."""
         wanted = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         more = ""
@@ -108,8 +111,8 @@ class ValueReader:
         return expected
 
     def _drawn(self, recorder: Recorder, call: Call, module: str, source: str) -> bool | None:
-        """A yes or no by draws, where there are few before it: these are drawn before each later
-        call as well, and given back. None: it is another read."""
+        """Return a bool that depends on random draws, if there are few: these are repeated before
+        each later call, and the generator is put back. None for any other read."""
         draws = [c for c in recorder.calls if c.random]
         is_forward = recorder.phase is Phase.FORWARD
         if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
@@ -131,8 +134,8 @@ class ValueReader:
         return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-        """A real copy of `tensor`, all of which Python is told. Later calls must find the same
-        bits, of which a constant is kept."""
+        """Return a real copy of `tensor`, whose values Python gets. Later calls must find the same
+        bits, which are kept as a constant."""
         module, source = recorder.place()
         value = recorder.value(recorder.known_tensor(tensor))
         recorder.refuse_unwritten([value], f"Python at {source} reads")
@@ -143,7 +146,7 @@ class ValueReader:
             handed = _Handed(known, _bits(known).clone(), module, source)
         self._handed.append(handed)
         if leaves:
-            # The same object for a second recorder, which then has the same constants.
+            # One object for all recorders, so that a second one has the same constants.
             snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
             kept = recorder.value(recorder.known_tensor(snapshot))
             as_bits = len(recorder.values)
@@ -156,7 +159,7 @@ class ValueReader:
         return known
 
     def is_of_constants(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
-        """Is `tensor` made of nothing but constants, which nothing changes?"""
+        """Return whether `tensor` depends only on constants that nothing changes."""
         value = recorder.value(tensor)
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
@@ -174,9 +177,11 @@ class ValueReader:
         more: str = "",
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
-        """Every value that `calls` make from `leaves`, for real; refused where these are not the
-        same in every call, or cannot be compared before it. more: what to do, beside the usual;
-        numbers: floating-point inputs of which it is compared."""
+        """Return every value that `calls` make from `leaves`, computed for real; refuse a read if
+        these differ between calls and cannot be compared before a call.
+
+        more: a further remedy; numbers: floating-point inputs that are compared.
+        """
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
@@ -190,8 +195,9 @@ class ValueReader:
         leaves: frozenset[int],
         numbers: Set[int] = frozenset(),
     ) -> list[str] | None:
-        """Names of what among `leaves` is not the same in every call, and cannot be compared before
-        it; None: nothing is, nor is anything drawn, or got from outside."""
+        """Return names of those `leaves` that may differ between calls and cannot be compared
+        before a call; None if there are none, and no draws or side effects. (An unnamed one gives
+        an empty list.)"""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
@@ -204,6 +210,7 @@ class ValueReader:
     def _run(
         self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
+        """Compute `calls` for real from copies of known leaves."""
         known = {**self._known, **self._numbers, **self._buffers, **dict(recorder.constants)}
         return evaluate.run([c.call for c in calls], _copies(known, leaves))
 
@@ -216,8 +223,8 @@ class ValueReader:
         module: str,
         source: str,
     ) -> Any:
-        """What an operator returns whose shape depends on values: fake tensors, where the values
-        are known before the call; a guard finds the same shape at each later one."""
+        """Return the fake result of an operator whose result shape depends on values, if these are
+        known before the call; a guard requires the same shape at each later call."""
         rule = value_shapes.rule_of(operator, args, kwargs)
         deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
         wanted = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
@@ -245,6 +252,8 @@ class ValueReader:
         source: str,
         draws: bool = False,
     ) -> None:
+        """Add a guard: `read` after `calls` must give `expected`. draws: `calls` include random
+        draws."""
         if not leaves and not draws:
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
@@ -256,8 +265,8 @@ class ValueReader:
             recorder.guards.append(guard)
 
     def refuse_another_call(self, recorder: Recorder) -> None:
-        """Raise where the run changes a buffer of which Python has read a value, and the next call
-        would not read the same."""
+        """Raise if the run changes a buffer from which Python has read a value, and the next call
+        would read another."""
         changed = {recorder.values[v].storage for c in recorder.calls for v in c.writes}
         for guard in recorder.guards:
             written = [v for v, _ in guard.buffers if recorder.values[v].storage in changed]
@@ -269,8 +278,8 @@ class ValueReader:
                 )
 
     def _is_read_again(self, recorder: Recorder, guard: Guard, written: Sequence[int]) -> bool:
-        """Does the next call read what `guard` expects of the buffers `written`, which this one
-        changes?"""
+        """Return whether the next call reads what `guard` expects from the buffers `written`, which
+        this call changes."""
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, written)
         known = self._known.keys() | self._buffers.keys() | dict(recorder.constants).keys()
         if leaves - known or not all(c.is_repeatable for c in calls):
@@ -284,8 +293,8 @@ class ValueReader:
         )
 
     def refuse_writes(self) -> None:
-        """Raise where the forward has written to what Python was told: the array of a tensor has
-        its memory in eager execution."""
+        """Raise if the forward has written into values that Python got: in eager execution the
+        array of a tensor is its memory."""
         for handed in self._handed:
             with _disable_current_modes(), torch.no_grad():
                 same = torch.equal(_bits(handed.tensor), handed.bits)
@@ -293,7 +302,8 @@ class ValueReader:
                 raise NAMED["memory of an array"].at(handed.module, handed.source)
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
-        """Real tensors of integer inputs, constants, and what is computed from them alone."""
+        """Return value -> real tensor for integer inputs, constants, and what is computed from them
+        only."""
         known = {**self._known, **dict(recorder.constants)}
         known = _copies(known, frozenset(known))
         computable: list[Call] = []
@@ -308,7 +318,7 @@ class ValueReader:
                 continue
             computable.append(recorded.call)
             available.update(recorded.call.made)
-        # What was made here and written to later, with something unknown, is nothing's content.
+        # Values in storages that were later overwritten with unknown content are left out.
         return {
             v: t
             for v, t in evaluate.run(computable, known).items()
@@ -317,22 +327,23 @@ class ValueReader:
 
 
 _FEW = 1024
-"""Elements of a floating-point input of which a yes or no can be asked anew before each call."""
+"""Most elements of a floating-point input on which a bool may depend: it is recomputed before each
+call."""
 
 
 _FEW_DRAWS = 8
-"""So many decide which operations run; where more do (a layer drop), there is a kind of call for
-nearly each call."""
+"""Most draws on which control flow may depend; with more (a layer drop) nearly each call would need
+a plan of its own."""
 
 
 def _is_question(recorder: Recorder, read: Call) -> bool:
-    """Is what Python is told a yes or no?"""
+    """Return whether the read returns a bool."""
     dtypes = {recorder.values[ref.index].spec.dtype for ref in value_refs(read.args)}
     return read.op == "aten.equal.default" or dtypes == {"torch.bool"}
 
 
 _DRAWS = (0.0, 2.0**-24, 1.0 - 2.0**-24)
-"""The ends of what torch.rand draws, and the draw next to 0."""
+"""Smallest, second smallest and largest number that torch.rand draws."""
 
 _ALL_BUT_ONE = (
     ". The outcome is the same for all draws but 0 itself: a share below 0 (`module_dropout=-1.0` "
@@ -341,8 +352,11 @@ _ALL_BUT_ONE = (
 
 
 def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
-    """Of a comparison of `torch.rand([])` with a number, for each of `_DRAWS`: it is monotone, so
-    these decide whether it is the same for every draw (a layer drop of zero). Empty: it is none."""
+    """Return the outcomes, for each of `_DRAWS`, of a comparison of `torch.rand([])` with a number.
+
+    The comparison is monotone, so these show whether it is the same for every draw (a layer drop of
+    zero). Empty for any other read.
+    """
     draw, *rest = (c.call for c in calls)
     if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
         return ()
@@ -357,7 +371,7 @@ def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-    """Clones with the same strides, because evaluated calls may write in place."""
+    """Return clones with the same strides, because evaluated calls may write in place."""
     with _disable_current_modes(), torch.no_grad():
         return {
             v: t.new_empty(0).set_(
@@ -376,6 +390,6 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """A view as integers, where there are integers of that size: equal for equal NaNs, and other
-    ones for 0 and -0."""
+    """Return a view as integers, if there are integers of that size: equal for equal NaNs, and
+    different for 0 and -0."""
     return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))

@@ -1,8 +1,8 @@
 """Value shapes: operators whose results have shapes that depend on the values of arguments.
 
 takes: a call on fake tensors, and the real tensors that decide the shape. returns: fake results of
-the right shape, and what must be found again at each later call for the shape to be the same: the
-number of elements that a mask selects, for instance, and not which.
+the right shape, and the numbers that must be the same at each later call for the shape to be the
+same: how many elements a mask selects, for instance, and not which.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _ITEM = "aten._local_scalar_dense.default"
 
 @dataclass(frozen=True, slots=True)
 class Size:
-    """One number that a shape depends on: `calls`, then `read`, which gives it."""
+    """One number that a shape depends on: `calls`, then `read`, which returns it."""
 
     calls: tuple[Call, ...]
     read: Call
@@ -33,7 +33,7 @@ class Size:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Of one call. deciding: the tensors whose values decide its shapes."""
+    """How the shapes of one call are decided. deciding: the tensors whose values decide them."""
 
     operator: OpOverload
     args: tuple[Any, ...]
@@ -41,7 +41,8 @@ class Rule:
     deciding: tuple[torch.Tensor, ...]
 
     def sizes(self, deciding: Sequence[int], free: int) -> tuple[Size, ...]:
-        """deciding: as values; free: the first number of a value that is not taken."""
+        """Return the numbers that the shapes depend on. deciding: values of these tensors; free:
+        the first unused value."""
         name = facts.operator_name(self.operator)
         count = facts.facts_of(self.operator).sizes_from
         refs = [ValueRef(v) for v in deciding]
@@ -51,7 +52,7 @@ class Rule:
         return tuple(Size((Call(count, (ref,), (), (free,)),), item) for ref in refs)
 
     def _by_result(self, name: str, ref: ValueRef, free: int) -> Size:
-        """The size of what the operator itself returns first, weights left out."""
+        """Return the size of the operator's own first result, computed without weights."""
         names = facts.argument_names(self.operator)
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         plain = {n: a for n, a in given.items() if n not in (names[0], "weights")}
@@ -62,7 +63,7 @@ class Rule:
 
 
 def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-    """None for an operator of which it is not known what decides the shape."""
+    """Return the rule of a call; None if it is unknown what decides the shape."""
     name = facts.facts_of(operator).shape_decided_by
     if not name:
         return None
@@ -79,8 +80,11 @@ def result(
     kwargs: dict[str, Any],
     real: Mapping[int, torch.Tensor],
 ) -> Any:
-    """What the call returns, as fake tensors. real: of the deciding tensors, by their id; the
-    others are zeros meanwhile, since shapes and strides do not depend on them."""
+    """Return the result of the call as fake tensors.
+
+    real: id of a deciding tensor -> real tensor; other tensors are zeros, since shapes and strides
+    do not depend on them.
+    """
 
     def known(tensor: torch.Tensor) -> torch.Tensor:
         value = real.get(id(tensor))
@@ -95,7 +99,7 @@ def result(
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """New memory; a fake tensor where these are made."""
+    """Return a new tensor of the same layout; a fake one under a FakeTensorMode."""
     return torch.empty_strided(
         tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
     )

@@ -1,8 +1,8 @@
-"""Writes: which tensors a run writes to, with what they held before.
+"""Writes: which tensors a run writes to, with their content before.
 
-takes: tensors. guarantees: of those into whose memory an operator writes, or which are given other
-memory (`tensor.data = ...`), what they held is kept; nothing is copied of the others. (What writes
-beside PyTorch's operators is not seen.)
+takes: tensors. guarantees: the content of tensors whose memory an operator writes, or which get
+other memory (`tensor.data = ...`), is kept; other tensors are not copied. (Writes other than by
+PyTorch's operators are not seen.)
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from rockplan.python_state.memory import (
 
 @contextlib.contextmanager
 def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> Iterator[None]:
-    """Those of `tensors` that are written to inside are in `found`, as they were. What was compiled
-    runs as it is written meanwhile."""
+    """Append the former content of those `tensors` that are written to inside to `found`. Compiled
+    functions run uncompiled while inside."""
     before = [(t, t.detach()) for t in tensors if is_copyable(t)]
     with modes.without_compiling(), _CopyOnWrite(tensors, found):
         yield
@@ -41,7 +41,7 @@ def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> It
 
 
 class _CopyOnWrite(TorchDispatchMode):
-    """Keeps what tensors held before an operator wrote into their memory for the first time."""
+    """Keeps the content of tensors before an operator first writes into their memory."""
 
     supports_higher_order_operators = True
 
