@@ -254,11 +254,8 @@ class _Emitter:
 
     def _save(self, position: int) -> None:
         """Put variables that later slices need into the frame: those of our storages that are no
-        views.
-
-        position: the next event. A storage that the caller holds is saved only if a later event
-        reads it.
-        """
+        views. position: the next event. A storage that the caller holds is saved only if a later
+        event reads it."""
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -291,11 +288,9 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        """Return gradients in the order in which autograd must sum contributions.
-
-        handed: gradient data that the slice hands over; position: the next event. A contribution is
-        returned together with all earlier ones to the same target that no slice has returned yet.
-        """
+        """Return gradients in the order in which autograd must sum contributions. handed: gradient
+        data that the slice hands over; position: the next event. A contribution is returned
+        together with all earlier ones to the same target that no slice has returned yet."""
         given = {pair for d in handed for pair in self._targets[d]}
         last: dict[int, int] = {}
         for place, pair in enumerate(self._unhanded):

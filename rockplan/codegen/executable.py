@@ -174,11 +174,9 @@ def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.
 def _run(
     executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Run generated code with the kernels of eager.
-
-    guard: skips dispatch keys, those of autograd. Gradient mode is on (some kernels look at it),
-    and autocast off, because its casts are operators of the graph.
-    """
+    """Run generated code with the kernels of eager. guard: skips dispatch keys, those of autograd.
+    Gradient mode is on (some kernels look at it), and autocast off, because its casts are operators
+    of the graph."""
     for device_type in executable.device_types:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

@@ -32,9 +32,7 @@ _AS_THEY_ARE = frozenset({type(None), bool, int, str})
 
 def digest(content: object, on_any_device: bool = False) -> str:
     """Return sha256 of `content` (nested lists of strings, numbers and None) as canonical JSON.
-
-    on_any_device: leave out the indices of devices.
-    """
+    on_any_device: leave out the indices of devices."""
     text = json.dumps(content, ensure_ascii=True, separators=(",", ":"))
     if on_any_device:
         text = re.sub(r"\b(cuda|xpu|hpu|npu):\d+", r"\1", text)

@@ -107,11 +107,8 @@ class _Cut:
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """Nodes and storages by block: separators[s] lies between block s and block s + 1.
-
-    kept: pinned storages; forward, backward: node indices of each block; block_of: block of each
-    node.
-    """
+    """Nodes and storages by block: separators[s] lies between block s and block s + 1. kept: pinned
+    storages; forward, backward: node indices of each block; block_of: block of each node."""
 
     graph: CDGraph
     kept: frozenset[int]

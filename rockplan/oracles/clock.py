@@ -31,13 +31,10 @@ class Copy:
 
 @dataclass(frozen=True, slots=True)
 class Clock:
-    """When everything happens, in ns from the start of the step.
-
-    starts_ns: start of each event on the queue of computations, and finally the end of all; waits
-    and frees count as part of the event before them. waits_ns: position of an event -> how long
-    computations wait there for a copy, if they do. copies: in the order in which they begin on each
-    queue.
-    """
+    """When everything happens, in ns from the start of the step. starts_ns: start of each event on
+    the queue of computations, and finally the end of all; waits and frees count as part of the
+    event before them. waits_ns: position of an event -> how long computations wait there for a
+    copy, if they do. copies: in the order in which they begin on each queue."""
 
     starts_ns: tuple[int, ...]
     waits_ns: dict[int, int]

@@ -22,12 +22,10 @@ from rockplan.values.schedule import Compute, Free, Schedule
 
 
 class Owner(Enum):
-    """What owns bytes.
-
-    STORAGE: data, from its computation to its free. COPY: the second copy of data while an
-    operation makes it again. WORKSPACE: temporaries inside a node. GENERATOR: the saved generator
-    state of a node that draws again, and the current state set aside while it does.
-    """
+    """What owns bytes. STORAGE: data, from its computation to its free. COPY: the second copy of
+    data while an operation makes it again. WORKSPACE: temporaries inside a node. GENERATOR: the
+    saved generator state of a node that draws again, and the current state set aside while it
+    does."""
 
     STORAGE = "storage"
     COPY = "copy"
@@ -88,11 +86,8 @@ Span = tuple[Owner, int, int, int, int]
 
 
 def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
-    """Yield every lifetime, of any size.
-
-    Where a storage is freed that the schedule does not make (`dp.links`: it was alive before),
-    yield a span of negative bytes from there on.
-    """
+    """Yield every lifetime, of any size. Where a storage is freed that the schedule does not make
+    (`dp.links`: it was alive before), yield a span of negative bytes from there on."""
     view = view_of(graph)
     nodes, sizes = graph.nodes, view.sizes
     taken = taken_over(graph, schedule)

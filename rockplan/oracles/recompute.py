@@ -26,11 +26,8 @@ def closure(
     seeds: Iterable[int],
 ) -> set[int]:
     """Return `seeds` and every storage that recomputing them may read, transitively, whatever is
-    alive.
-
-    reads: node -> storages that it reads and that may be missing; makers: for each storage, the
-    nodes that make it again.
-    """
+    alive. reads: node -> storages that it reads and that may be missing; makers: for each storage,
+    the nodes that make it again."""
     closed: set[int] = set()
     pending = list(seeds)
     while pending:

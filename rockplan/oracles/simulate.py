@@ -37,11 +37,8 @@ class Simulation:
 
 @dataclass(frozen=True, slots=True)
 class EventCost:
-    """Memory and time of one event.
-
-    during_bytes: alive while it runs (for a free: up to it); after_bytes: when it is done. time_ns:
-    time on the queue of computations, waits included.
-    """
+    """Memory and time of one event. during_bytes: alive while it runs (for a free: up to it);
+    after_bytes: when it is done. time_ns: time on the queue of computations, waits included."""
 
     during_bytes: int
     after_bytes: int

@@ -10,10 +10,8 @@ Found = TypeVar("Found")
 
 
 def once_for_each_class(work: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Cache a function of a class.
-
-    Classes are told apart by identity: a metaclass may define `==`, and without a hash too.
-    """
+    """Cache a function of a class. Classes are told apart by identity: a metaclass may define `==`,
+    and without a hash too."""
     known: dict[int, tuple[Any, Found]] = {}
 
     @functools.wraps(work)

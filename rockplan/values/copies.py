@@ -65,12 +65,10 @@ class Paged:
 
 @dataclass(frozen=True, slots=True)
 class Trip:
-    """The way of one paged storage to the host and back, in ns of the plan's clock.
-
-    leaves_ns, gone_ns: begin and end of the copy out. comes_ns, back_ns: begin and end of the
-    first copy in. times_back: number of copies in; waits_ns: how long computations wait for all
-    copies of this storage.
-    """
+    """The way of one paged storage to the host and back, in ns of the plan's clock. leaves_ns,
+    gone_ns: begin and end of the copy out. comes_ns, back_ns: begin and end of the first copy in.
+    times_back: number of copies in; waits_ns: how long computations wait for all copies of this
+    storage."""
 
     data: int
     size_bytes: int
@@ -83,10 +81,8 @@ class Trip:
 
 
 def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGraph:
-    """Return `graph` with a copy out and a copy in for each of `storages`.
-
-    storages: indices of data that forward nodes make; link: what gives the copies their times.
-    """
+    """Return `graph` with a copy out and a copy in for each of `storages`. storages: indices of
+    data that forward nodes make; link: what gives the copies their times."""
     chosen = sorted(set(storages))
     if not chosen:
         return graph
@@ -153,11 +149,9 @@ def copy_of(node: ComputeNode) -> Call | None:
 
 
 def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
-    """Return `graph` in which each of `storages` may be made again from nothing in no time.
-
-    A search sees copies in this way as long as they are taken to arrive in time. Nodes are
-    numbered as by `with_copies`, but without the copies out.
-    """
+    """Return `graph` in which each of `storages` may be made again from nothing in no time. A
+    search sees copies in this way as long as they are taken to arrive in time. Nodes are numbered
+    as by `with_copies`, but without the copies out."""
     chosen = sorted(set(storages))
     turn = len(graph.forward)
     fetches = (

@@ -419,10 +419,8 @@ def required(nodes: Iterable[ComputeNode]) -> tuple[int, ...]:
 
 
 def may_run_again(graph: CDGraph) -> frozenset[int]:
-    """Return the nodes that a schedule may execute more than once.
-
-    A node that hands a gradient to autograd may not: autograd would get it twice.
-    """
+    """Return the nodes that a schedule may execute more than once. A node that hands a gradient to
+    autograd may not: autograd would get it twice."""
     handed = frozenset(graph.handed)
     return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
 

@@ -42,10 +42,8 @@ def remade(
     graph: CDGraph, producer: Mapping[int, int], wanted: Iterable[int], missing: Container[int]
 ) -> list[int]:
     """Return the nodes to run again, in order, so that all of `wanted` are alive: producers of
-    those that are `missing`, and producers of the missing operands of these.
-
-    Raises KeyError where a missing storage has no producer.
-    """
+    those that are `missing`, and producers of the missing operands of these. Raises KeyError where
+    a missing storage has no producer."""
     nodes: set[int] = set()
     pending = [d for d in wanted if d in missing]
     while pending:
@@ -57,11 +55,8 @@ def remade(
 
 
 class BackwardPhase:
-    """A backward phase under construction.
-
-    nodes: node indices so far, in order; missing: storages that were freed and must be made again
-    before they are read.
-    """
+    """A backward phase under construction. nodes: node indices so far, in order; missing: storages
+    that were freed and must be made again before they are read."""
 
     def __init__(self, graph: CDGraph, producer: Mapping[int, int], missing: Iterable[int]) -> None:
         self.graph, self.producer = graph, producer

@@ -29,13 +29,11 @@ class Status(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Certificate:
-    """Proof of how far from the fastest schedule a plan can be.
-
-    objective_ns: predicted time of the plan; bound_ns: lower bound on the time of every schedule
-    of this graph under this profile and budget that executes each node for the first time in the
-    order in which the plan does (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss
-    its room (`caller_bytes`); gap: (objective - bound) / objective.
-    """
+    """Proof of how far from the fastest schedule a plan can be. objective_ns: predicted time of the
+    plan; bound_ns: lower bound on the time of every schedule of this graph under this profile and
+    budget that executes each node for the first time in the order in which the plan does
+    (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss its room (`caller_bytes`); gap:
+    (objective - bound) / objective."""
 
     status: Status
     objective_ns: int
@@ -70,11 +68,9 @@ class StageTrace:
 
 @dataclass(frozen=True, slots=True)
 class PassTrace:
-    """What a pass from a module to its graph left.
-
-    forward, backward: number of calls of the run, or nodes of the graph, in each phase;
-    is_changed: the pass returned another value than it was given.
-    """
+    """What a pass from a module to its graph left. forward, backward: number of calls of the run,
+    or nodes of the graph, in each phase; is_changed: the pass returned another value than it was
+    given."""
 
     name: str
     forward: int

@@ -19,11 +19,8 @@ WORTH = 0.05
 
 @dataclass(frozen=True, slots=True)
 class Releasable:
-    """Leaves of the result that could be released.
-
-    positions: of the leaves, where backward starts from a loss alone; size_bytes: of the storages
-    that only these leaves hold.
-    """
+    """Leaves of the result that could be released. positions: of the leaves, where backward starts
+    from a loss alone; size_bytes: of the storages that only these leaves hold."""
 
     positions: tuple[int, ...]
     size_bytes: int

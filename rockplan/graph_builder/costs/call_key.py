@@ -10,12 +10,9 @@ from rockplan.values.graph import Call, CDGraph, ValueRef, value_refs
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
-    """Return a digest that is equal for calls that cost the same.
-
-    It covers the operator, specs of arguments (shape, strides, dtype, device), literals, dtypes of
-    results (or their specs, if shapes depend on values), and for a call that copies whole storages
-    their sizes.
-    """
+    """Return a digest that is equal for calls that cost the same. It covers the operator, specs of
+    arguments (shape, strides, dtype, device), literals, dtypes of results (or their specs, if
+    shapes depend on values), and for a call that copies whole storages their sizes."""
     copies = copies_storages(graph, call)
 
     def described(argument: object) -> object:

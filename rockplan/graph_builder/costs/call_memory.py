@@ -82,11 +82,9 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
 
 
 def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:
-    """Compute workspace: the peak without the results.
-
-    left_bytes: allocated by the call and alive at its end. Results that a library allocated outside
-    PyTorch (numpy) cause no events, so no more than `left_bytes` is subtracted.
-    """
+    """Compute workspace: the peak without the results. left_bytes: allocated by the call and alive
+    at its end. Results that a library allocated outside PyTorch (numpy) cause no events, so no more
+    than `left_bytes` is subtracted."""
     seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
     return CallMemory(peak_bytes - seen_bytes, result_bytes)
 

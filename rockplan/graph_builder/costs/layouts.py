@@ -21,12 +21,10 @@ from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
 
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
     """Execute each unique call whose results are viewed in a way that depends on strides, and raise
-    UnsupportedModel if the real strides differ from those of the capture.
-
-    PyTorch's shape rules are wrong for a few operators, and such a view would fail or read other
-    elements. Calls with side effects are not executed: their rule is trusted. Nor are calls that
-    were checked at another size (`operators.layouts.SEEN`).
-    """
+    UnsupportedModel if the real strides differ from those of the capture. PyTorch's shape rules are
+    wrong for a few operators, and such a view would fail or read other elements. Calls with side
+    effects are not executed: their rule is trusted. Nor are calls that were checked at another size
+    (`operators.layouts.SEEN`)."""
     viewed = _viewed_by_layout(graph)
     at_other_sizes = SEEN.get()
     seen: set[object] = set() if at_other_sizes is None else at_other_sizes.checked

@@ -219,11 +219,8 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
 
 @dataclass(frozen=True, slots=True)
 class _CallReplay:
-    """Memory of one call of a node.
-
-    made: storage that it allocates -> bytes; unnamed_bytes: results that are not used; touched:
-    storages that it reads or makes.
-    """
+    """Memory of one call of a node. made: storage that it allocates -> bytes; unnamed_bytes:
+    results that are not used; touched: storages that it reads or makes."""
 
     cost: OpCost
     made: dict[int, int]

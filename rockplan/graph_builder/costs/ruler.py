@@ -105,11 +105,9 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
 
 
 def profiled() -> profile:
-    """Return a profiler session that records CPU memory.
-
-    `torch.profiler.profile`, which wraps one, warns in torch 2.11 and 2.12 of cycles that it does
-    not have. Raises InvalidInput if a session is active already, which a second one would end.
-    """
+    """Return a profiler session that records CPU memory. `torch.profiler.profile`, which wraps one,
+    warns in torch 2.11 and 2.12 of cycles that it does not have. Raises InvalidInput if a session
+    is active already, which a second one would end."""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise InvalidInput(
             "memory is measured by the profiler of PyTorch, which records already, and would end "
@@ -189,11 +187,9 @@ Mark = Callable[[Any], None]
 
 
 class Stretch(NamedTuple):
-    """A part of a step, from one mark to the next.
-
-    mark: label of its beginning, None for the start of the step; start_bytes, peak_bytes: alive at
-    its start, and at its peak, relative to the step's start.
-    """
+    """A part of a step, from one mark to the next. mark: label of its beginning, None for the start
+    of the step; start_bytes, peak_bytes: alive at its start, and at its peak, relative to the
+    step's start."""
 
     mark: Any
     start_bytes: int

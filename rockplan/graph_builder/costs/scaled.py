@@ -54,11 +54,9 @@ def scaled(
     known: CDGraph,
     alike: Mapping[int, int],
 ) -> tuple[CDGraph, Profile]:
-    """Return `graph` with prices derived from the priced graph `known`, and the profile.
-
-    values: as for `measure`; alike: index of a node of `graph` -> index of the node of `known` that
-    does the same.
-    """
+    """Return `graph` with prices derived from the priced graph `known`, and the profile. values: as
+    for `measure`; alike: index of a node of `graph` -> index of the node of `known` that does the
+    same."""
     keys = call_keys(graph)
     profile = sized(graph, values, keys)
     priced = price(graph, profile, keys)
@@ -78,10 +76,8 @@ def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
 
 
 def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Profile:
-    """Return costs with measured bytes, as `measure` finds them, and estimated times.
-
-    A call runs only if its bytes do not follow from the specs of its arguments. keys: of `graph`.
-    """
+    """Return costs with measured bytes, as `measure` finds them, and estimated times. A call runs
+    only if its bytes do not follow from the specs of its arguments. keys: of `graph`."""
     rates = fallback_rates(graph)
     costs: dict[str, OpCost] = {}
     waiting: dict[str, Call] = {}
@@ -103,12 +99,9 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
 
 def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     """Return the workspace of a CPU call whose bytes follow from specs: an elementwise operator or
-    a matrix product whose results hold just their elements.
-
-    None for all others: operands of another dtype than the rest, complex ones, or ones negated when
-    read are converted or copied first, and so are those of products in a layout that BLAS does not
-    take.
-    """
+    a matrix product whose results hold just their elements. None for all others: operands of
+    another dtype than the rest, complex ones, or ones negated when read are converted or copied
+    first, and so are those of products in a layout that BLAS does not take."""
     refs = value_refs((call.args, [a for _, a in call.kwargs]))
     operands = [graph.values[ref.index].spec for ref in refs]
     made = [graph.values[v].spec for v in call.made]

@@ -125,11 +125,8 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
-    """Return the run with copies of results that are arguments.
-
-    A backward may return an argument (a saved tensor, if the incoming gradient is one) where it
-    made a new tensor when recorded.
-    """
+    """Return the run with copies of results that are arguments. A backward may return an argument
+    (a saved tensor, if the incoming gradient is one) where it made a new tensor when recorded."""
     outcome, first = known.outcome, len(run.tensors) - len(run.outcome.made)
     if len(run.results) != len(outcome.results):
         return run

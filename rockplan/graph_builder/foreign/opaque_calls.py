@@ -46,11 +46,9 @@ class UnknownCall(Interrupted):
         self.call = call
 
     def find_out(self, before: UnknownCall | None) -> None:
-        """Run the call and remember its outcome.
-
-        before: the unknown call of the recording before this one. Raises CaptureError if the call
-        fails, does what a plan cannot repeat, or differs in each recording.
-        """
+        """Run the call and remember its outcome. before: the unknown call of the recording before
+        this one. Raises CaptureError if the call fails, does what a plan cannot repeat, or differs
+        in each recording."""
         place = self.module_path or "", self.source or ""
         if before is not None and (key := key_of(before.call)) not in _MET:
             del KNOWN[key]

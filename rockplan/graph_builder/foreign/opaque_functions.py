@@ -96,11 +96,9 @@ def _as_in_eager(autocast: Autocast) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueForward:
-    """A call of a forward.
-
-    leaves, structure: of its arguments, tensors as Refs; tensors: their specs; needs: for each
-    argument whether it requires a gradient; changed: places of tensors that it writes into.
-    """
+    """A call of a forward. leaves, structure: of its arguments, tensors as Refs; tensors: their
+    specs; needs: for each argument whether it requires a gradient; changed: places of tensors that
+    it writes into."""
 
     function: Opaque
     leaves: tuple[Any, ...]
@@ -150,11 +148,9 @@ class OpaqueForward:
 
 @dataclass(frozen=True, slots=True)
 class OpaqueBackward:
-    """A call of a backward.
-
-    saved, attributes, gradients: its arguments, tensors as Refs; need: places of saved tensors that
-    require a gradient; copied: places of tensors that it writes into: it gets copies of them.
-    """
+    """A call of a backward. saved, attributes, gradients: its arguments, tensors as Refs; need:
+    places of saved tensors that require a gradient; copied: places of tensors that it writes into:
+    it gets copies of them."""
 
     forward: OpaqueForward
     saved: tuple[Any, ...]
@@ -219,11 +215,8 @@ def _empty(spec: TensorSpec) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What a trial run found out about a call.
-
-    results, structure, attributes: as in `OpaqueRun`; draws: it may draw from the generator of the
-    device of its first result.
-    """
+    """What a trial run found out about a call. results, structure, attributes: as in `OpaqueRun`;
+    draws: it may draw from the generator of the device of its first result."""
 
     call: OpaqueForward | OpaqueBackward
     outcome: Outcome
@@ -359,11 +352,9 @@ def numbered(name: str, thing: Any) -> str:
 
 
 def text_of(leaf: Any) -> str:
-    """Return a text that identifies an argument, equal in every process as far as possible.
-
-    A function that refers to nothing but globals is identified by its code, and a method by
-    function and owner, since both may be new objects in each run of a forward.
-    """
+    """Return a text that identifies an argument, equal in every process as far as possible. A
+    function that refers to nothing but globals is identified by its code, and a method by function
+    and owner, since both may be new objects in each run of a forward."""
     kind = type(leaf)
     if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
         return f"{text_of(kind)} {leaf!r}"

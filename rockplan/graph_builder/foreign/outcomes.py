@@ -66,11 +66,8 @@ def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor
 
 @dataclass(frozen=True, slots=True)
 class MadeByRun:
-    """A tensor that a call makes.
-
-    base: place of an earlier tensor whose memory it shares; the offset of `spec` is then relative
-    to that tensor. None: it has new memory, of `size_bytes`.
-    """
+    """A tensor that a call makes. base: place of an earlier tensor whose memory it shares; the
+    offset of `spec` is then relative to that tensor. None: it has new memory, of `size_bytes`."""
 
     spec: TensorSpec
     base: int | None
@@ -83,12 +80,9 @@ Attributes = tuple[tuple[str, tuple[Any, ...], Any], ...]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a call makes.
-
-    made: new tensors; their places come after those of the arguments. results, saved, attributes:
-    Refs for tensors, descriptions of everything else; structure: of the results; dirty, constant:
-    places of tensors marked as such on the context.
-    """
+    """What a call makes. made: new tensors; their places come after those of the arguments.
+    results, saved, attributes: Refs for tensors, descriptions of everything else; structure: of the
+    results; dirty, constant: places of tensors marked as such on the context."""
 
     made: tuple[MadeByRun, ...]
     results: tuple[Any, ...]

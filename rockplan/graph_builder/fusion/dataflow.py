@@ -108,11 +108,8 @@ class Dataflow:
 
 
 def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> Dataflow:
-    """Return the dataflow of `parts`.
-
-    roots: storages that the caller or autograd gets; kept: positions of opaque parts that run
-    whether needed or not.
-    """
+    """Return the dataflow of `parts`. roots: storages that the caller or autograd gets; kept:
+    positions of opaque parts that run whether needed or not."""
     values = parts.values
     running, there = needed(_steps(parts), roots, kept.__contains__)
     opaque = tuple(p for p in running if parts.parts[p].kind is PartKind.OPAQUE)

@@ -24,12 +24,9 @@ _LOGGER = logging.getLogger("rockplan")
 
 
 def fused(capture: Capture, keeps_roundings: bool) -> Capture:
-    """Return `capture` with kernels, compiled here.
-
-    Operators of a kernel that does not compile stay, and the logger says so. Raises MissingLibrary
-    without a working compiler; InvalidInput for a device without one, or whose compiler cannot keep
-    roundings.
-    """
+    """Return `capture` with kernels, compiled here. Operators of a kernel that does not compile
+    stay, and the logger says so. Raises MissingLibrary without a working compiler; InvalidInput for
+    a device without one, or whose compiler cannot keep roundings."""
     report("choosing kernels")
     device_type = device_type_of(capture)
     inductor.check_compiler(device_type)
@@ -62,11 +59,8 @@ def device_type_of(capture: Capture) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """A run with the kernels to compile.
-
-    fused: the kernels in the order in which they run; alone: groups that equal one recorded
-    operator, which is called unfused.
-    """
+    """A run with the kernels to compile. fused: the kernels in the order in which they run; alone:
+    groups that equal one recorded operator, which is called unfused."""
 
     capture: Capture
     flow: Dataflow
@@ -81,10 +75,8 @@ class Proposal:
 def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
-    """Return what could be compiled.
-
-    table: Inductor's decompositions; opaque: positions of calls that stay as they are.
-    """
+    """Return what could be compiled. table: Inductor's decompositions; opaque: positions of calls
+    that stay as they are."""
     opaque |= capture.view.sums
     # Calls that join the parts of a tiled head: fused, they would need all parts at once.
     opaque |= {

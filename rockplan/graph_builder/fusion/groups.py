@@ -40,11 +40,8 @@ MOST_COMPUTED = 2 * COMPUTED
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Storages that one kernel makes.
-
-    targets: the storages, in order; reads: storages that the kernel reads; at: when it runs,
-    relative to the positions of parts.
-    """
+    """Storages that one kernel makes. targets: the storages, in order; reads: storages that the
+    kernel reads; at: when it runs, relative to the positions of parts."""
 
     targets: tuple[int, ...]
     reads: frozenset[int]

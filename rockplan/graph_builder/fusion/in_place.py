@@ -144,12 +144,10 @@ def _pairs(
     last: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
     """Yield (position of a result, position of the operand to write it over), the largest result
-    first.
-
-    The operand is the first fitting one that no later node reads. If later nodes read all of them,
-    the largest result still gets one, which dies in some schedules; other results get none. seen:
-    data that the caller or autograd sees; last: data -> index of the last node that reads it.
-    """
+    first. The operand is the first fitting one that no later node reads. If later nodes read all of
+    them, the largest result still gets one, which dies in some schedules; other results get none.
+    seen: data that the caller or autograd sees; last: data -> index of the last node that reads
+    it."""
     (call,) = node.calls
     read = [graph.values[ref.index] for ref in value_refs(call.args)]
     count = Counter(value.data for value in read)
@@ -294,10 +292,7 @@ def _aligned(
 ) -> frozenset[int] | None:
     """Return the values each of whose elements depends on the same element of `root`, in the order
     of a contiguous tensor, and on other elements only through reductions; None if a value of
-    another kind depends on `root`.
-
-    looks: value -> meta tensor.
-    """
+    another kind depends on `root`. looks: value -> meta tensor."""
     same = {root}
     for call in calls:
         read = same & _read(call)

@@ -116,11 +116,8 @@ def _indices_of(kernel: Kernel) -> _Indices | None:
 
 def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
     """Return a function that raises IndexError for arguments by which the kernel would read out of
-    range.
-
-    None if no check is needed; a text, the reason, if the check would compute tensors much larger
-    than the indices.
-    """
+    range. None if no check is needed; a text, the reason, if the check would compute tensors much
+    larger than the indices."""
     indices = _indices_of(kernel) if kernel.device == "cpu" else None
     if indices is None:
         return None
@@ -229,11 +226,9 @@ def _holds(spec: TensorSpec, fill: int) -> bool:
 
 
 def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield integers to try for `count` inputs: the same for all, then all combinations.
-
-    Candidates are numbers near literals in the calls (added or subtracted on the way to an index)
-    and near sizes.
-    """
+    """Yield integers to try for `count` inputs: the same for all, then all combinations. Candidates
+    are numbers near literals in the calls (added or subtracted on the way to an index) and near
+    sizes."""
     literals = [n for call in indices.kernel.calls for n in _numbers((call.args, call.kwargs))]
     literals += [one.size for one in indices.ranges]
     around = (n for literal in literals for n in (literal, literal + 1, literal - 1, -literal))

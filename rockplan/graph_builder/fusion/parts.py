@@ -40,12 +40,9 @@ class PartKind(Enum):
 
 @dataclass(frozen=True, slots=True)
 class OperatorPart:
-    """One operator of a run.
-
-    call: on recorded values, and on further ones between the parts of one call; owner: position of
-    the recorded call; is_trigonometric: a sine or cosine, which takes long; writes: values that it
-    changes in place.
-    """
+    """One operator of a run. call: on recorded values, and on further ones between the parts of one
+    call; owner: position of the recorded call; is_trigonometric: a sine or cosine, which takes
+    long; writes: values that it changes in place."""
 
     call: Call
     kind: PartKind

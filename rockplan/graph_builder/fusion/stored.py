@@ -42,11 +42,8 @@ times slower than eager."""
 
 
 def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
-    """Return the storages to write to memory.
-
-    One pass decides in execution order; further rounds reconsider each choice until nothing
-    changes.
-    """
+    """Return the storages to write to memory. One pass decides in execution order; further rounds
+    reconsider each choice until nothing changes."""
 
     def call_bytes(storage: int) -> int:
         spec = flow.parts.values[flow.made[storage].value].spec

@@ -114,11 +114,8 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
 
 @dataclass(frozen=True, slots=True)
 class _ByteEffect:
-    """Bytes of running a node, without workspace.
-
-    rise: needed above what is alive before it; net: change of what is alive from before to after
-    it.
-    """
+    """Bytes of running a node, without workspace. rise: needed above what is alive before it; net:
+    change of what is alive from before to after it."""
 
     rise: int
     net: int

@@ -54,11 +54,9 @@ class _Version:
 
 
 class _Rewriting:
-    """One walk over the calls. Storages are named as recorded.
-
-    `_versions` has the latest version of each storage that the run makes, `_written` the position
-    of the last call that makes or changes it.
-    """
+    """One walk over the calls. Storages are named as recorded. `_versions` has the latest version
+    of each storage that the run makes, `_written` the position of the last call that makes or
+    changes it."""
 
     def __init__(self, capture: Capture, everywhere: bool) -> None:
         self._capture, self._view = capture, capture.view
@@ -108,11 +106,9 @@ class _Rewriting:
             self._versions[storage].is_read = True
 
     def _changing(self, recorded: RecordedCall, call: Call, read: frozenset[int]) -> Call | None:
-        """Return the out-of-place call for what `recorded` changes.
-
-        None if it may as well run in one node with the old version, or if no operator makes the
-        same bits. call: `recorded` on the latest versions; read: storages that it reads.
-        """
+        """Return the out-of-place call for what `recorded` changes. None if it may as well run in
+        one node with the old version, or if no operator makes the same bits. call: `recorded` on
+        the latest versions; read: storages that it reads."""
         op = out_of_place(call.op)
         if op is None or len(recorded.writes) != 1 or recorded.call.results != recorded.writes:
             return None
@@ -149,11 +145,9 @@ class _Rewriting:
         return len(self._values) - 1
 
     def _results_of(self, recorded: RecordedCall) -> tuple[int | None, ...]:
-        """Return the results of a call that begins no version by a change in place.
-
-        Each is one of its arguments, or a new tensor, either in a new storage (whose first version
-        begins here) or a view into the latest version of a storage.
-        """
+        """Return the results of a call that begins no version by a change in place. Each is one of
+        its arguments, or a new tensor, either in a new storage (whose first version begins here) or
+        a view into the latest version of a storage."""
         for value in recorded.call.made:
             storage = self._view.storage(value)
             if value in recorded.reads or storage in self._callers:

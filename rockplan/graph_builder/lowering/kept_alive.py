@@ -71,11 +71,9 @@ def _keep_until_last(
 
 
 def keep_what_acts(nodes: list[ComputeNode], values: Sequence[Value], interface: Interface) -> None:
-    """Keep results of forward operators with side effects alive until the backward phase starts.
-
-    If incoming gradients have other strides than planned, the rest of the forward runs again, but
-    these operators must not. Nothing to do if backward starts from scalars only.
-    """
+    """Keep results of forward operators with side effects alive until the backward phase starts. If
+    incoming gradients have other strides than planned, the rest of the forward runs again, but
+    these operators must not. Nothing to do if backward starts from scalars only."""
     tangents = [o.tangent for o in interface.outputs if o.tangent is not None]
     if not any(values[t].spec.shape for t in tangents):
         return

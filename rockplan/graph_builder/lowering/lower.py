@@ -43,12 +43,9 @@ _CALLER_SCALARS = 2
 
 @dataclass(frozen=True, slots=True)
 class Lowered:
-    """A graph and how it meets the caller.
-
-    graph: unpriced, with values and calls; interface: in the graph's numbering; samples: value of
-    the graph -> real tensor, for measuring; run: what the graph was made from; trace: of the passes
-    that made it.
-    """
+    """A graph and how it meets the caller. graph: unpriced, with values and calls; interface: in
+    the graph's numbering; samples: value of the graph -> real tensor, for measuring; run: what the
+    graph was made from; trace: of the passes that made it."""
 
     graph: CDGraph
     interface: Interface
@@ -237,12 +234,9 @@ def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequenc
 
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     """Add the caller's scalars to the data; return those that backward() holds from its start to
-    its end.
-
-    These are the gradient of a loss that the module returns, which is the root of the engine's run;
-    and the value and gradient of what the caller computes from the result (a loss, or a scaled
-    loss).
-    """
+    its end. These are the gradient of a loss that the module returns, which is the root of the
+    engine's run; and the value and gradient of what the caller computes from the result (a loss, or
+    a scaled loss)."""
     tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
     held = {numbering.values[numbering.value(t)].data for t in scalars}

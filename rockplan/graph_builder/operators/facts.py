@@ -71,11 +71,9 @@ _CONTAINERS = (tuple, list, dict)
 
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
-    """Return what the schema and the rows say of an operator of PyTorch or a library.
-
-    operator: an overload, or a name. A higher-order operator, which is no overload, is refused
-    unless its row says that what it calls is recorded.
-    """
+    """Return what the schema and the rows say of an operator of PyTorch or a library. operator: an
+    overload, or a name. A higher-order operator, which is no overload, is refused unless its row
+    says that what it calls is recorded."""
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):

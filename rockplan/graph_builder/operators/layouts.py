@@ -95,12 +95,9 @@ with it."""
 class SeenLayouts:
     """Layouts of results of real calls by the form of the call, used for the same call at other
     sizes: the order in which kernels lay out the dimensions of a result follows from the order in
-    the arguments.
-
-    results: form -> (dimensions from the outermost to the innermost, dtype) of each result, None if
-    a result has gaps, so that each size must run; checked: forms of calls whose strides were
-    compared with the capture (`costs.layouts`).
-    """
+    the arguments. results: form -> (dimensions from the outermost to the innermost, dtype) of each
+    result, None if a result has gaps, so that each size must run; checked: forms of calls whose
+    strides were compared with the capture (`costs.layouts`)."""
 
     results: dict[object, tuple[tuple[tuple[int, ...], torch.dtype], ...] | None] = field(
         default_factory=dict

@@ -34,11 +34,8 @@ class RecordedValue:
 
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
-    """One operator call.
-
-    reads: values among its arguments, in order; writes: values that it changes in place; random: it
-    draws random numbers.
-    """
+    """One operator call. reads: values among its arguments, in order; writes: values that it
+    changes in place; random: it draws random numbers."""
 
     call: Call
     phase: Phase
@@ -79,12 +76,9 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """How the head is tiled.
-
-    parts: number of parts, 0 if it is not tiled; whole: values of which each part reads some rows;
-    joined: values put together, or summed, from parts. Values of both kinds are not computed by
-    parts.
-    """
+    """How the head is tiled. parts: number of parts, 0 if it is not tiled; whole: values of which
+    each part reads some rows; joined: values put together, or summed, from parts. Values of both
+    kinds are not computed by parts."""
 
     parts: int = 0
     whole: frozenset[int] = frozenset()

@@ -33,12 +33,9 @@ from rockplan.values.graph import Phase, refs
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """The calls of the head.
-
-    seed: position of the matrix product; calls: position -> how its operands and results are cut,
-    in order; rows: value -> its rows, for values that these calls make in parts, and views of them;
-    depth: columns of the seed's left operand.
-    """
+    """The calls of the head. seed: position of the matrix product; calls: position -> how its
+    operands and results are cut, in order; rows: value -> its rows, for values that these calls
+    make in parts, and views of them; depth: columns of the seed's left operand."""
 
     run: RunView
     groups: Groups

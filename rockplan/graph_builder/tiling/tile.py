@@ -91,12 +91,10 @@ class _RowsPart:
 
 
 class _TiledRun:
-    """Writes the tiled run. Recorded values keep their numbers; those of parts are new.
-
-    `_merged`: views of whole values with their rows in one dimension; `_sums`: result -> sum of the
-    parts so far; `_sliced`, `_joined`: as `Tiles.whole` and `Tiles.joined`; `_whole`: values of the
-    head that others read.
-    """
+    """Writes the tiled run. Recorded values keep their numbers; those of parts are new. `_merged`:
+    views of whole values with their rows in one dimension; `_sums`: result -> sum of the parts so
+    far; `_sliced`, `_joined`: as `Tiles.whole` and `Tiles.joined`; `_whole`: values of the head
+    that others read."""
 
     def __init__(self, recorded: Capture, region: Region, size: int) -> None:
         self._region, self._run, self._groups = region, region.run, region.groups
@@ -140,11 +138,8 @@ class _TiledRun:
 
     def _levels(self) -> list[tuple[list[int], list[int]]]:
         """Return pairs: positions of calls outside the head, and of calls of the head that run
-        after them.
-
-        A call of the head that needs all rows of another result of the head comes in a later pair.
-        Calls outside the head that are no views stay in their order.
-        """
+        after them. A call of the head that needs all rows of another result of the head comes in a
+        later pair. Calls outside the head that are no views stay in their order."""
         levels: list[tuple[list[int], list[int]]] = []
         for phase in Phase:
             by_level: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))

@@ -55,13 +55,11 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
 
 @dataclass(frozen=True, slots=True)
 class RecordedBackward:
-    """What the recorded backward pass computed.
-
-    targets: tensors whose gradients were asked for; gradients: one for each, None if the result
-    does not depend on it; tangents: output position -> value of its incoming gradient; sources: for
-    each leaf of the result, the positions of other leaves that its backward pass goes through;
-    ignores_autocast: it is the same under the caller's autocast state.
-    """
+    """What the recorded backward pass computed. targets: tensors whose gradients were asked for;
+    gradients: one for each, None if the result does not depend on it; tangents: output position ->
+    value of its incoming gradient; sources: for each leaf of the result, the positions of other
+    leaves that its backward pass goes through; ignores_autocast: it is the same under the caller's
+    autocast state."""
 
     targets: list[torch.Tensor]
     gradients: tuple[torch.Tensor | None, ...]
@@ -84,11 +82,8 @@ def recorded_backward(
     starts: dict[int, tuple[int, ...]],
     targets: list[torch.Tensor],
 ) -> RecordedBackward:
-    """Record the backward pass from some outputs.
-
-    starts: output position -> strides of its incoming gradient; targets: tensors to differentiate
-    by.
-    """
+    """Record the backward pass from some outputs. starts: output position -> strides of its
+    incoming gradient; targets: tensors to differentiate by."""
     sources = sources_of(outputs)
     roots = [outputs[i] for i in starts]
     tangents = [

@@ -101,10 +101,8 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
     """Replace the generator that wraps the function of a checkpoint: no hooks on saved tensors.
-
     Eager runs that function again if tensors are saved for backward; a hook to detect this would
-    keep them alive, so tensors made inside that require a gradient tell.
-    """
+    keep them alive, so tensors made inside that require a gradient tell."""
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         before = len(recording.made())
@@ -201,10 +199,8 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
     """Replace `Module._apply`: `expert.to(x.device)` may leave the module as it is; other moves are
-    refused.
-
-    PyTorch itself refuses to move a stand-in of a parameter, since it has other references.
-    """
+    refused. PyTorch itself refuses to move a stand-in of a parameter, since it has other
+    references."""
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))

@@ -41,11 +41,9 @@ _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-pla
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
-    """One run of the forward.
-
-    done: calls, constants and result, equal for runs that do the same; changes: of the plain data
-    that Python holds; drawn: generators of libraries that were drawn from.
-    """
+    """One run of the forward. done: calls, constants and result, equal for runs that do the same;
+    changes: of the plain data that Python holds; drawn: generators of libraries that were drawn
+    from."""
 
     outputs: list[Any]
     spec: trees.TreeSpec
@@ -70,11 +68,8 @@ class ForwardRun:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
-    """A forward with fake arguments.
-
-    results_of_others: positions of argument leaves that are not autograd leaves of the caller;
-    foreign_rows: patches besides those of `eager_paths`.
-    """
+    """A forward with fake arguments. results_of_others: positions of argument leaves that are not
+    autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`."""
 
     module: nn.Module
     forward: Callable[..., Any]

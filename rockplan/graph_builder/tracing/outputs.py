@@ -79,10 +79,8 @@ def backward_starts(
     only_loss: bool = False,
 ) -> dict[int, tuple[int, ...]]:
     """Return position of each output that the backward pass starts from -> strides of its gradient.
-
     incoming: as asked for, or None for likely ones; only_loss: the caller uses only a loss. Raises
-    InvalidInput if `incoming` names a leaf that requires no gradient.
-    """
+    InvalidInput if `incoming` names a leaf that requires no gradient."""
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -106,11 +104,9 @@ def backward_starts(
 def _as_before(
     precedent: Precedent, outputs: Sequence[Any], candidates: Sequence[int]
 ) -> Incoming | None:
-    """Return the starts of an earlier call, with strides for these outputs.
-
-    None if they do not fit, or if they reach less than all outputs reach and occurred only once (a
-    plan serves backward passes that reach less than planned, but none that reach more).
-    """
+    """Return the starts of an earlier call, with strides for these outputs. None if they do not
+    fit, or if they reach less than all outputs reach and occurred only once (a plan serves backward
+    passes that reach less than planned, but none that reach more)."""
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
@@ -261,11 +257,8 @@ def output_leaves(
     sources: Sequence[tuple[int, ...]],
     tangents: dict[int, int],
 ) -> tuple[OutputLeaf, ...]:
-    """Return an OutputLeaf for each leaf of the result.
-
-    sources: as `sources_of`; tangents: output position -> value of its incoming gradient. Refuses
-    leaves that a plan cannot return.
-    """
+    """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents: output
+    position -> value of its incoming gradient. Refuses leaves that a plan cannot return."""
     leaves: list[OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):

@@ -19,11 +19,8 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 @dataclass(frozen=True, slots=True)
 class AutogradState:
-    """What autograd kept of a tensor before the run.
-
-    name: in messages; gradient: its `.grad`; version: of `.grad`, which changes where autograd adds
-    in place, -1 without one.
-    """
+    """What autograd kept of a tensor before the run. name: in messages; gradient: its `.grad`;
+    version: of `.grad`, which changes where autograd adds in place, -1 without one."""
 
     name: str
     tensor: torch.Tensor

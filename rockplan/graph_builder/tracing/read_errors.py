@@ -50,11 +50,9 @@ def value_read_error(
     source: str,
     further: str,
 ) -> CaptureError:
-    """Return the error for a read of a value.
-
-    calls: that the value depends on; names: parameters, buffers and inputs that it depends on;
-    is_backward: read in the backward pass; further: another remedy.
-    """
+    """Return the error for a read of a value. calls: that the value depends on; names: parameters,
+    buffers and inputs that it depends on; is_backward: read in the backward pass; further: another
+    remedy."""
     what = f"a value that depends on {_listed(names)}"
     if not names:
         what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED

@@ -187,10 +187,8 @@ class Recorder(TorchDispatchMode):
         return index
 
     def begin_forward(self) -> None:
-        """Mark all values so far as the caller's: parameters, buffers and inputs.
-
-        A fake storage grows with each tensor that shares it, so all its values get the final size.
-        """
+        """Mark all values so far as the caller's: parameters, buffers and inputs. A fake storage
+        grows with each tensor that shares it, so all its values get the final size."""
         size_bytes: dict[int, int] = {}
         for value in self.values:
             size_bytes[value.storage] = max(
@@ -319,9 +317,7 @@ class Recorder(TorchDispatchMode):
         place: tuple[str, str],
     ) -> None:
         """Refuse a call that reads uninitialized memory; note which memory it makes or writes.
-
-        reads, writes, results: values; place: (module path, source line).
-        """
+        reads, writes, results: values; place: (module path, source line)."""
         made = {self.values[r].storage for r in results if r is not None}
         of_arguments = {self.values[v].storage for v in reads}
         is_view = bool(made) and not writes and made <= of_arguments
@@ -343,11 +339,8 @@ class Recorder(TorchDispatchMode):
             self._unwritten.refuse([self.values[v].storage for v in values], reader)
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the call.
-
-        The shape of the result of CTC loss depends on the length of the longest target, a value
-        that may be read if lengths are integer inputs.
-        """
+        """Return the result of the call. The shape of the result of CTC loss depends on the length
+        of the longest target, a value that may be read if lengths are integer inputs."""
         if func is _INDEX and any(t.dtype is torch.uint8 for t in facts.tensors(args[1])):
             raise DynamicOutputShapeException(func)  # masks, which the shape rule ignores
         if func is not _CTC_LOSS:
@@ -429,10 +422,8 @@ class Recorder(TorchDispatchMode):
 
     def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
         """Copy tensors that a kernel writes into in the backward pass, if the forward pass or
-        autograd's saved tensors hold them: plans write into none of these.
-
-        written: tensors grouped by storage. A later read of the original is refused.
-        """
+        autograd's saved tensors hold them: plans write into none of these. written: tensors grouped
+        by storage. A later read of the original is refused."""
         if self.phase is Phase.FORWARD:
             return
         resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}

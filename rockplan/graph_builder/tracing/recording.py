@@ -268,11 +268,9 @@ def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reach
 def _assignments(
     recording: _Recording, forward: ForwardCall, first: ForwardRun, is_as_begun: bool
 ) -> tuple[Assignment, ...]:
-    """Return what each call leaves in Python: nothing, if everything is as it began.
-
-    If something is left, or constants are written to, the forward runs again: only that shows
-    whether the next call would do the same.
-    """
+    """Return what each call leaves in Python: nothing, if everything is as it began. If something
+    is left, or constants are written to, the forward runs again: only that shows whether the next
+    call would do the same."""
     snapshot = recording.snapshot
     if not is_as_begun:
         _refuse_callers_changes(snapshot)

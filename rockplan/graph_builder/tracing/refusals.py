@@ -86,11 +86,9 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One kind of model that cannot be planned.
-
-    says, remedy: text, with {places} to fill in. test: shows it, as 'file.function'. rule: yields
-    what to fill in, for each finding in a module; None if it is noticed elsewhere.
-    """
+    """One kind of model that cannot be planned. says, remedy: text, with {places} to fill in. test:
+    shows it, as 'file.function'. rule: yields what to fill in, for each finding in a module; None
+    if it is noticed elsewhere."""
 
     name: str
     when: When
@@ -169,11 +167,8 @@ _RULES = {"lazy": _lazy, "meta": _on_meta}
 
 
 def _hooks_on_all(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield hooks on all modules, which would run during capture only.
-
-    Hooks of the root run around the planned forward as always; hooks of libraries that compute
-    weights are part of the graph.
-    """
+    """Yield hooks on all modules, which would run during capture only. Hooks of the root run around
+    the planned forward as always; hooks of libraries that compute weights are part of the graph."""
     hooks = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in HOOKS))
     if hooks and any(True for _ in module.children()):
         yield {"hook": _called(hooks[0])}

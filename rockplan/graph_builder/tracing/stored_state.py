@@ -42,10 +42,8 @@ def refuse_kept_arguments(
     reached: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
 ) -> None:
     """Raise if an argument is also kept where the forward can see it and compare the two by
-    identity: they would be one tensor in this call, and two in the next.
-
-    registered: id -> parameter or buffer, which do not count.
-    """
+    identity: they would be one tensor in this call, and two in the next. registered: id ->
+    parameter or buffer, which do not count."""
     if not reached.compares_objects:
         return
     for place in reached.shared:

@@ -44,12 +44,9 @@ _OF_STAND_INS = frozenset(
 
 @dataclass(slots=True)
 class Questions:
-    """What was asked.
-
-    mode: of the stand-ins; real: id of a stand-in -> the real tensor; names: id of a stand-in ->
-    (its name in messages, role, name or position), by which a planned call finds the real tensor;
-    asked: the questions so far; attributes: names in `__dict__` before the run.
-    """
+    """What was asked. mode: of the stand-ins; real: id of a stand-in -> the real tensor; names: id
+    of a stand-in -> (its name in messages, role, name or position), by which a planned call finds
+    the real tensor; asked: the questions so far; attributes: names in `__dict__` before the run."""
 
     mode: FakeTensorMode
     real: Mapping[int, torch.Tensor]

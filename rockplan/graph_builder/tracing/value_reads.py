@@ -178,10 +178,8 @@ class ValueReader:
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
         """Return every value that `calls` make from `leaves`, computed for real; refuse a read if
-        these differ between calls and cannot be compared before a call.
-
-        more: a further remedy; numbers: floating-point inputs that are compared.
-        """
+        these differ between calls and cannot be compared before a call. more: a further remedy;
+        numbers: floating-point inputs that are compared."""
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
@@ -353,10 +351,8 @@ _ALL_BUT_ONE = (
 
 def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
     """Return the outcomes, for each of `_DRAWS`, of a comparison of `torch.rand([])` with a number.
-
     The comparison is monotone, so these show whether it is the same for every draw (a layer drop of
-    zero). Empty for any other read.
-    """
+    zero). Empty for any other read."""
     draw, *rest = (c.call for c in calls)
     if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
         return ()

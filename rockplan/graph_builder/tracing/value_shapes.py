@@ -80,11 +80,8 @@ def result(
     kwargs: dict[str, Any],
     real: Mapping[int, torch.Tensor],
 ) -> Any:
-    """Return the result of the call as fake tensors.
-
-    real: id of a deciding tensor -> real tensor; other tensors are zeros, since shapes and strides
-    do not depend on them.
-    """
+    """Return the result of the call as fake tensors. real: id of a deciding tensor -> real tensor;
+    other tensors are zeros, since shapes and strides do not depend on them."""
 
     def known(tensor: torch.Tensor) -> torch.Tensor:
         value = real.get(id(tensor))
