@@ -194,8 +194,7 @@ class _Emitter:
         )
 
     def _reused(self) -> tuple[int, ...]:
-        """Return the positions among `_acting` of the results that other nodes, or views in the
-        output, read."""
+        """Return the positions among `_acting` of results that nodes or returned views read."""
         graph = self._graph
         read = {d for n in graph.nodes for d in n.reads}
         outputs = (graph.values[o.value] for o in self._interface.outputs if o.value is not None)
@@ -411,8 +410,7 @@ class _Emitter:
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
-        """Save the generator's state before the first execution, restore it before a
-        re-execution."""
+        """Save the generator's state for the first execution, restore it for others."""
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
@@ -423,8 +421,7 @@ class _Emitter:
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
     def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
-        """Write calls. A re-execution makes its own copy of a storage that is alive, and drops
-        it."""
+        """Write calls. A re-execution drops the copy that it makes of a storage that is alive."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
@@ -546,8 +543,7 @@ def _returns_one(op: str) -> bool:
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
-    """Return the call as a Python expression. name, operator: identifiers of values and
-    operators."""
+    """Return the call as an expression. name, operator: identifiers of values and operators."""
     if is_kernel(call.op):
         return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]

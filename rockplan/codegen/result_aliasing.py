@@ -146,8 +146,7 @@ class Returned:
         return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise BackwardError if a result with a gradient may have been changed through another
-        result."""
+        """Raise BackwardError if a result with a gradient may be changed through another."""
         if not self._related.overlapping:
             return
         arrived = zip(self._related.results, gradients, strict=True)

@@ -30,8 +30,7 @@ def cuda_devices(tensors: Iterable[object]) -> list[int]:
 
 
 def is_capturing() -> bool:
-    """Return whether a CUDA graph is being captured; generator states can then be neither read nor
-    set."""
+    """Return whether a CUDA graph is captured: generator states cannot be read or set."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -187,8 +187,7 @@ def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
 
 
 def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
-    """Return for each forward node the storages that later forward nodes read, without pinned
-    ones."""
+    """Return for each forward node the storages that later ones read, without pinned ones."""
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive: frozenset[int] = frozenset()
     sets: list[frozenset[int]] = []
@@ -225,8 +224,7 @@ def _windows(
 def _windows_for(
     graph: CDGraph, blocks: Mapping[int, tuple[int, int]], count: int
 ) -> list[tuple[int, int]]:
-    """Return windows of `count` boundaries if `blocks` are the first and last block of each
-    storage."""
+    """Return windows of `count` boundaries. blocks: storage -> first and last block of it."""
     after_last = [len(graph.forward)] * (count + 1)
     first = [len(graph.nodes)] * (count + 1)
     for node in graph.backward:
@@ -241,8 +239,7 @@ def _windows_for(
 
 
 def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
-    """Return for each node the bytes of gradients (tangents too) made before it and read at it or
-    later."""
+    """Return for each node the bytes of gradients and tangents alive across its start."""
     view = GraphView(graph)
     last_read = {d: n.index for n in graph.backward for d in n.reads}
     born = {d: n.index + 1 for n in graph.backward for d in n.writes}
@@ -320,15 +317,13 @@ def _excess(alive: Sequence[frozenset[int]]) -> int:
 
 
 def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
-    """Return side storages of one block only: keeping them longer than the block needs gains
-    nothing."""
+    """Return side storages of one block only: keeping them for longer gains nothing."""
     unavoidable = _unavoidable_pins(chain.graph)
     return {d for d in side - unavoidable if chain.read_in(d) <= {chain.made_in(d)}}
 
 
 def _spanning(chain: _Chain) -> set[int]:
-    """Return gradients that live across several boundaries, and tangents that several blocks
-    read."""
+    """Return gradients that cross several boundaries, and tangents that several blocks read."""
     spanning = set()
     for data in chain.graph.data:
         blocks = chain.read_in(data.index)

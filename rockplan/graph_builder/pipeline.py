@@ -68,8 +68,7 @@ def tile(run: Capture, options: Options) -> Capture:
 
 
 def add_rows(run: Capture, options: Options) -> Capture:
-    """Add gradients of embeddings row by row to the gradient of a tiled head with the same
-    weight."""
+    """Add gradients of embeddings row by row to the gradient of a tiled head of the same weight."""
     return with_rows_added(run) if run.tiles.parts else run
 
 

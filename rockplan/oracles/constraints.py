@@ -112,8 +112,7 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
 
 
 def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
-    """Return the activations that `pattern` stands for, at least one. option: its name in
-    errors."""
+    """Return the activations that `pattern` means, at least one. option: its name in errors."""
     producer = producers(graph)
     names = activation_names(graph)
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
@@ -134,8 +133,7 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
 
 
 def _is_named(name: str, pattern: str) -> bool:
-    """Return whether `pattern` matches 'layers.0.attn/softmax#1:0', with or without ':0' and
-    '#1'."""
+    """Return whether `pattern` matches 'layers.0.attn/softmax#1:0', perhaps without ':0', '#1'."""
     return any(fnmatchcase(n, pattern) for n in (name, *_shortened(name)))
 
 

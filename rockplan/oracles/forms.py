@@ -15,8 +15,7 @@ _Form = TypeVar("_Form")
 
 
 def check(rules: Iterable[Callable[[_Form], Iterator[str]]], form: _Form, when: str) -> None:
-    """Raise IllegalForm with the first rule that `form` breaks. when: the pass that made the
-    form."""
+    """Raise IllegalForm with the first rule that `form` breaks. when: what made the form."""
     for rule in rules:
         for broken in rule(form):
             raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")

@@ -78,8 +78,7 @@ class GraphView:
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
-        """For each node, the storages that it reads and that are not resident: they may be
-        missing."""
+        """For each node, storages that it reads and that are not resident: they may be missing."""
         data = self.graph.data
         return tuple(
             tuple(d for d in n.reads if not data[d].kind.resident) for n in self.graph.nodes
@@ -105,8 +104,8 @@ class GraphView:
 
     @cached_property
     def takes(self) -> tuple[tuple[Takeover, ...], ...]:
-        """For each node, its takeovers whose results are as large as the operands, those that take
-        more first."""
+        """For each node, takeovers with results as large as operands, those that take more
+        first."""
         return tuple(tuple(filter(self._fits, n.takes)) for n in self.graph.nodes)
 
     def _fits(self, takeover: Takeover) -> bool:
@@ -114,8 +113,7 @@ class GraphView:
         return all(self.sizes[operand] == self.sizes[result] for operand, result in pairs)
 
     def taken(self, node: int, dies: Callable[[int], bool]) -> Takeover | None:
-        """Return the takeover that the node uses: the first whose operands all die; None without
-        one."""
+        """Return the takeover that is used: the first whose operands all die; None if none does."""
         for takeover in self.takes[node]:
             if all(map(dies, takeover.operands)):
                 return takeover

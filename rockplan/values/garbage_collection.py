@@ -13,8 +13,7 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause cyclic garbage collection inside; also a decorator. It is on afterwards if it was
-    before."""
+    """Pause cyclic garbage collection inside, if it is on; also a decorator."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

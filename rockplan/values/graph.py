@@ -272,8 +272,7 @@ class ComputeNode:
     optional: bool = False
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
-        """Return the calls of one execution. again: it is a re-execution; takeover: the one that it
-        uses."""
+        """Return the calls of one execution. again: a re-execution; takeover: if it uses one."""
         calls = self.recalls if again else self.calls
         return calls if takeover is None or takeover.call is None else (takeover.call, *calls[1:])
 
@@ -323,8 +322,7 @@ class CDGraph:
 
     @property
     def time_ns(self) -> int:
-        """Time of one execution of every node that must run: the iteration without
-        recomputation."""
+        """Time of executing every required node once: the iteration without recomputation."""
         return sum(n.time_ns for n in self.nodes if not n.optional)
 
     def __str__(self) -> str:
@@ -370,8 +368,7 @@ def _facts_line(graph: CDGraph) -> str:
 
 
 def _taken(graph: CDGraph, node: ComputeNode) -> str:
-    """Return the names of operands that the node may take over: 'a, b' for a or b, 'a + b' for
-    both."""
+    """Return names of operands that may be taken over: 'a, b' for a or b, 'a + b' for both."""
     names = ([graph.data[d].name for d in t.operands] for t in node.takes)
     return ", ".join(map(" + ".join, names))
 
@@ -454,8 +451,7 @@ def movable(graph: CDGraph) -> frozenset[int]:
 
 
 def producers(graph: CDGraph) -> dict[int, int]:
-    """Return data index -> index of the first node that writes it; resident data and tangents have
-    no entry."""
+    """Return data index -> first node that writes it; no entry for resident data and tangents."""
     first: dict[int, int] = {}
     for node in graph.nodes:
         for d in node.writes:
@@ -464,8 +460,7 @@ def producers(graph: CDGraph) -> dict[int, int]:
 
 
 def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
-    """Return data index -> indices of the nodes that read it, ascending; every data has an
-    entry."""
+    """Return data index -> indices of nodes that read it, ascending; every data has an entry."""
     readers_of: dict[int, list[int]] = {d.index: [] for d in graph.data}
     for node in graph.nodes:
         for d in node.reads:

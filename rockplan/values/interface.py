@@ -94,8 +94,7 @@ position), or ('all', None) for all elements of a list, a queue or a set."""
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """A value, not a tensor, that each call stores at an address; `ABSENT` if the call removes
-    it."""
+    """Data, no tensor, that each call stores at an address; `ABSENT` if the call removes it."""
 
     address: Address
     value: Any

@@ -17,8 +17,7 @@ from rockplan.values.graph import CDGraph, producers, required
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """Node indices in order of execution, by phase; `backward` also holds forward nodes that run
-    again."""
+    """Node indices in order of execution; `backward` also holds forward nodes that run again."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]

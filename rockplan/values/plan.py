@@ -165,8 +165,7 @@ def plan_in(planned: object) -> Plan:
 
 
 def recomputations(plan: Plan) -> dict[int, int]:
-    """Return node index -> number of re-executions, for nodes that have any; copies do not
-    count."""
+    """Return node index -> number of re-executions, for nodes with any; copies do not count."""
     nodes = plan.graph.nodes
     executions = Counter(i for i in plan.schedule.computes if not nodes[i].optional)
     return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
@@ -315,8 +314,7 @@ def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
 def _listed(
     plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
 ) -> tuple[str, str]:
-    """Return in words what of `nodes` is kept, and what runs again. again: node ->
-    re-executions."""
+    """Return in words what of `nodes` is kept and what runs again. again: node -> re-executions."""
     kept_here = [(n, d) for n in nodes for d in n.writes if d in kept]
     size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
     names = Counter(operator_of(n) for n, _ in kept_here)

@@ -126,8 +126,7 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
 
 
 def kept_data(graph: CDGraph, schedule: Schedule) -> frozenset[int]:
-    """Return the storages that are alive on the device between the forward and the backward
-    phase."""
+    """Return storages that are alive on the device between the forward and the backward phase."""
     alive: set[int] = set()
     for event in schedule.events[: schedule.forward_length]:
         if isinstance(event, Compute):

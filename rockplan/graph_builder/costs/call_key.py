@@ -44,8 +44,7 @@ def call_keys(graph: CDGraph) -> Keys:
 
 @paused_collection()
 def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
-    """Return key -> the calls that cost the same, in order of the first of each. keys: of
-    `graph`."""
+    """Return key -> calls that cost the same, ordered by their first. keys: of `graph`."""
     calls: dict[str, list[Call]] = {}
     for node, own_keys in zip(graph.nodes, keys, strict=True):
         for key, call in zip(own_keys, node.calls, strict=True):

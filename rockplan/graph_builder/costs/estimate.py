@@ -75,8 +75,7 @@ def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float)
 
 
 def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
-    """Return the time in ns of each node on a machine of ordinary speed, from specs of its
-    calls."""
+    """Return the time in ns of each node on an ordinary machine, from specs of its calls."""
     rates = fallback_rates(graph)
     return tuple(sum(_estimated_ns(graph, c, *rates) for c in n.calls) for n in graph.nodes)
 
@@ -115,8 +114,7 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 
 def flops_of(graph: CDGraph, call: Call) -> int:
-    """Return the floating-point operations by PyTorch's own formulas; 0 for operators without
-    one."""
+    """Return floating-point operations by PyTorch's own formulas; 0 for operators without one."""
     formula = _flops_formula(call.op)
     if formula is None:
         return 0

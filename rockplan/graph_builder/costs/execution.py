@@ -186,8 +186,7 @@ def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
 
 
 def _made_up(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return uniform values in [0, 1), _DRAWN random elements repeated; zeros if not of floating
-    dtype."""
+    """Return uniform values in [0, 1), _DRAWN elements repeated; zeros if not of floating dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(elements, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)

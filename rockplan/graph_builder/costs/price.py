@@ -250,7 +250,7 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
 
 
 def _replay(node: ComputeNode, steps: list[_CallReplay]) -> int:
-    """Return the peak of bytes alive inside the node beyond its inputs; its `writes` live to the
+    """Return the peak of bytes alive inside the node beyond its inputs; `writes` live to its
     end."""
     last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
     alive: dict[int, int] = {}

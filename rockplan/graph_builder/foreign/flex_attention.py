@@ -118,8 +118,7 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _graphs(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the function that traces the derivative of a score function: it runs without
-    recording."""
+    """Replace the function that traces the derivative of a score function: nothing is recorded."""
 
     def create_fw_bw_graph(*args: Any) -> Any:
         if not recording.is_active():
@@ -131,8 +130,7 @@ def _graphs(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _in_strides(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the function that gives a tensor the strides of another: no copy if the backward
-    calls it."""
+    """Replace the function that changes strides: it makes no copy when the backward calls it."""
 
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
         caller = sys._getframe(2).f_code

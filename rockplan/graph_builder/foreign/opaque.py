@@ -224,8 +224,7 @@ def _with_backward(
     setup_context: Callable[..., Any] | None,
     how: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Wrap `function` and its backward into an autograd.Function; return a function that applies
-    it."""
+    """Wrap `function` and its backward into an autograd.Function; return what applies it."""
     members = {
         "__module__": function.__module__,
         "__qualname__": _name(function),

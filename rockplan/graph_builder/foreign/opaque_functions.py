@@ -170,8 +170,7 @@ class OpaqueBackward:
         return f"{self.function.called}.{self.function.backward_name}"
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
-        """Run it on `tensors`. is_fake: use the function's `fake_backward`, or make empty
-        gradients."""
+        """Run it on `tensors`. is_fake: use `fake_backward`, or make empty gradients."""
         given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             given[place].requires_grad_()
@@ -198,8 +197,7 @@ class OpaqueBackward:
         return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of the given tensors that it gets without a copy; the outcome refers to
-        them."""
+        """Return the tensors that it gets without a copy; the outcome refers to them."""
         return [t for i, t in enumerate(given) if i not in self.copied]
 
     def _like_arguments(self) -> tuple[Any, ...]:

@@ -40,8 +40,7 @@ from rockplan.python_state.object_slots import EVERYBODYS, GENERATOR
 
 
 def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
-    """Run `call` and remember its outcome in `KNOWN`. place: (module path, source line) for
-    errors."""
+    """Run `call`; remember its outcome in `KNOWN`. place: (module path, source line) for errors."""
     is_fake = call.function.fake is not None
     undeclared: list[str] = []
     if is_fake:
@@ -122,8 +121,7 @@ def _run(
 
 
 def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """Return the names by which writes into tensors at `places` are declared, one for each
-    storage."""
+    """Return the names by which writes into `places` are declared, one for each storage."""
     if isinstance(call, OpaqueForward):
         names = argument_names(call.function, len(call.args))
         named = {
@@ -142,8 +140,7 @@ def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list
 def _refuse_writes(
     known: Known, run: OpaqueRun, undeclared: Sequence[str], place: tuple[str, str]
 ) -> NoReturn:
-    """Raise CaptureError with the line that declares these writes, and those of its likely
-    backward."""
+    """Raise CaptureError with the line that declares the writes, the backward's included."""
     call = known.call
     if isinstance(call, OpaqueForward):
         of_backward: list[str] = []
@@ -197,8 +194,7 @@ def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """Return tensors of these specs and sharing of storages: numbers in [0, 1), zeros for
-    integers."""
+    """Return tensors of these specs and sharing: numbers in [0, 1), zeros for integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)

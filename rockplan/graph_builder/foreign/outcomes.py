@@ -171,8 +171,7 @@ class _Finder:
 
 
 def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> OpaqueRun:
-    """Return the run of a call that returned `result`. given: its tensors; ctx: of a forward, else
-    None."""
+    """Return the run that returned `result`. given: its tensors; ctx: of a forward, else None."""
     finder = _Finder(given)
     leaves, structure = pytree.tree_flatten(result)
     results = tuple(map(finder.place, leaves))

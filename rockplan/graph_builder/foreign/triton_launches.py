@@ -67,8 +67,7 @@ class Launch:
     changed: tuple[int, ...]
 
     def run(self, read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """Launch the kernel. read: tensors in other storages; changed: one tensor for each changed
-        storage."""
+        """Launch the kernel. read: other tensors; changed: one tensor for each changed storage."""
         waiting, written = iter(read), dict(zip(self.changed, changed, strict=True))
         tensors = [
             self._on(written[s], place) if s in written else next(waiting)
@@ -89,8 +88,7 @@ class Launch:
         return storage.as_strided(spec.shape, spec.stride, storage.storage_offset() + spec.offset)
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
-        """Return the grid for the configuration that was chosen. Raises StalePlan if it is
-        unknown."""
+        """Return the grid for the chosen configuration. Raises StalePlan if it is unknown."""
         for settings, grid in self.grids:
             if all(
                 chosen.get(name) is value or chosen.get(name) == value for name, value in settings

@@ -38,8 +38,7 @@ class UnknownWrites(Exception):
 
 
 def parameters_written(function: Any, constants: Mapping[str, Any]) -> Names:
-    """Return the names of parameters that a function under `triton.jit` may write into. Raises
-    UnknownWrites."""
+    """Return the parameters that a jit function may write into. Raises UnknownWrites."""
     return _Analysis().written(function, dict(constants))
 
 
@@ -232,8 +231,7 @@ class _Function(ast.NodeVisitor):
 
 
 def _definition(function: Any) -> ast.FunctionDef:
-    """Return the AST of a function's definition. Raises UnknownWrites if its source cannot be
-    parsed."""
+    """Return the AST of a function's definition. Raises UnknownWrites without its source."""
     try:
         text = textwrap.dedent("".join(inspect.getsourcelines(function)[0]))
         tree = ast.parse(text)

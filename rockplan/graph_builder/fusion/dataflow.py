@@ -62,8 +62,7 @@ class Dataflow:
         return storage not in self.made and storage not in self.whole
 
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
-        """Return the storages that a kernel computing `storages` reads, if `stored` are in
-        memory."""
+        """Return storages that a kernel computing `storages` reads, if `stored` exist."""
         wanted = list(storages)
         seen, leaves = set(wanted), set()
         while wanted:
@@ -78,8 +77,7 @@ class Dataflow:
         return frozenset(leaves)
 
     def interior(self, storages: Iterable[int], stored: Collection[int]) -> list[int]:
-        """Return `storages` and all that a kernel computes on the way to them, in execution
-        order."""
+        """Return `storages` and all that a kernel computes on the way to them, in order."""
         wanted = list(storages)
         seen = set(wanted)
         while wanted:
@@ -169,8 +167,7 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: Parts) -> list[Step]:
-    """Return (position, storages that it makes, storages that it reads) for all parts except
-    views."""
+    """Return (position, storages that it makes, storages that it reads) for parts but views."""
     values = parts.values
     return [
         (position, _storages(values, part.makes), _storages(values, part.reads))

@@ -90,8 +90,7 @@ class _Merging:
             self._readers[read].add(number)
 
     def _delay(self, number: int) -> None:
-        """Move a group that the forward phase computes but only the backward phase needs to
-        there."""
+        """Move a group of the forward phase that only the backward phase needs to there."""
         group = self.groups[number]
         part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
         if part.phase is not group.phase:
@@ -121,8 +120,7 @@ class _Merging:
         self._add(min(number, other), made)
 
     def _merged(self, number: int, other: int) -> Group | None:
-        """Return both groups as one, where the later or the earlier of them runs; None if neither
-        is possible."""
+        """Return both groups as one, run where the later or the earlier ran, or else None."""
         one, two = self.groups[number], self.groups[other]
         targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
         reads = (one.reads | two.reads) - frozenset(targets)
@@ -148,8 +146,7 @@ class _Merging:
         return max(made, self._flow.whole.get(storage, -1))
 
     def _due(self, group: Group, members: Collection[int]) -> float:
-        """Return the position of the first reader of the group's results that is not one of
-        `members`."""
+        """Return the position of the first reader of the results that is not in `members`."""
         positions = [math.inf]
         for target in group.targets:
             positions += self._flow.opaque_readers.get(target, ())
@@ -163,14 +160,12 @@ class _Merging:
         return all(SMALL * self._flow.sizes[t] <= largest for t in group.targets)
 
     def _reads_as_much(self, group: Group, other: Group) -> bool:
-        """Return whether `group`, of small results, reads nothing but what `other` reads or
-        makes."""
+        """Return whether a group of small results reads only what `other` reads or makes."""
         known = other.reads | frozenset(other.targets)
         return self._is_small(group) and bool(group.reads) and group.reads <= known
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
-        """Return whether both groups share most bytes that they read, and have few large
-        results."""
+        """Return whether both share most bytes read, and have few large results."""
         sizes, targets = self._flow.sizes, (*group.targets, *other.targets)
         reads = (group.reads | other.reads) - frozenset(targets)
         largest = max((sizes[r] for r in reads), default=0)

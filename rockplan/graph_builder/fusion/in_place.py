@@ -240,8 +240,7 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """Return whether no step reads an operand after it was overwritten, except what was written
-        there."""
+        """Return whether no step reads an overwritten operand, except what was written there."""
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):
@@ -323,8 +322,7 @@ class _Writing:
         self._names: dict[int, int] = {}
 
     def kernel(self, steps: Sequence[_Step]) -> Kernel:
-        """Return the variant in which each step writes its values; other results are written at the
-        end."""
+        """Return the variant whose steps write their values; other results are written last."""
         kernel = self._kernel
         for calls, early in steps:
             for call in calls:

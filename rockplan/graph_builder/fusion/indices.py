@@ -25,8 +25,7 @@ from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the results of the kernel by the operators that it fuses, on the device of
-    `arguments`."""
+    """Return the kernel's results by the operators that it fuses, on the device of `arguments`."""
     device = arguments[0].device if arguments else torch.device(kernel.device)
     values: dict[int, Any] = dict(enumerate(arguments))
 
@@ -83,8 +82,7 @@ class _Range:
 
 @dataclass(frozen=True, slots=True)
 class _Indices:
-    """kernel: the part of a kernel that computes indices, its results; ranges: of each use of an
-    index."""
+    """kernel: the part of a kernel that computes indices, its results; ranges: one for each use."""
 
     kernel: Kernel
     ranges: tuple[_Range, ...]

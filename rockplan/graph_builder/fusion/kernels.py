@@ -58,8 +58,8 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
 
 
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
-    """Compile, check and define kernels that are not known; return operator -> reason for those
-    that failed."""
+    """Compile, check and define unknown kernels; return operator -> reason for those that
+    failed."""
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
@@ -146,8 +146,7 @@ def _implementation(kernel: Kernel) -> Callable[..., Any]:
 
 
 def more_bytes_of(kernel: Kernel) -> int:
-    """Return the bytes that an in-place variant needs beyond the plain kernel less what it
-    saves."""
+    """Return bytes that an in-place variant needs beyond the plain kernel less its saving."""
     return _more_bytes[kernel.op]
 
 

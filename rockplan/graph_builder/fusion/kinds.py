@@ -102,8 +102,7 @@ class _Building:
         self._parts: set[int] = set()
 
     def inputs_and_parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the values that are read, in order of first use; and the positions of parts, in
-        order."""
+        """Return the values read, in order of first use, and positions of parts."""
         flow, parts = self._flow, self._flow.parts.parts
         inside = set(self._interior)
         makers = {flow.made[storage].maker: None for storage in self._interior}

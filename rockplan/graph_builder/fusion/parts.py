@@ -70,8 +70,7 @@ class Parts:
 
 
 def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
-    """Return the parts of all calls. opaque: positions of calls that stay as they are; table:
-    decompositions."""
+    """Return the parts of all calls. opaque: positions of unfused calls; table: decompositions."""
     expansion = _Expansion(capture, table)
     for position, recorded in enumerate(capture.calls):
         expansion.add(position, recorded, is_opaque=position in opaque)
@@ -169,8 +168,7 @@ class _Expansion:
         )
 
     def _traced(self, call: Call) -> _Template | None:
-        """Return the parts by running the decompositions on fake tensors; None if it cannot be
-        fused."""
+        """Return the parts by decomposing on fake tensors; None if it cannot be fused."""
         try:
             return _Tracing(self._fakes, self._table, self.values, call).template()
         except _NotFused as reason:
@@ -186,8 +184,7 @@ def _given(call: Call) -> list[int]:
 
 
 def _looked_at(call: Call) -> list[int]:
-    """Return the arguments without those of which no element is read, such as running
-    statistics."""
+    """Return the arguments without those that are not read, such as running statistics."""
     ignored = facts.unread_arguments(call.op, call.args)
     args = tuple(a for i, a in enumerate(call.args) if i not in ignored)
     return _given(Call(call.op, args, call.kwargs, call.results))

@@ -94,8 +94,7 @@ def _is_computed_too_often(flow: Dataflow, storage: int, there: set[int]) -> boo
 
 
 def _store_operands(flow: Dataflow, storage: int, there: set[int]) -> None:
-    """Add operands of `storage` to `there` until its kernel computes and reads few enough
-    values."""
+    """Add operands of `storage` to `there` until its kernel computes and reads little enough."""
 
     def effort(one: int) -> tuple[int, int]:
         return len(flow.interior([one], there)), len(flow.leaves([one], there))

@@ -41,8 +41,7 @@ gradients of biases move too, and nothing is gained."""
 
 
 def reordered(graph: CDGraph) -> CDGraph:
-    """Return `graph` with its backward nodes in an order that needs no more bytes, and often
-    less."""
+    """Return `graph` with its backward nodes in an order that needs no more, often less, bytes."""
     first = len(graph.forward)
     order = (*range(first), *_backward_order(graph))
     if order == tuple(sorted(order)):

@@ -96,8 +96,7 @@ class _Rewriting:
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
-        """Note which versions the next call makes, changes and reads. read: its storages, as
-        recorded."""
+        """Note versions that the next call makes, changes and reads. read: its storages."""
         made = self._view.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}

@@ -148,8 +148,7 @@ def _outermost_first(strides: Sequence[int]) -> list[int]:
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps, for dimensions in `order` from the outermost to the
-    innermost."""
+    """Return strides without gaps, for dimensions in `order`, the outermost first."""
     strides = [1] * len(shape)
     expected = 1
     for dimension in reversed(order):

@@ -42,8 +42,8 @@ def prefix(
 
 
 def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
-    """Return the values that are read before any call makes them; an in-place call reads what it
-    returns."""
+    """Return values that are read before a call makes them; in-place calls read what they
+    return."""
     made: set[int] = set()
     leaves: set[int] = set()
     for recorded in calls:

@@ -63,8 +63,7 @@ _Leaf = _MadeTensor | _Same | None
 
 @dataclass(frozen=True, slots=True)
 class _Recipe:
-    """How to make the result of a call. container: list or tuple; None: the result is its only
-    leaf."""
+    """How to make a result. container: list or tuple; None: the result is its only leaf."""
 
     leaves: tuple[_Leaf, ...]
     container: type | None

@@ -23,8 +23,7 @@ def run_text(run: Capture) -> str:
 
 
 def tensor_text(spec: TensorSpec) -> str:
-    """Return a spec as text: 'float32[4, 8]'; with strides if it is not contiguous, 'float32[4, 8;
-    1, 4]'."""
+    """Return 'float32[4, 8]'; with strides unless contiguous: 'float32[4, 8; 1, 4]'."""
     sizes = ", ".join(map(str, spec.shape))
     if spec.stride != _in_order(spec.shape):
         sizes += f"; {', '.join(map(str, spec.stride))}"

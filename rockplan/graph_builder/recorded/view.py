@@ -122,8 +122,8 @@ class RunView:
         return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
 
     def maker(self, value: int) -> int | None:
-        """Return the position of the call that makes the storage of `value`; None if the caller
-        does."""
+        """Return the position of the call that makes the storage of `value`, None for the
+        caller."""
         storage = self.storage(value)
         is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
         return self.writers[storage][0] if is_made else None
@@ -201,8 +201,7 @@ class RunView:
         return not self.changed_outside.isdisjoint(self.storages(recorded.writes))
 
     def reads_changed(self, recorded: RecordedCall) -> bool:
-        """Return whether the call uses the content of a storage of the caller's that the run
-        changes."""
+        """Return whether the call reads a storage of the caller's that the run changes."""
         call = recorded.call
         ignored = unread_arguments(call.op, call.args)
         args = [a for i, a in enumerate(call.args) if i not in ignored]

@@ -25,8 +25,7 @@ GRADIENT = "aten.embedding_dense_backward.default"
 
 
 def with_rows_added(capture: Capture) -> Capture:
-    """Return `capture`, in which gradients of embeddings are added by rows to the gradient of a
-    tiled head."""
+    """Return `capture` with gradients of embeddings added by rows to a tiled head's gradient."""
     sums = dict(_sums(capture))
     if not sums:
         return capture
@@ -63,8 +62,7 @@ def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) -> None:
-    """Write the sum that `addition` makes, by rows of what `embedding` gets, without the embedding
-    gradient."""
+    """Write the sum of `addition` by rows, without the whole gradient that `embedding` makes."""
     gradient, tokens, rows, padding, by_frequency = embedding.call.args
     assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
     assert isinstance(padding, int)

@@ -46,8 +46,7 @@ class Region:
 
     @property
     def widening(self) -> int:
-        """Return the ratio of the largest element size of tiled values to that of the seed's
-        result."""
+        """Return the largest element size of tiled values over that of the seed's result."""
         dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
         (made,) = self.run.made(self.seed)
         floating = [d.itemsize for d in dtypes if d.is_floating_point]

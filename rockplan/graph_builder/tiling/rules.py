@@ -31,8 +31,7 @@ class Rows:
     last: int
 
     def shape(self, whole: Shape, groups: int, share: int) -> Shape:
-        """Return the shape of a part with `share` of `groups` groups; dimensions keep their
-        positions."""
+        """Return the shape of a part with `share` of `groups` groups; no dimension is dropped."""
         rows = prod(whole[self.first : self.last + 1]) // groups * share
         ones = (1,) * (self.last - self.first)
         return (*whole[: self.first], *ones, rows, *whole[self.last + 1 :])
@@ -117,8 +116,7 @@ _NLL_BACKWARD = "aten.nll_loss_backward.default"
 
 
 def viewed(call: Call, specs: Specs, rows: Rows, groups: Groups) -> Rows | None:
-    """Return the rows of a view of a tensor with `rows`; None if it has none, or the call is no
-    view."""
+    """Return the rows of a view of a tensor with `rows`; None if it has none or is no view."""
     op, args = call.op, call.args
     (result,) = call.results if len(call.results) == 1 else (None,)
     if result is None or not isinstance(args[0], ValueRef):
@@ -202,8 +200,7 @@ def row_wise(
 
 
 def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a matrix product is cut: along rows of the left operand, or along the summed
-    dimension."""
+    """Return how a matrix product is cut: along rows of the left, or along the summed dimension."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
@@ -223,8 +220,7 @@ def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise |
 
 
 def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a negative log likelihood of two dimensions is cut: the loss of a row needs its
-    target only."""
+    """Return how a two-dimensional nll loss is cut: the loss of a row needs only its target."""
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
@@ -268,8 +264,7 @@ def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
 
 
 def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a reduction is cut: over other dimensions by rows, over all rows by a sum of
-    parts."""
+    """Return how a reduction is cut: by rows, or, over all rows, as a sum of parts."""
     rows = _common(rows_of)
     (given,) = (r.index for r in refs(call))
     if rows is None:
@@ -334,8 +329,7 @@ def _pointwise(
 def in_part(
     call: Call, tiled: RowWise, specs: Specs, groups: Groups, share: int
 ) -> tuple[tuple[object, ...], tuple[tuple[str, object], ...]]:
-    """Return args and kwargs of the call for a part with `share` groups: only shapes are
-    replaced."""
+    """Return args and kwargs of the call for a part of `share` groups: only shapes change."""
     place = SHAPE_OF_RESULT.get(call.op)
     rows = tiled.results[0]
     if place is None or rows is None:

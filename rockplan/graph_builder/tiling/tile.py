@@ -67,8 +67,7 @@ def _written(capture: Capture, region: Region, parts: int | None) -> Capture | s
 
 
 def _size(groups: Groups, rows: int, depth: int, widening: int, parts: int | None) -> int:
-    """Return the number of groups of a part. depth: columns of the head's operand; widening: see
-    `Region`."""
+    """Return the number of groups of a part. depth, widening: as in `Region`."""
     if parts is not None:
         return -(-groups.count // parts)
     least = LEAST_ROWS if widening == 1 else LEAST_SHORT_ROWS
@@ -306,8 +305,7 @@ class _TiledRun:
                 self._is_now(recorded, result, whole)
 
     def _divide(self, recorded: RecordedCall) -> None:
-        """Divide the summed loss by the summed weights if it is a mean, and cast both to the
-        recorded dtype."""
+        """Divide the summed loss by the weights if it is a mean; cast both as recorded."""
         loss, weights = recorded.call.results
         if loss is None or weights is None:
             raise _NotTiled("the loss has no weights")
@@ -342,8 +340,7 @@ class _TiledRun:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call with the module and line of `like`; return the values of its results. Raises
-        _NotTiled."""
+        """Write a call, placed like `like`; return its results. Raises _NotTiled."""
         try:
             return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:

@@ -77,8 +77,7 @@ def _raised(error: BaseException) -> Frames:
 
 
 def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
-    """Return the path of the submodule of `module`, and the user's source line, in which the frames
-    ran."""
+    """Return the path of the submodule of `module` and the user's line in which the frames ran."""
     paths = {id(m): path for path, m in module.named_modules()}
     held = (paths.get(id(_first(frame))) for frame, _ in users)
     path = next((path for path in held if path is not None), "")
@@ -95,8 +94,7 @@ def _users(frames: Frames) -> list[Frame]:
 def _up_to_caller(
     users: Sequence[Frame],
 ) -> Frames:
-    """Yield the frames inside of the innermost autograd.Function or module: a kernel may be
-    launched there."""
+    """Yield the frames inside of the innermost autograd.Function or module."""
     for entry in users:
         if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
             return
@@ -114,8 +112,7 @@ def _first(frame: types.FrameType) -> object:
 
 
 def _kernel(frame: types.FrameType) -> str | None:
-    """Return 'the kernel add' for a frame whose `self` is a launcher that has a name or a
-    function."""
+    """Return 'the kernel add' if `self` of the frame is a launcher with a name or a function."""
     launcher = _first(frame)
     if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
         return None

@@ -152,8 +152,7 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _compile(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.compile`: its result does not refer to the recording, so the forward may keep
-    it."""
+    """Replace `torch.compile`; its result, which the forward may keep, refers to no recording."""
 
     def compile(function: Any = None, **how: Any) -> Any:
         if function is None:
@@ -166,8 +165,7 @@ def _compile(original: Any, recording: RecordingAccess) -> Any:
 
 
 class _CompiledLater:
-    """A function that runs uncompiled while a forward is recorded, and is compiled at its first
-    later call."""
+    """A function that runs uncompiled in a recording, and is compiled at its first later call."""
 
     def __init__(self, compile: Callable[..., Any], function: Any, how: dict[str, Any]) -> None:
         self._compile, self._function, self._how = compile, function, how
@@ -216,8 +214,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _data(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the setter of `.data`: `p.data = p.data.contiguous()` may keep the memory; else it is
-    refused."""
+    """Replace the setter of `.data`: refuse other memory (`p.data = p.data.contiguous()` may be
+    none)."""
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):
@@ -253,8 +251,7 @@ _ADDRESS = "fake tensors have no memory, and what is done with that of others is
 
 
 def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the context in which torch.func forbids hooks on saved tensors: ours are removed
-    inside."""
+    """Replace the context in which torch.func forbids tensor hooks: ours are removed."""
 
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:

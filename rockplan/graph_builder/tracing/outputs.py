@@ -123,8 +123,7 @@ def _as_before(
 
 
 def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps, with dimensions in the order of `example`; 0 where `example` has
-    0."""
+    """Return strides without gaps in the order of `example`; 0 where `example` has 0."""
     strides = [0] * len(shape)
     step = 1
     for dimension in sorted(range(len(shape)), key=lambda d: (example[d], -d)):
@@ -228,8 +227,7 @@ def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def sources_of(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Return for each leaf of the result the positions of other leaves that its backward pass goes
-    through."""
+    """Return for each leaf of the result the other leaves that its backward pass goes through."""
     tensors = {
         i: outputs[i]
         for i in dict.fromkeys(first_places(outputs))
@@ -301,8 +299,7 @@ def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
 
 
 def foreign_gradient(tensor: torch.Tensor) -> Any:
-    """Return the error for a tensor that requires a gradient and is not the module's or the
-    caller's."""
+    """Return the error for a tensor with gradient that is not the module's or the caller's."""
     if getattr(tensor, "_is_flat_param", False):
         return NAMED["flat parameters"].error()
     return NAMED["foreign parameter"].error(shape=tuple(tensor.shape))

@@ -63,8 +63,7 @@ def refuse_history(constants: Sequence[torch.Tensor]) -> None:
 
 
 def refuse_switch(place: object) -> None:
-    """Raise if the run has changed `requires_grad` of a tensor that is kept in `place`; None: of
-    none."""
+    """Raise if the run changed `requires_grad` of a tensor kept in `place` (None: of none)."""
     if place is not None:
         raise NAMED["requires_grad"].error(tensor=place)
 

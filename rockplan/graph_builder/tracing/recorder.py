@@ -117,8 +117,7 @@ class Reader(Protocol):
         module: str,
         source: str,
     ) -> Any:
-        """Return the result, as fake tensors, of an operator whose result shape depends on
-        values."""
+        """Return the fake result of an operator whose result shape depends on values."""
 
 
 class Recorder(TorchDispatchMode):
@@ -236,8 +235,7 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record one call and return its result. Raises a CaptureError for calls that a plan cannot
-        repeat."""
+        """Record a call; return its result. Raises CaptureError if a plan cannot repeat it."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -333,8 +331,7 @@ class Recorder(TorchDispatchMode):
         self._unwritten.makes(func, {self.values[r].storage for r in not_empty}, *place)
 
     def refuse_unwritten(self, values: Iterable[int], reader: str) -> None:
-        """Raise if one of `values` is uninitialized memory. reader: what reads it, for the
-        message."""
+        """Raise if one of `values` is uninitialized memory. reader: for the message."""
         if self._unwritten:
             self._unwritten.refuse([self.values[v].storage for v in values], reader)
 
@@ -384,8 +381,7 @@ class Recorder(TorchDispatchMode):
         }
 
     def _in_layout_of_base(self, result: Any) -> Any:
-        """Return `result`, copied into the layout that eager's `as_strided` backward would give
-        it."""
+        """Return `result`, copied into the layout of eager's `as_strided` backward."""
         node = torch._C._current_autograd_node() if self._base_of else None
         base = None if node is None else self._base_of.get(node._sequence_nr())
         if base is None or not isinstance(result, torch.Tensor):
@@ -466,8 +462,7 @@ class Recorder(TorchDispatchMode):
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments with fake tensors only, and these tensors, each registered as a
-        value."""
+        """Return the arguments with fake tensors only, and these, each registered as a value."""
         given = facts.tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in given):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))

@@ -310,8 +310,7 @@ def _given(
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
 ) -> _Given:
-    """Return the tensors of the caller. leaves: position -> argument; parameters, buffers: (name,
-    tensor)."""
+    """Return the caller's tensors. leaves: position -> argument; others: (name, tensor)."""
     given: _Given = {}
     for name, tensor in parameters:
         given["parameter", name] = f"the parameter '{name}'", tensor

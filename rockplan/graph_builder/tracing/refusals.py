@@ -802,8 +802,7 @@ NAMED = {row.name: row for row in REFUSALS}
 
 
 def as_markdown() -> str:
-    """Return all refusals, as docs/limits.md lists them: a list for each stage, and one of
-    operators."""
+    """Return all refusals, as docs/limits.md lists them: by stage, then those of operators."""
     lines: list[str] = []
     for when in When:
         lines += [f"### {when}", ""]

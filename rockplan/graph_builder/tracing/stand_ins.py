@@ -36,8 +36,7 @@ def with_stand_ins(
     kwargs: dict[str, Any],
     of: Callable[[torch.Tensor], torch.Tensor],
 ) -> Arguments:
-    """Return the arguments of `forward(*args, **kwargs)` with `of(tensor)` in place of each
-    tensor."""
+    """Return the arguments of `forward(*args, **kwargs)`, each tensor `t` replaced by `of(t)`."""
     exchange = _Exchange(of)
     named = named_arguments(forward, args, kwargs)
     values = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]

@@ -127,8 +127,7 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
 
 
 def _left_at(address: Address, kind: Kind, key: Any, now: list[Element]) -> Assignment:
-    """Return the assignment of an element of a holder, or of all elements if they are set
-    together."""
+    """Return the assignment of one element of a holder, or of all if they are set together."""
     if kind.step == "all":
         root, path, steps = address
         return Assignment((root, path, (*steps, ("all", None))), tuple(copied(v) for _, v in now))
@@ -165,8 +164,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
-    """Return the attributes that PyTorch's own hooks compute before each call and only they
-    read."""
+    """Return attributes that PyTorch's hooks compute before each call and only they read."""
     places: set[tuple[Identity, Any]] = set()
     for _, value in reached.objects:
         if isinstance(value, nn.Module):
@@ -218,8 +216,7 @@ def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | Non
 
 
 def _refusal(place: Place, is_kept: bool = False) -> RockplanError:
-    """Return the error for a stored tensor. is_kept: later calls use the tensor that the first has
-    made."""
+    """Return the error for a stored tensor. is_kept: later calls use the first call's tensor."""
     refusal, facts = NAMED["kept tensor"], {"who": _who(place)}
     facts["place"] = place.text if place.module is not None else str(place)
     if is_kept:

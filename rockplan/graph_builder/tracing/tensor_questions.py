@@ -57,8 +57,7 @@ class Questions:
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, stand_in: torch.Tensor, called: str, role: str, key: str | int) -> None:
-        """Register a stand-in. called: its name in messages; role, key: how a planned call finds
-        it."""
+        """Register a stand-in. called: name in messages; role, key: how a planned call finds it."""
         self.names.setdefault(id(stand_in), (called, role, key))
         self.stand_ins[id(stand_in)] = stand_in
         self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
@@ -85,8 +84,7 @@ class Questions:
                 self._forget()
 
     def _forget(self) -> None:
-        """Drop all references to tensors: a mode that has seen the patched functions may keep
-        these."""
+        """Drop all references to tensors: a mode that saw the patched functions may live on."""
         self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
@@ -138,8 +136,7 @@ class Questions:
         return [self.stand_ins[i] for i, (_, *name) in self.names.items() if tuple(name) in asked]
 
     def _asked_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the real tensor if the user's code asks a stand-in of this recording; else
-        None."""
+        """Return the real tensor if the user's code asks a stand-in of this recording."""
         real = self.real.get(id(tensor))
         return real if real is not None and _asks_users_file() else None
 
@@ -255,8 +252,7 @@ class Questions:
         return place
 
     def ask_place(self, tensor: torch.Tensor, attributes: Iterable[str] = PLACE) -> None:
-        """Note questions about the place of all tensors of the caller on the storage of a fake
-        tensor."""
+        """Note questions about the place of all caller's tensors on a fake's storage."""
         storage = torch._C.TensorBase.untyped_storage(tensor)._cdata
         for identity, stand_in in self.stand_ins.items():
             if torch._C.TensorBase.untyped_storage(stand_in)._cdata == storage:

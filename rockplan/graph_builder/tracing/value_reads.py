@@ -250,8 +250,7 @@ class ValueReader:
         source: str,
         draws: bool = False,
     ) -> None:
-        """Add a guard: `read` after `calls` must give `expected`. draws: `calls` include random
-        draws."""
+        """Add a guard: `read` after `calls` must give `expected`. draws: some calls draw."""
         if not leaves and not draws:
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
@@ -300,8 +299,7 @@ class ValueReader:
                 raise NAMED["memory of an array"].at(handed.module, handed.source)
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
-        """Return value -> real tensor for integer inputs, constants, and what is computed from them
-        only."""
+        """Return value -> real tensor for integer inputs, constants and what these determine."""
         known = {**self._known, **dict(recorder.constants)}
         known = _copies(known, frozenset(known))
         computable: list[Call] = []
