@@ -162,6 +162,7 @@ class _Emitter:
         self._place = ""
 
     def emit(self) -> Code:
+        """Write all functions: the forward phase, then each slice of the backward phase."""
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
@@ -312,6 +313,8 @@ class _Emitter:
     # -- events ----------------------------------------------------------------------------
 
     def _event(self, position: int) -> None:
+        """Write the event at `position`: an execution, followed by copies to the host that begin
+        there, or a free. A freed gradient that autograd gets is returned by its slice instead."""
         event = self._schedule.events[position]
         if isinstance(event, Compute):
             node = self._graph.nodes[event.node]
@@ -337,7 +340,7 @@ class _Emitter:
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
     def _copy(self, call: Call) -> None:
-        """End a copy to the host, or begin one back."""
+        """End a copy to the host, or begin one from the host. call: of the copying node."""
         if call.op == STORE:
             self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
             return

@@ -40,7 +40,7 @@ class Relations:
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
-    """Return the relations between the results of `interface`."""
+    """Return the relations between results of `interface` that require a gradient."""
     values = {
         i: graph.values[leaf.value]
         for i, leaf in enumerate(interface.outputs)

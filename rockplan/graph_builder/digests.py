@@ -156,6 +156,7 @@ def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
 
 
 def _node_costs(node: ComputeNode) -> list[object]:
+    """Return what a solver sees of a node besides storages: phase, time, workspace, flags."""
     return [
         node.phase.value,
         node.time_ns,
@@ -173,6 +174,7 @@ def _unusual(node: ComputeNode) -> list[object]:
 
 
 def _program(node: ComputeNode) -> list[object]:
+    """Return what a node computes, without its cost: names, flags, storages, calls."""
     return [
         node.name,
         node.module,

@@ -413,7 +413,7 @@ def _may_rerun(node: ComputeNode, kept: frozenset[int]) -> bool:
 
 
 def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
-    """Return block `s` of the chain."""
+    """Return block `s` of the chain. background_bytes: as in `Block`."""
     graph = chain.graph
     # The last block passes nothing on; its output is the first output of the module.
     outputs = (*chain.separators, *graph.outputs[:1])

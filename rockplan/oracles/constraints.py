@@ -71,7 +71,7 @@ def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
 
 
 def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
-    """Nodes whose results match and are read in the backward phase."""
+    """Return the nodes whose results match a `keep` pattern and are read in the backward phase."""
     producer = producers(graph)
     read = {d for n in graph.backward for d in n.reads}
     kept = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}

@@ -34,8 +34,8 @@ def forward_comes_first(graph: CDGraph) -> Iterator[str]:
 
 
 def one_maker(graph: CDGraph) -> Iterator[str]:
-    """A storage has one node that makes it, in the phase of its kind, and others after that which
-    need not run; what the caller owns has none."""
+    """A storage is made by one node, in the phase of its kind, and after that only by optional
+    nodes; storages of the caller are made by none."""
     maker: dict[int, int] = {}
     own = {Phase.FORWARD: DataKind.ACTIVATION, Phase.BACKWARD: DataKind.GRADIENT}
     for node in graph.nodes:
@@ -49,8 +49,8 @@ def one_maker(graph: CDGraph) -> Iterator[str]:
 
 
 def what_is_on_the_host_is_copied(graph: CDGraph) -> Iterator[str]:
-    """What is on the host is made by copies out and read by copies in, and neither needs bytes
-    beside its operands."""
+    """Storages on the host are made by copies out and read by copies in, and copies need no bytes
+    beyond their operands and results."""
     for node in graph.nodes:
         read = any(graph.data[d].kind is DataKind.HOST for d in node.reads)
         made = any(graph.data[d].kind is DataKind.HOST for d in node.writes)
@@ -71,7 +71,7 @@ def made_before_read(graph: CDGraph) -> Iterator[str]:
 
 
 def values_are_in_storages(graph: CDGraph) -> Iterator[str]:
-    """A value is in a storage of the graph, and a view in one of what it is a view of."""
+    """A value is in a storage of the graph, and a view in the storage of a value that it views."""
     for value in graph.values:
         if value.data not in range(len(graph.data)):
             yield f"value {value.index} is in storage {value.data}"
@@ -82,7 +82,7 @@ def values_are_in_storages(graph: CDGraph) -> Iterator[str]:
 
 
 def roles_are_of_storages(graph: CDGraph) -> Iterator[str]:
-    """Outputs, what is held, handed over or dropped are storages that are not resident."""
+    """Outputs, held, handed and dropped data are storages that are not resident."""
     roles = {"output": graph.outputs, "held": graph.held, "handed": graph.handed}
     for role, storages in (roles | {"dropped": graph.dropped}).items():
         for data in storages:
@@ -91,7 +91,8 @@ def roles_are_of_storages(graph: CDGraph) -> Iterator[str]:
 
 
 def takeovers_are_of_the_node(graph: CDGraph) -> Iterator[str]:
-    """What a node may take over it reads, and what it writes there it makes."""
+    """A node reads the operands that it may take over, and makes the results that it writes
+    there."""
     for node in graph.nodes:
         for takeover in node.takes:
             if not ({*takeover.operands} <= {*node.reads}):
@@ -101,7 +102,7 @@ def takeovers_are_of_the_node(graph: CDGraph) -> Iterator[str]:
 
 
 def kernels_are_known(graph: CDGraph) -> Iterator[str]:
-    """A kernel that is called is one of the graph's."""
+    """A called kernel is one of the graph's kernels."""
     known = {kernel.op for kernel in graph.kernels}
     for node in graph.nodes:
         calls = (*node.calls, *(t.call for t in node.takes if t.call is not None))
@@ -121,7 +122,7 @@ def sizes_are_sums_of_bytes(graph: CDGraph) -> Iterator[str]:
 
 
 def eager_order_is_an_order(graph: CDGraph) -> Iterator[str]:
-    """Eager's order names each node once that is not optional."""
+    """Eager's order names each required node once."""
     if graph.eager_order and sorted(graph.eager_order) != [*required(graph.nodes)]:
         yield f"it is {graph.eager_order}"
 

@@ -191,7 +191,7 @@ def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
 
 
 def without_copies(graph: CDGraph) -> CDGraph:
-    """Undo `with_copies`."""
+    """Undo `with_copies`: remove host storages and all nodes that copy."""
     kept: Sequence[ComputeNode] = [n for n in graph.nodes if n.queue is Queue.COMPUTE]
     gone = len(graph.nodes) - len(kept)
     if not gone:

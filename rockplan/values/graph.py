@@ -333,6 +333,8 @@ class CDGraph:
         return "\n".join(lines)
 
     def _row(self, node: ComputeNode) -> tuple[str, ...]:
+        """Return the cells of the line of a node: index, phase, name, storages, bytes, time,
+        remarks."""
         size_bytes = sum(self.data[d].size_bytes for d in node.writes)
         remarks = (
             f"workspace {node.workspace_bytes} B" if node.workspace_bytes else "",
@@ -355,6 +357,7 @@ class CDGraph:
 
 
 def _facts_line(graph: CDGraph) -> str:
+    """Return the first line: number of nodes, time, and storages by role."""
     tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
     roles = {
         "outputs": graph.outputs,

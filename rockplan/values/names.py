@@ -24,7 +24,7 @@ ROOT = "(root)"
 
 
 def operation_names(graph: CDGraph) -> tuple[str, ...]:
-    """The name of each of `graph.nodes`."""
+    """Return the name of each of `graph.nodes`."""
     seen: Counter[str] = Counter()
     names = []
     for node in graph.nodes:
@@ -35,7 +35,7 @@ def operation_names(graph: CDGraph) -> tuple[str, ...]:
 
 
 def activation_names(graph: CDGraph) -> tuple[str, ...]:
-    """The name of each of `graph.data`, by what makes it first."""
+    """Return the name of each of `graph.data`: that of the operation which makes it first."""
     names = [d.name for d in graph.data]
     made_by = producers(graph)
     for node, name in zip(graph.nodes, operation_names(graph), strict=True):

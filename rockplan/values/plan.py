@@ -172,6 +172,7 @@ def recomputations(plan: Plan) -> dict[int, int]:
 
 
 def _summary_lines(plan: Plan) -> list[str]:
+    """Return the lines of facts at the head of a printed plan."""
     certificate = plan.certificate
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     again = recomputations(plan)
@@ -200,6 +201,7 @@ def _summary_lines(plan: Plan) -> list[str]:
 
 
 def _reserved_lines(plan: Plan) -> list[str]:
+    """Say how much memory PyTorch's allocator will take from the device, if known."""
     if plan.reserved_bytes is None:
         return []
     more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1

@@ -66,7 +66,8 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
 
 
 def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
-    """Measure the memory of calls in one session of the profiler."""
+    """Measure up to _SESSION_CALLS calls on CPU, each labelled by its key, in one profiler
+    session."""
     sizes: dict[str, tuple[int, ...]] = {}
     with profiled() as session:
         for key, call in calls:
@@ -175,6 +176,7 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
 
 
 def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
+    """Measure the memory of calls, each by key, between two statistics of CUDA's allocator."""
     device = device_of(inputs.graph)
     memory: dict[str, CallMemory] = {}
     for done, (key, call) in enumerate(calls.items()):

@@ -103,6 +103,8 @@ class Inputs:
         return self._execution(call, {})
 
     def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> Execution:
+        """Return a call with its arguments. environment: value -> tensor, for values made so far on
+        the way to them; what is made here is added."""
         operator = facts.resolve(call.op)
         assert not facts.facts_of(operator).effect, f"{operator} acts outside of the step"
         arguments = (call.args, [a for _, a in call.kwargs])

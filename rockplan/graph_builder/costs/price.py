@@ -147,6 +147,7 @@ def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
 
 
 def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
+    """Return the profile of these costs on this machine. source: says how they were found."""
     estimated = sum(cost.repeats == 0 for cost in costs.values())
     return Profile(
         source=f"{source} ({estimated} calls estimated)" if estimated else source,
@@ -168,6 +169,7 @@ def profile_key(graph: CDGraph) -> str:
 
 
 def _device_name(device: str) -> str:
+    """Return the model name of a GPU, or of the CPU."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:

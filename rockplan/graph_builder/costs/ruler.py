@@ -88,7 +88,7 @@ def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
 
 
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
-    """Record live bytes over time of one `step()` on CPU."""
+    """Return live bytes over time of one `step()` on CPU, by one profiler session."""
     gc.collect()
     with (
         profiled() as session,
@@ -173,6 +173,7 @@ def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
+    """Measure live bytes of one `step()` by the statistics of CUDA's caching allocator."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -204,6 +205,7 @@ def stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Str
 
 
 def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
+    """Return live bytes of a marked step, by the memory events of one profiler session."""
     marks: list[Any] = [None]
 
     def mark(what: Any) -> None:
@@ -234,6 +236,7 @@ _MARK = "rockplan mark "
 
 
 def _cuda_stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
+    """Return live bytes of a marked step, by peak statistics that each mark resets."""
     # The allocator counts memory when the host requests it: no synchronization is needed.
     before = torch.cuda.memory_allocated(device)
     result: list[Stretch] = []

@@ -229,7 +229,8 @@ KNOWN: dict[str, Known] = {}
 
 
 def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
-    """Return the call of a forward, and its distinct tensors."""
+    """Return the forward call of `function(*args)`, with Refs for tensors; and its distinct
+    tensors."""
     leaves, structure = pytree.tree_flatten(tuple(args))
     refs, tensors = with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

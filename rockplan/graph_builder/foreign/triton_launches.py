@@ -148,7 +148,8 @@ def _launch(
     kwargs: dict[str, Any],
     access: RecordingAccess,
 ) -> None:
-    """Record a launch, or refuse it."""
+    """Record a launch: find what the kernel writes, describe the launch, and call its operator.
+    Refuses a kernel whose writes are unknown, and arguments that a key cannot describe."""
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)

@@ -127,7 +127,8 @@ class _KernelRun:
         self._derived: set[int] = set()
 
     def capture(self) -> Capture:
-        """Return the run."""
+        """Return the run: opaque calls, unfused groups and kernels in execution order, each after
+        the views that it reads, the forward phase before the backward phase."""
         flow, recorded = self._flow, self._capture
         steps: list[tuple[float, int, RecordedCall]] = [
             (position, -1, recorded.calls[flow.parts.parts[position].owner])

@@ -140,7 +140,7 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
 
 
 def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
-    """Yield each indexing of a tensor by values."""
+    """Yield each indexing of a tensor by another (`gather`, `index`) in the kernel."""
     for call in kernel.calls:
         arguments: Any = call.args
         table, *others = arguments

@@ -171,7 +171,7 @@ def _begun(kernel: Kernel) -> Function:
 
 
 def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return the kernel as an FX graph."""
+    """Return the kernel as an FX graph, as Inductor takes it. inputs: its fake arguments."""
     graph = fx.Graph()
     values: dict[int, fx.Node] = {}
     for position, fake in enumerate(inputs):

@@ -121,7 +121,7 @@ def check_compiler(device: str, reason: str) -> None:
 
 
 def _define(kernel: Kernel) -> None:
-    """Define the operator of a kernel."""
+    """Define the operator of a compiled kernel, so that calls can be captured and measured."""
     if kernel.op in _known or kernel.over:
         return  # in-place variants occur in no graph that is captured or measured
     arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))

@@ -97,7 +97,8 @@ class _Expansion:
         self._templates: dict[Hashable, _Template | None] = {}
 
     def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
-        """Add the parts of the call at `position`."""
+        """Add the parts of the call at `position`: those of its template, with values of the run in
+        place of local numbers, or one opaque part."""
         template = None if is_opaque else self._template(position, recorded)
         if template is None:
             kind, phase, writes = PartKind.OPAQUE, recorded.phase, recorded.writes
@@ -158,7 +159,8 @@ class _Expansion:
         )
 
     def _key(self, call: Call) -> Hashable:
-        """Return everything that the parts depend on."""
+        """Return what decides the parts of a call: literals, specs, and which values share
+        storages."""
         local = {v: i for i, v in enumerate((*_given(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
@@ -255,7 +257,7 @@ class _Tracing:
         self._mode = _Decomposing({**table, **_of_labels(call)})
 
     def template(self) -> _Template:
-        """Return the parts. Raises _NotFused."""
+        """Return the parts of the call, recorded while its decomposition runs. Raises _NotFused."""
         call, mode = self._call, self._mode
         storages: dict[int, torch.UntypedStorage] = {}
         # The fake mode has to be active: decompositions make scalars. Casts of the caller's

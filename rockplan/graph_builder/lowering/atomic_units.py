@@ -22,7 +22,8 @@ from rockplan.values.graph import DataKind
 
 
 def divided(view: RunView) -> tuple[tuple[int, ...], ...]:
-    """Return the units in execution order, each the positions of its calls in program order."""
+    """Return the units in execution order, each as positions of calls in program order. Raises
+    UnsupportedModel for a change in place that no order of units allows."""
     for recorded in view.calls:
         for storage in sorted(view.storages(recorded.writes)):
             if not view.kinds[storage].resident:

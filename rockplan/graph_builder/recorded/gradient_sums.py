@@ -36,23 +36,25 @@ def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
     # An `add` of a term that is also read elsewhere may be part of the formula of one gradient (the
     # backward of a custom function: g + g * k): it does not count as a sum of the engine.
     def is_engine_sum(gradient: int) -> bool:
+        """Return whether an `add` of two gradients that nothing else reads made it."""
         call = view.calls[producer[gradient]].call if gradient in producer else None
         if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
             return False
-        terms = [a.index for a in call.args if isinstance(a, ValueRef)]
+        added_values = [a.index for a in call.args if isinstance(a, ValueRef)]
         spec = view.spec(gradient)
-        return len(terms) == 2 and all(
-            view.spec(t).shape == spec.shape and uses[t] == 1 for t in terms
+        return len(added_values) == 2 and all(
+            view.spec(t).shape == spec.shape and uses[t] == 1 for t in added_values
         )
 
-    def split(gradient: int) -> tuple[int, ...]:
+    def terms(gradient: int) -> tuple[int, ...]:
+        """Return the contributions that add up to `gradient`, in the engine's order."""
         if not is_engine_sum(gradient):
             return (gradient,)
         position = producer[gradient]
         added.add(position)
         arrived, last = (r.index for r in refs(view.calls[position].call))
         uses[arrived] -= 1
-        return (*split(arrived), last)
+        return (*terms(arrived), last)
 
-    gradients = tuple((t, () if g is None else split(g)) for t, g in view.gradients)
+    gradients = tuple((t, () if g is None else terms(g)) for t, g in view.gradients)
     return gradients, frozenset(added)

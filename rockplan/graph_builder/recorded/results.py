@@ -100,6 +100,7 @@ class Results:
         return made[0] if recipe.container is None else recipe.container(made)
 
     def _make(self, leaf: _Leaf, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return one tensor of a recipe. given: the argument tensors."""
         if leaf is None:
             return None
         if isinstance(leaf, _Same):
@@ -200,6 +201,7 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _described(argument: Any) -> Hashable:
+    """Return what decides a result about one argument: layout of a tensor, type of a number."""
     if isinstance(argument, FakeTensor):
         return (
             _OF.shape.__get__(argument),  # type: ignore[attr-defined]
@@ -228,7 +230,7 @@ def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
 
 
 def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
-    """Return how to make `result` again; None if that is not known."""
+    """Return how to make a result like `result` from other arguments; None if that is not known."""
     container = type(result) if type(result) in (list, tuple) else None
     leaves: list[_Leaf] = []
     seen: list[int] = []

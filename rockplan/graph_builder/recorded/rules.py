@@ -60,7 +60,7 @@ def made_once(run: Capture) -> Iterator[str]:
 
 
 def views_read_what_they_share(run: Capture) -> Iterator[str]:
-    """A result in a storage that is there already is a view of what its call reads."""
+    """A result in an existing storage is a view of an operand of its call."""
     there = run.view.storages(run.view.given)
     for position, recorded in enumerate(run.calls):
         read = run.view.storages(recorded.reads)
@@ -71,7 +71,7 @@ def views_read_what_they_share(run: Capture) -> Iterator[str]:
 
 
 def values_fit_their_storage(run: Capture) -> Iterator[str]:
-    """A value lies within its storage, whose size all of its values agree on."""
+    """A value lies within its storage, and all values of a storage agree on its size."""
     sizes: dict[int, int] = {}
     for index, value in enumerate(run.values):
         known_bytes = sizes.setdefault(value.storage, value.storage_bytes)
@@ -89,7 +89,7 @@ def forward_comes_first(run: Capture) -> Iterator[str]:
 
 
 def kernels_are_known(run: Capture) -> Iterator[str]:
-    """A kernel that is called is one of the run's."""
+    """A called kernel is one of the run's kernels."""
     known = {kernel.op for kernel in run.kernels}
     for position, recorded in enumerate(run.calls):
         if is_kernel(recorded.call.op) and recorded.call.op not in known:

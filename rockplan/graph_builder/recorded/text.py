@@ -53,7 +53,7 @@ class _Text:
         self._first: dict[int, int] = {}
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines of the run."""
+        """Yield all lines: signature, calls by phase, gradients, return."""
         run = self._run
         given = ", ".join(map(self._typed, self._names))
         for value in self._names:

@@ -140,7 +140,7 @@ class _Growth:
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
-        """Forget all but the seed and `makers`."""
+        """Begin with the seed and `makers` of wide operands only."""
         run, call = self._run, self._run.calls[self._seed].call
         # If the caller gets the result of the seed it stays whole, and parts read its rows.
         self._known = {self._made: FIRST}
@@ -250,7 +250,8 @@ class _Growth:
         return cut
 
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
-        """Return why the calls are no region, '' if they are one."""
+        """Return '' if the calls are a region: nothing else reads their wide results. Otherwise the
+        reason."""
         run = self._run
         (seed,) = run.made(self._seed)
         if calls.keys() <= {self._seed}:

@@ -53,7 +53,7 @@ def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
 
 
 def _written(capture: Capture, region: Region, parts: int | None) -> Capture | str:
-    """Return the tiled run of one region, or a reason."""
+    """Return the run with this region tiled, or the reason why that is impossible."""
     (seed,) = region.run.made(region.seed)
     rows = region.run.spec(seed).shape[0]
     size = _size(region.groups, rows, region.depth, region.widening, parts)
@@ -188,7 +188,9 @@ class _TiledRun:
     # -- one call --------------------------------------------------------------------------
 
     def _add(self, position: int, part: _RowsPart) -> None:
-        """Write a call of the head for a part."""
+        """Write a call of the head for a part: operands become rows of the part, shapes those of
+        the part. A result summed over rows is added to that of the parts before; a product is added
+        by `addmm`, and a mean is weighted by the part's share of the rows."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
 
@@ -261,7 +263,8 @@ class _TiledRun:
         return made
 
     def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Write a slice of a whole value."""
+        """Write the slice of a whole value that is a part's rows; return it. Rows of several
+        dimensions are first viewed as one dimension, once for all parts."""
         self._sliced.add(value)
         shape = self._run.spec(value).shape
         one = rows.shape(shape, self._groups.count, self._groups.count)

@@ -60,6 +60,7 @@ class ForwardRun:
         changes: Changes,
         drawn: Sequence[Held],
     ) -> ForwardRun:
+        """Describe a run that has just ended, with the calls and constants of its recorder."""
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]
         done = (list(recorder.calls), constants, result, spec)

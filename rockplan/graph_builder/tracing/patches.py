@@ -105,7 +105,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Set an attribute while inside."""
+    """Set an attribute of a class or module while inside; afterwards it is as it was."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:

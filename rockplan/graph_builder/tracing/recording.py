@@ -156,6 +156,7 @@ class _Recording:
 
     @classmethod
     def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
+        """Make the objects of a recording. Nothing is exchanged or run yet."""
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)

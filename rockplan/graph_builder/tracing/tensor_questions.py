@@ -102,7 +102,7 @@ class Questions:
                     raise NAMED["attribute of a tensor"].error(tensor=called, attribute=attribute)
 
     def _members(self) -> dict[str, Any]:
-        """Return the members that replace those of FakeTensor."""
+        """Return the members that replace those of FakeTensor: the answers of real tensors."""
 
         def attribute(tensor: torch.Tensor, name: str) -> Any:
             return self._attribute(tensor, name, _asks_users_file())
@@ -203,6 +203,7 @@ class Questions:
         return real.__dict__
 
     def _directory(self) -> Callable[..., Any]:
+        """Return a `__dir__` that answers as the real tensor does."""
         original = torch.Tensor.__dir__
 
         def directory(tensor: torch.Tensor) -> Any:
@@ -229,6 +230,7 @@ class Questions:
         return real.is_leaf
 
     def _method(self, name: str) -> Callable[..., Any]:
+        """Return a method that answers as the real tensor does, and notes the question."""
         original = getattr(torch.Tensor, name)
 
         def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -242,6 +244,7 @@ class Questions:
         return method
 
     def _place(self, name: str) -> Callable[..., Any]:
+        """Return a method that notes a question about the tensor's place in memory."""
         original = getattr(torch.Tensor, name)
 
         def place(tensor: torch.Tensor) -> Any:

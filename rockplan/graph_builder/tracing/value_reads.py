@@ -91,7 +91,8 @@ class ValueReader:
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
-        """Return the Python value that an operator reads from a tensor."""
+        """Return the Python value that an operator reads from a tensor (`call`), computed for real,
+        and add a guard. Refuses a value that is not known before the call."""
         wanted = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
         more = ""
