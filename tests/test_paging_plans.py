@@ -4,6 +4,7 @@ predicted."""
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import itertools
 import json
 import random
@@ -292,6 +293,33 @@ def test_pictures_and_words_know_what_goes_to_the_host() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
+def test_the_schedule_has_a_row_of_copies_each_way() -> None:
+    model, x = network()
+    plan = rockplan.plan(model, x, "40%", options=options())
+    copies = planned_timeline(plan).copies
+    ways = {
+        "to the host": [(c.begins_ns, c.ends_ns) for c in copies if c.is_out],
+        "from the host": [(c.begins_ns, c.ends_ns) for c in copies if not c.is_out],
+    }
+    assert all(ways.values())
+    drawn = [(name, [[*time, "copy"] for time in times]) for name, times in ways.items()]
+    assert drawn_rows(plan)[len(plan.blocks) :] == drawn
+    plain = rockplan.plan(model, x, "40%", options=rockplan.Options(cache=False))
+    assert len(drawn_rows(plain)) == len(plain.blocks)
+    if importlib.util.find_spec("matplotlib"):
+        pictures = [rockplan.draw_schedule(p).decode() for p in (plan, plain)]
+        found = [[name in picture for name in ways] for picture in pictures]
+        assert found == [[True] * 2, [False] * 2]
+
+
+def drawn_rows(plan: rockplan.Plan) -> list[tuple[str, list[list[object]]]]:
+    """Names and runs of the rows that the page draws."""
+    data = rockplan.html_report(plan).partition('<script type="application/json" id="data">')[2]
+    rows = json.loads(data.partition("</script>")[0])["rows"]
+    return [(row["name"], row["runs"]) for row in rows]
+
+
+@pytest.mark.usefixtures("small_pages")
 def test_storages_that_come_and_go_say_why_they_are_there() -> None:
     """The peak of this one is while something is on its way."""
     model, x = network()
@@ -333,10 +361,11 @@ def test_a_curve_has_plans_that_page() -> None:
     quick = {"without": ("exchange", "descent", "proof")}
     plain = rockplan.pareto(model, x, options=rockplan.Options(cache=False, **quick))
     paging = rockplan.pareto(model, x, options=options(**quick))
-    most_bytes = max(p.peak_bytes for p in plain.points) // 2
+    curves = (plain, paging)
+    both_bytes = max(min(p.peak_bytes for p in curve.points) for curve in curves)
     times_ns = [
-        min(p.time_ns / p.eager_time_ns for p in curve.points if p.peak_bytes <= most_bytes)
-        for curve in (plain, paging)
+        min(p.time_ns / p.eager_time_ns for p in curve.points if p.peak_bytes <= both_bytes)
+        for curve in curves
     ]
     assert times_ns[1] < times_ns[0]
 

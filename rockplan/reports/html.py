@@ -20,7 +20,7 @@ from rockplan.reports.explain import (
     price_text,
     recomputation_groups,
 )
-from rockplan.reports.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, RUN_LABELS, group_colours
+from rockplan.reports.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, group_colours, run_labels
 from rockplan.reports.pictures import Series, plan_series
 from rockplan.reports.timeline import MemoryTimeline, block_rows, eager_timeline, planned_timeline
 from rockplan.values.measured_timeline import MeasuredTimeline
@@ -101,7 +101,8 @@ _MEMORY_TEXT = (
 )
 _SCHEDULE_TEXT = (
     "One row for each block: above, when its operations run; below, how many bytes of its "
-    "activations are alive. Right: what it keeps for the backward pass."
+    "activations are alive. Right: what it keeps for the backward pass. Below the blocks, where "
+    "the plan pages: the copies to the host and back."
 )
 
 
@@ -277,7 +278,7 @@ def _data(
     measured: MeasuredTimeline | None,
     eager_measured: MeasuredTimeline | None,
 ) -> dict[str, object]:
-    planned, eager = planned_timeline(plan), eager_timeline(plan)
+    planned, eager, rows = planned_timeline(plan), eager_timeline(plan), block_rows(plan)
     return {
         "timelines": [
             _timeline_data(eager, eager_measured, None),
@@ -292,10 +293,10 @@ def _data(
         ],
         "rows": [
             {"name": r.name, "runs": r.runs, "alive": r.alive, "saved_bytes": r.saved_bytes}
-            for r in block_rows(plan)
+            for r in rows
         ],
         "run_colours": RUN_COLOURS,
-        "run_labels": RUN_LABELS,
+        "run_labels": run_labels(rows),
         "kept_colour": KEPT_COLOUR,
         "plan_time_ns": planned.time_ns,
         "plan_backward_ns": planned.backward_ns,

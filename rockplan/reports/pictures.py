@@ -24,8 +24,8 @@ from rockplan.reports.palette import (
     FILLS,
     KEPT_COLOUR,
     RUN_COLOURS,
-    RUN_LABELS,
     group_colours,
+    run_labels,
 )
 from rockplan.reports.timeline import (
     BlockRow,
@@ -199,8 +199,8 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
 
 def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     """The schedule as in figure 1 of Rockmate: one row for each block, time to the right; above,
-    when its operations run; below, how many bytes of its activations are alive.
-    plan: a Plan or a planned module. Raises MissingLibrary."""
+    when its operations run; below, how many bytes of its activations are alive. Where the plan
+    pages, a row of copies each way. plan: a Plan or a planned module. Raises MissingLibrary."""
     made = plan_in(plan)
     rows = block_rows(made)
     figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
@@ -220,7 +220,7 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
         fontsize=10,
         loc="left",
     )
-    _legend_of_runs(figure)
+    _legend_of_runs(figure, rows)
     return _saved(figure, format)
 
 
@@ -245,9 +245,9 @@ def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> No
     )
 
 
-def _legend_of_runs(figure: Any) -> None:
+def _legend_of_runs(figure: Any, rows: Sequence[BlockRow]) -> None:
     patches = importlib.import_module("matplotlib.patches")
-    entries = [(RUN_LABELS[k], c) for k, c in RUN_COLOURS.items()]
+    entries = [(label, RUN_COLOURS[kind]) for kind, label in run_labels(rows).items()]
     entries.append(("activations alive (bytes)", KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)

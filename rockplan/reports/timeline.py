@@ -335,10 +335,10 @@ def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -
 class BlockRow:
     """One block over time, as Rockmate's figure 1 shows it.
 
-    runs: (start_ns, stop_ns, 'forward' | 'again' | 'backward') of its operations, neighbours of
-    one kind joined. alive: (from_ns, bytes) steps of what it keeps: activations that its forward
-    operations made, and generator states to draw the same again. saved_bytes: of them between
-    the phases.
+    runs: (start_ns, stop_ns, 'forward' | 'again' | 'backward' | 'copy') of its operations,
+    neighbours of one kind joined. alive: (from_ns, bytes) steps of what it keeps: activations that
+    its forward operations made, and generator states to draw the same again. saved_bytes: of them
+    between the phases.
     """
 
     name: str
@@ -352,7 +352,8 @@ _KEPT_KINDS = (DataKind.ACTIVATION.value, Owner.GENERATOR.value)
 
 
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
-    """The schedule of `plan` by blocks, in the order of the chain."""
+    """The schedule of `plan` by blocks, in the order of the chain; then, where it pages, a row of
+    the copies each way."""
     predicted = planned_timeline(plan)
     made_by = producers(plan.graph)
     names = activation_names(plan.graph)
@@ -364,7 +365,7 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         owner = block_of_name.get(stay.name) if stay.kind in _KEPT_KINDS else None
         if owner is not None:
             own[owner].append(stay)
-    return tuple(
+    rows = (
         BlockRow(
             name=title,
             digest=block.digest,
@@ -374,6 +375,14 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         )
         for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
     )
+    return (*rows, *_copy_rows(predicted))
+
+
+def _copy_rows(predicted: MemoryTimeline) -> Iterator[BlockRow]:
+    for thread, name in _COPY_THREADS.items() if predicted.copies else ():
+        own = (c for c in predicted.copies if c.is_out == (thread == _OUT_THREAD))
+        runs = ((c.begins_ns, c.ends_ns, "copy") for c in own)
+        yield BlockRow(name, digest="", runs=tuple(runs), alive=(), saved_bytes=0)
 
 
 def block_titles(plan: Plan) -> tuple[str, ...]:
