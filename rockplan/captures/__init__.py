@@ -1,1 +1,2 @@
-"""From a module and its samples to recorded calls, priced: what planning begins with."""
+"""From a module and its samples to recorded graphs and search problems: what planning begins
+with."""

@@ -1,6 +1,6 @@
 """Captured calls: a module and a sample -> its graphs, without prices, and problems for the search.
 
-guarantees: what no plan can be made of is refused before anything is recorded.
+guarantees: a call that no plan can be made of is refused before anything is recorded.
 """
 
 from __future__ import annotations
@@ -45,8 +45,9 @@ def arguments(
     *,
     says_cache: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """How `model` is called with the sample. says_cache: log that calls that are planned run
-    without the key-value cache. Raises InvalidInput for what cannot be."""
+    """Return (args, kwargs) by which `model` is called with the sample. says_cache: log that
+    planned calls run without the key-value cache. Raises InvalidInput if the model cannot be
+    planned or called so."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
     _refuse_wrappers(model)
@@ -91,14 +92,14 @@ def _refuse_wrappers(model: nn.Module) -> None:
             "planned module"
         )
     for path, module in model.named_modules():
-        # By name: what is not in use need not be imported, which takes a second.
+        # By name: importing a library that is not in use would take a second.
         kind = next((k.__name__ for k in type(module).__mro__ if k.__name__ in _DISTRIBUTED), None)
         if kind is not None:
             part = f"submodule '{path}'" if path else "model"
             raise InvalidInput(f"{part} is a {kind}, {_DISTRIBUTED[kind]}")
 
 
-# What works on a whole planned module, and not inside of one -> why, and what to do.
+# Wrappers that work around a planned module, and not inside one -> why, and what to do.
 _DISTRIBUTED = {
     "DistributedDataParallel": (
         "which sums gradients over processes when autograd has them; plan the module without it, "
@@ -136,7 +137,8 @@ def check_options(options: object) -> None:
 
 
 def refuse_without_effect(options: Options, function: str, *names: str) -> None:
-    """Raises InvalidInput for options that mean nothing for a function, with what to do instead."""
+    """Raise InvalidInput if one of the options `names`, which have no effect in `function`, is
+    set."""
     check_options(options)
     for name in names:
         if getattr(options, name) != getattr(DEFAULT_OPTIONS, name):
@@ -145,6 +147,7 @@ def refuse_without_effect(options: Options, function: str, *names: str) -> None:
             )
 
 
+# Option -> why it has no effect, and what to do.
 _INSTEAD = {
     "group": (
         "which every process calls for itself; leave it out, or plan together with rockplan.plan "
@@ -158,7 +161,8 @@ _INSTEAD = {
 
 
 def group_of(options: object) -> Any:
-    """With which processes to plan. Raises InvalidInput for what are no options."""
+    """Return the processes to plan with (`Options.group`). Raises InvalidInput for what are no
+    options."""
     check_options(options)
     assert isinstance(options, Options)
     return options.group
@@ -167,7 +171,7 @@ def group_of(options: object) -> Any:
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
-    """What is planned before training, the largest first."""
+    """Return the calls that are planned before training, the largest first."""
     check_options(options)
     return sized_calls(original_forward(model), args, kwargs, options)
 
@@ -175,14 +179,15 @@ def calls_of(
 def largest_call(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> SizedCall:
-    """The sample with the largest of `Options.sizes`; without any, as it is."""
+    """Return the sample with the largest of `Options.sizes`; without sizes, the sample."""
     return calls_of(model, args, kwargs, options)[0]
 
 
 @dataclass(frozen=True, slots=True)
 class CapturedCall:
-    """One kind of call of a module, without prices. hooked: names of parameters that have hooks;
-    in_parts: the same with the head in parts, where that is asked for and there is one."""
+    """One kind of call of a module as a graph, without prices. hooked: names of parameters that
+    have hooks; in_parts: the same call with a tiled head, if the options ask for it and it can be
+    tiled."""
 
     lowered: Lowered
     hooked: frozenset[str]
@@ -190,21 +195,21 @@ class CapturedCall:
 
     @property
     def run(self) -> Capture:
-        """What the graph was made of."""
+        """The recorded run that the graph was made from."""
         return self.lowered.run
 
     def releasable(self, options: Options) -> Releasable | None:
-        """What the caller could let go of the result, beside what the options release."""
+        """Return what the caller could release of the result, beside what the options release."""
         return releasable(self.lowered.graph, self.lowered.interface, options.released)
 
     @property
     def ways(self) -> tuple[CapturedCall, ...]:
-        """In which it can be planned."""
+        """The variants that can be planned: with the whole head, and with the tiled one."""
         return (self,) if self.in_parts is None else (self, self.in_parts)
 
     @property
     def waits(self) -> Waits:
-        """The gradients that hooks get."""
+        """The gradients of parameters with hooks, as storages: (contributions, parameter)."""
         values, interface = self.lowered.graph.values, self.lowered.interface
         hooked = {value for name, value in interface.parameters if name in self.hooked}
         return tuple(
@@ -217,16 +222,16 @@ class CapturedCall:
 def captured_call(
     call: ModuleCall, options: Options, is_asked: bool = True, may_run: bool = True
 ) -> CapturedCall:
-    """One kind of call, in the ways of the options. is_asked: a line on the logger says why there
-    is none in parts, where the options ask for that. may_run: the original may be called, where
-    only its first call stores tables (`first_call`)."""
+    """Capture one kind of call, in the variants of the options. is_asked: log why the head cannot
+    be tiled, if the options ask for it. may_run: the original may be called for real, if its first
+    call stores tables (`first_call`)."""
     report("capturing the model")
     check_options(options)
     module, incoming = call.module, call.incoming
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
     forward = original_forward(module)
-    # Not a decorator: its frame would be taken for the user's line.
+    # Not as a decorator, whose frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
         record = _recorded if may_run else capture
         run = record(module, call.args, call.kwargs, forward, incoming, options.only_loss)
@@ -247,7 +252,7 @@ def _recorded(
     forward: Callable[..., Any],
     *how: Any,
 ) -> Capture:
-    """One call, the second where the first one stores tables. how: as in `capture`."""
+    """Record one call; if the first call stores tables, the second one. how: as in `capture`."""
     try:
         return capture(module, args, kwargs, forward, *how)
     except StoredByTheFirstCall as refusal:
@@ -259,7 +264,7 @@ def _recorded(
 def _in_parts(
     run: Capture, state_bytes: int, hooked: frozenset[str], options: Options, is_asked: bool
 ) -> CapturedCall | None:
-    """The call with its head in parts; where that cannot be, a line on the logger says why."""
+    """Return the call with a tiled head. None if it cannot be tiled: the log says why."""
     try:
         return CapturedCall(lower(run, state_bytes, options), hooked)
     except HeadStaysWhole as reason:
@@ -271,13 +276,16 @@ def _in_parts(
 def prepared(
     module: nn.Module, call: SizedCall, options: Options
 ) -> tuple[CapturedCall, tuple[Problem, ...]]:
+    """Capture a call, and measure its operations. Returns it with a search problem for each
+    variant."""
     with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
         source = captured_call(call.of(module), options)
         return source, problems_of(source, options)
 
 
 def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
-    """Of each way; what several have in common is measured once."""
+    """Return the search problem of each variant; operations that several have in common are
+    measured once."""
     problems: tuple[Problem, ...] = ()
     with PLANNING:
         for way in source.ways:
@@ -287,5 +295,6 @@ def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
+    """Return the CUDA device of the run, else the CPU."""
     kinds = {v.spec.device for v in captured.values if v.spec.device.startswith("cuda")}
     return torch.device(min(kinds)) if kinds else torch.device("cpu")

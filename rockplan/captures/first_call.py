@@ -1,9 +1,9 @@
-"""First calls: a module that stores tables in its first call has them before it is recorded.
+"""First calls: a module that stores tables in its first call gets them before it is recorded.
 
 takes: a module and a call of it, whose recording found that the first call stores tensors that
 constants alone decide (`StoredByTheFirstCall`: rotary tables, masks). guarantees: the original made
-them, and they stay where eager would have them after its first call; where they do not help,
-nothing of them is left.
+the tables, and they stay where eager has them after its first call; if recording fails even so,
+they are removed.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def after_a_first_call(
     kwargs: dict[str, Any],
     refusal: Exception,
 ) -> Iterator[None]:
-    """The context in which the module has what its first call stores. Raises `refusal` where the
-    call fails, or computes something else than the next one."""
+    """Run inside with what the first call of the module stores. Raises `refusal` if the call fails,
+    or if the second one returns other values."""
     snapshot = Snapshot.of(module, forward, args, kwargs)
     snapshot.begin()
     stored = _stored_by_a_call(snapshot, module, forward, args, kwargs)
@@ -53,8 +53,9 @@ def _stored_by_a_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[tuple[Held, list[Element]]] | None:
-    """Call the module twice, and leave all as it was. Returns what those holders hold after the
-    first call in which it has stored a tensor; None where the second call has other results."""
+    """Call the module twice, and leave all as it was. Returns (holder, its elements after the first
+    call) for holders in which that call stored a tensor; None if the second call has other
+    results."""
     with untouched(module, args, kwargs) as run, torch.no_grad():
         try:
             with run.draws_restored():
@@ -68,7 +69,7 @@ def _stored_by_a_call(
             with run.draws_restored():
                 second = trees.tree_leaves(forward(*args, **kwargs))
             return stored if _are_equal(first, second) else None
-        except Exception:  # the call has failures of its own, which a training step will have
+        except Exception:  # an error of the call itself: a training step will raise it, too
             return None
 
 
@@ -77,7 +78,7 @@ def _has_tensor(value: Any) -> bool:
 
 
 def _are_equal(first: list[Any], second: list[Any]) -> bool:
-    """True if there are tensors, and the second call has equal ones in their places."""
+    """True if the results have tensors, and those of both calls are equal."""
     pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, torch.Tensor)]
     is_equal = (isinstance(b, torch.Tensor) and torch.equal(a, b) for a, b in pairs)
     return bool(pairs) and len(first) == len(second) and all(is_equal)

@@ -1,7 +1,7 @@
-"""Parts: what of a model that is refused as a whole can be planned, each part by itself.
+"""Parts: parts of a model that can be planned by themselves if the whole is refused.
 
 takes: a module, and the error that refuses it. returns: the call of `solve_blocks` that plans the
-parts. guarantees: none of them holds the place that is refused, nor is of a class that does.
+parts. guarantees: no part contains the refused place, or is of the class of a module that does.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
 from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, refuse
 
 _HELPS_TO_RUN_ONCE = re.compile(rf"[.;:] {RUN_ONCE}", re.IGNORECASE)
-"""Of an error that is about the first call alone (and not 'if only the first call is another')."""
+"""In an error that is about the first call alone (and not 'if only the first call is another')."""
 
 _PATTERNS = 4
-"""So many are written out."""
+"""Patterns that the advice writes out at most."""
 
 
 @contextlib.contextmanager
 def named_in_refusals(model: nn.Module) -> Iterator[None]:
-    """An error that refuses `model` says which parts can be planned."""
+    """Add to an error that refuses `model` which parts can be planned."""
     try:
         yield
     except (ForwardRaises, NothingToDifferentiate):
         raise
     except CaptureError as error:
         if _HELPS_TO_RUN_ONCE.search(str(error)):
-            raise  # the parts as well
+            raise  # the same helps the whole model
         with contextlib.suppress(CaptureError):
-            refuse(When.MODULE, model)  # what is refused so is refused for each part
+            refuse(When.MODULE, model)  # raises what would refuse each part, too
             error.args = (f"{error}{_advice(model, error.module_path or '')}",)
         raise
 
 
 def _advice(model: nn.Module, refused: str) -> str:
-    """'' where nothing is to be planned."""
+    """Return the sentence that says how to plan parts, '' if no part can be planned."""
     parts = _parts(model, refused)
     if not parts:
         return ""
@@ -55,18 +55,19 @@ def _advice(model: nn.Module, refused: str) -> str:
 
 
 def _parts(model: nn.Module, refused: str) -> list[str]:
-    """The blocks that repeat; where there are none, the largest submodules beside the place that
-    is refused."""
+    """Return the repeated blocks without the refused place; if there are none, the largest other
+    submodules."""
     kinds = {type(m) for path, m in model.named_modules() if path and _is_in(refused, path)}
 
-    def is_left(path: str) -> bool:
+    def is_unaffected(path: str) -> bool:
         return type(model.get_submodule(path)) not in kinds
 
-    return [*filter(is_left, repeated_blocks(model))] or [*_beside(model, refused)]
+    return [*filter(is_unaffected, repeated_blocks(model))] or [*_beside(model, refused)]
 
 
 def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
-    """The outermost submodules with submodules and parameters of their own beside `refused`."""
+    """Yield the outermost submodules with submodules and parameters of their own beside
+    `refused`."""
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
         has_parts = any(True for _ in child.children()) and any(True for _ in child.parameters())
@@ -78,11 +79,12 @@ def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
 
 
 def _is_in(path: str, outer: str) -> bool:
+    """True if `path` is `outer` or inside it."""
     return f"{path}.".startswith(f"{outer}.")
 
 
 def _patterns(model: nn.Module, parts: Iterable[str]) -> list[str]:
-    """`parts` with '*' for numbers, where that means nothing else."""
+    """Abbreviate `parts`: '*' for numbers, if the pattern matches no other submodule."""
     named: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         named.setdefault(re.sub(r"\b\d+\b", "*", path), []).append(path)

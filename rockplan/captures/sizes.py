@@ -1,8 +1,8 @@
 """Sizes: a sample and the ranges of its dimensions -> the calls that are planned before training.
 
-takes: the arguments of a call, `Options.sizes`. returns: calls like it of the largest and of the
-smallest sizes. guarantees: each tensor holds values of the sample alone, in the layout that it has
-there, so that integers stay valid indices; what is one tensor stays one.
+takes: the arguments of a call, `Options.sizes`. returns: the same call with the largest and with
+the smallest sizes. guarantees: each tensor holds values of the sample only, so that integers stay
+valid indices, in the same layout; a tensor that is passed twice stays one.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class SizedCall:
-    """name: which of the sizes it has, '' of a sample without any; shapes: (name, shape) of the
-    tensors that vary."""
+    """A call with certain sizes. name: "largest size", "sample" or "smallest size", '' of a sample
+    without ranges; shapes: (name, shape) of the tensors that vary."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -35,7 +35,7 @@ class SizedCall:
     shapes: tuple[tuple[str, Shape], ...] = ()
 
     def of(self, module: nn.Module) -> ModuleCall:
-        """The call of that module."""
+        """Return the call as one of `module`."""
         return ModuleCall(module, self.args, self.kwargs)
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ class SizedCall:
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """What cannot be planned says of which sizes that is."""
+        """Prefix errors of planning with the sizes of this call."""
         try:
             yield
         except (CaptureError, InfeasibleBudget) as error:
@@ -56,9 +56,8 @@ class SizedCall:
 def sized_calls(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
-    """The largest call, the sample and the smallest one, those of them that differ; the sample
-    alone without `Options.sizes`. Raises InvalidInput for sizes that are not those of the sample.
-    """
+    """Return the largest call, the sample and the smallest one, as far as they differ; the sample
+    alone without `Options.sizes`. Raises InvalidInput for ranges that do not fit the sample."""
     ranges = options.sizes
     assert isinstance(ranges, tuple)
     if not ranges:
@@ -90,7 +89,8 @@ def _has_strides(leaf: Any) -> bool:
 def _varying(
     ranges: Sequence[SizeRange], tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[int, SizeRange]]:
-    """By name of a tensor, the ranges of its dimensions. What is said of one tensor comes first."""
+    """Return, by name of a tensor, its dimensions that vary with their ranges. Ranges of one tensor
+    take precedence over ranges of all."""
     varying: dict[str, dict[int, SizeRange]] = {}
     for one in sorted(ranges, key=lambda r: not r.argument):
         if one.argument:
@@ -108,6 +108,8 @@ def _varying(
 
 
 def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
+    """Return the tensor that a range names. Raises InvalidInput if the sample has no such
+    dimension."""
     tensor = tensors.get(one.argument)
     if tensor is None:
         raise InvalidInput(
@@ -126,7 +128,8 @@ def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
 def _of_one_size(
     one: SizeRange, names: Sequence[str], tensors: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Those of `names` that vary: a size of one beside others stands for any (broadcasting)."""
+    """Return the tensors among `names` that vary; tensors of size 1 do not, if others are larger
+    (broadcasting). Raises InvalidInput if several sizes remain."""
     if not names:
         raise InvalidInput(
             f"sizes names dimension {one.dimension}, which no tensor of the sample has that is not "
@@ -160,6 +163,7 @@ def _listed(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Shape:
+    """Return the shape of a tensor in the call `which` (as in `SizedCall.name`)."""
     sizes = [*tensor.shape]
     if which != "sample":
         for dimension, one in ranges.items():
@@ -170,6 +174,7 @@ def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Sh
 def _once(
     made: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
+    """Return `tensor` in this shape; the same result for the same tensor."""
     if tensor.shape == shape:
         return tensor
     key = (id(tensor), shape)
@@ -179,8 +184,8 @@ def _once(
 
 
 def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """`tensor`, repeated or cut off: in the order of strides that it has, and expanded where it
-    is."""
+    """Return `tensor` repeated or cut to `shape`, with dimensions in the same order in memory;
+    expanded dimensions stay expanded."""
     source = tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0:

@@ -1,11 +1,11 @@
-"""Untouched: steps that run for us leave what they find as it was.
+"""Untouched: steps that we run leave everything as they found it.
 
-takes: a model and a call of it. guarantees: what the model holds in Python, its parameters, buffers
-and gradients, other tensors that the forward can reach, and generators are as they were on exit;
-no hook of the caller's on a tensor sees a gradient.
+takes: a model and a call of it. guarantees: on exit the model's Python state, parameters, buffers
+and gradients, other tensors that the forward can reach, and random generators are as they were; no
+hook of the caller's on a tensor sees a gradient.
 
-What is written to is copied, not what might be: parameters have no second copy meanwhile but for
-those that a first run was seen to write to (codebooks, momentum encoders).
+Only tensors that are written to are copied: parameters have no second copy meanwhile, except those
+that a first run was seen to write to (codebooks, momentum encoders).
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from rockplan.runtime.hooks import hooks_aside
 
 @dataclass(frozen=True, slots=True)
 class Untouched:
-    """draws_restored: a context that puts the generators back, for several steps that draw alike;
-    found: what is known to be written to."""
+    """What the steps inside may use. draws_restored: a context that puts the generators back on
+    exit, for several steps that draw alike; found: copies of tensors known to be written to."""
 
     draws_restored: Callable[[], contextlib.AbstractContextManager[None]]
     found: list[Content]
@@ -45,7 +45,7 @@ class Untouched:
         return tuple(content.tensor for content in self.found)
 
     def put_back(self) -> None:
-        """What was written to holds what it did, in the middle of what runs here."""
+        """Put back what was written to, between two steps."""
         put_back(self.found)
 
 
@@ -57,10 +57,13 @@ def untouched(
     loss: object = None,
     written: Collection[torch.Tensor] | None = None,
 ) -> Iterator[Untouched]:
-    """The context in which all is left as it was. loss: a function, to which that applies as well.
+    """Leave everything as it was on exit. loss: a function that may be called inside, and is left
+    as it was, too.
 
-    written: what an earlier run wrote to, which is copied, and buffers; None: what is run inside is
-    watched, operator by operator and without the compiler, and copied before it is written to."""
+    written: tensors that an earlier run wrote to; they and the buffers are copied at once. None:
+    operators are watched, without the compiler, and a tensor is copied before the first write to
+    it.
+    """
     snapshot = Snapshot.of(model, model.forward, (*args, loss), kwargs)
     reached = (value for _, value in snapshot.reached.objects if isinstance(value, torch.Tensor))
     given = (*model.parameters(), *model.buffers(), *trees.tree_leaves((args, kwargs)), *reached)
@@ -86,6 +89,6 @@ def untouched(
 
 @contextlib.contextmanager
 def _draws_restored(devices: list[int], reached: Reached) -> Iterator[None]:
-    """PyTorch's generators, and those of Python and numpy."""
+    """Put the generators of PyTorch, Python and numpy back on exit."""
     with torch.random.fork_rng(devices), host_random.restored(reached):
         yield

@@ -1,6 +1,7 @@
-"""Assignments: what a planned call leaves in Python beside tensors, as the forward would.
+"""Assignments: what a planned call writes into Python objects beside tensors, as the forward would.
 
-takes: what the captured forward left, by address. guarantees: after a planned call it is there.
+takes: (address, value) of what the captured forward wrote. guarantees: after a planned call the
+same values are there.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from rockplan.values.interface import Address, Assignment
 
 
 def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
-    """Leave what a call leaves; nothing where the address leads nowhere any more."""
+    """Write what a call leaves in Python. An address that leads nowhere any more is skipped."""
     for one in assignments:
         step, key = one.address[2][-1]
         try:
             holder = holder_at(_owner(module, one.address), step, key)
-        except (AttributeError, LookupError, TypeError):  # of an object that is not what it was
+        except (AttributeError, LookupError, TypeError):  # an object on the way was replaced
             continue
         if step == "all":
             holder.write([*enumerate(map(copied, one.value))])
@@ -31,7 +32,7 @@ def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
 
 
 def _owner(module: nn.Module, address: Address) -> Any:
-    """The object that the last step of `address` leads into."""
+    """Return the object that holds the last step of `address`."""
     kind, root, steps = address
     owner: Any = root
     if kind == "module":

@@ -1,9 +1,9 @@
-"""Runtime: hangs the functions of a plan into autograd.
+"""Runtime: registers the functions of a plan as autograd nodes.
 
 One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
 results, and a `_Result` for each of several: the engine runs the slices in order and hands the
 gradients of each slice on at once. Activations and inner gradients never travel through autograd:
-they hang on one saved tensor of zero elements (`SavedForBackward`), so several calls can be in
+one saved tensor of zero elements carries them (`SavedForBackward`), so several calls can be in
 flight, and dropping the outputs frees everything. See docs/model.md, Runtime.
 """
 
@@ -21,7 +21,7 @@ from rockplan.runtime.call_checks import under_checkpoint
 
 
 class _Seam(torch.autograd.Function):
-    """The end of one backward slice, where its gradients are handed to autograd."""
+    """The autograd node of one backward slice, which returns the slice's gradients."""
 
     @staticmethod
     def forward(
@@ -41,9 +41,12 @@ class _Seam(torch.autograd.Function):
 
 
 class _Result(torch.autograd.Function):
-    """One of several results: a node of its own, since autograd calls hooks on each result of a
-    node that it runs, with None where no gradient came. It stands before those of the results that
-    it is computed from, so that autograd also comes here where it is asked for their gradients."""
+    """The autograd node of one of several results.
+
+    It is a node of its own since autograd calls hooks on each result of a node that it runs, with
+    None for results without a gradient. Its inputs include the results that it is computed from, so
+    that autograd also runs it when only their gradients are asked for.
+    """
 
     @staticmethod
     def forward(
@@ -64,8 +67,8 @@ class _Result(torch.autograd.Function):
 
 
 class _Outputs(torch.autograd.Function):
-    """The results of the module; its backward only takes the incoming gradients in, so that the
-    first slice can free them as soon as it has used them."""
+    """The autograd node of all results. Its backward only takes in the incoming gradients, so that
+    the first slice can free them as soon as it has used them."""
 
     @staticmethod
     def forward(
@@ -107,11 +110,12 @@ class _Outputs(torch.autograd.Function):
 
 
 def _hang(ctx: Any, kept: SavedForBackward) -> None:
-    """Have autograd save `kept`, on a tensor of zero elements.
+    """Have autograd save `kept`, as an attribute of a saved tensor of zero elements.
 
-    Hooks on saved tensors that replace them would lose it, so that it hangs on the node under
-    these. Those of `torch.utils.checkpoint` hand back what was saved when the forward ran again:
-    where backward needs nothing of it, nothing is saved, and no forward runs again for it.
+    Hooks on saved tensors may replace this tensor and lose the attribute: under hooks, `kept`
+    becomes an attribute of the autograd node. The hooks of `torch.utils.checkpoint` return what is
+    saved when they run the forward again, and must get the tensor, unless backward needs nothing:
+    then nothing is saved, and no forward runs again.
     """
     is_hooked = torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
     ctx.kept = None
@@ -124,6 +128,8 @@ def _hang(ctx: Any, kept: SavedForBackward) -> None:
 
 
 def _check_autocast(executable: Executable) -> None:
+    """Raise BackwardError if backward runs under autocast and would execute other operators
+    there."""
     under_autocast = any(map(torch.is_autocast_enabled, executable.device_types))
     if under_autocast and not executable.backward_ignores_autocast:
         raise BackwardError(
@@ -133,15 +139,16 @@ def _check_autocast(executable: Executable) -> None:
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
-    """`function.apply`, less what it does for torch.func, under which no planned module runs:
-    8 us became 5."""
+    """Call `function.apply` without its support of torch.func, under which no planned module runs
+    (5 us in place of 8)."""
     return super(torch.autograd.Function, function).apply(*args)  # type: ignore[misc]
 
 
 def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward phase and hang the backward slices into autograd."""
+    """Run the forward phase, and return its results as outputs of autograd nodes that run the
+    backward slices."""
     made, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
@@ -159,8 +166,8 @@ def call(
 
 
 def ends_of_backward(result: torch.Tensor) -> tuple[Any, Any] | None:
-    """The first and the last of autograd's nodes by which the backward phase of a plan runs, of
-    which `result` is a result; None for what no plan returned."""
+    """Return the first and the last autograd node of the backward phase that `result` belongs to;
+    None if no plan returned `result`."""
     node: Any = result.grad_fn
     if _is_of(node, _Result):
         node = node.next_functions[0][0]
@@ -173,4 +180,5 @@ def ends_of_backward(result: torch.Tensor) -> tuple[Any, Any] | None:
 
 
 def _is_of(node: Any, function: type[torch.autograd.Function]) -> bool:
+    """True for a node of this autograd function."""
     return getattr(type(node), "_forward_cls", None) is function

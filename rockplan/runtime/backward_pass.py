@@ -1,8 +1,8 @@
 """PlannedCall: one call of a planned module, from its forward to its last backward.
 
-What the forward keeps (`SavedForBackward`) hangs on a tensor that autograd saves, and on nothing
-else: so it goes when autograd lets saved tensors go, after the backward pass or by an activation
-checkpoint around the module, which brings that of a forward that it ran again.
+What the forward keeps (`SavedForBackward`) is referred to by a tensor that autograd saves, and by
+nothing else. So it is freed when autograd frees saved tensors: after the backward pass, or by an
+activation checkpoint around the module, which then supplies what a second forward kept.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from rockplan.errors import BackwardError
 from rockplan.runtime import watch
 
 Replan = Callable[[Pattern], Executable]
-"""The plan of the same call for incoming gradients of another pattern."""
+"""Returns the plan of the same call for incoming gradients of another pattern."""
 
 
 class PlannedCall:
     """One call; several can be in flight.
 
-    executable: its plan; returned: its results, of which the caller may do what the gradients do
-    not tell. What its forward keeps is no part of it but of autograd's graph (`SavedForBackward`),
-    and what a backward pass needs goes when that is over.
+    executable: its plan; returned: its results, to check what the caller does to them. What the
+    forward keeps belongs to autograd's graph (`SavedForBackward`); what a backward pass needs is
+    dropped when that pass is over.
     """
 
     returned: Returned
@@ -42,19 +42,20 @@ class PlannedCall:
     def begin_backward(
         self, kept: SavedForBackward, gradients: tuple[torch.Tensor | None, ...]
     ) -> None:
-        """Take in the incoming gradients of the outputs.
+        """Take in the incoming gradients of the outputs, None where there is none.
 
-        Raises BackwardError where what the backward pass needs was modified since the forward, or
-        where operators would return other dtypes than they did.
+        Raises BackwardError if a tensor that the backward pass needs was modified since the
+        forward, or if the default dtype, and so dtypes of results, would be others.
         """
         watch.plan_runs()
         running, frame = kept.begin_backward(self.executable, gradients)
         self._backward, self._next = _Backward(self.executable, running, frame, kept), 0
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """What backward slice `number` of the plan hands to autograd.
+        """Return the gradients that backward slice `number` of the plan hands to autograd.
 
-        Raises BackwardError where the backward pass has not come here from the results."""
+        Raises BackwardError if this backward pass did not start at the results.
+        """
         if self._backward is None or number != self._next:
             raise BackwardError(_FROM_INSIDE)
         self._next += 1
@@ -67,12 +68,12 @@ class PlannedCall:
 class SavedForBackward:
     """What the forward of a call keeps for its backward passes.
 
-    A first backward whose incoming gradients have the pattern of the plan continues from what
-    its forward saved. Any other (a second one through a retained graph, gradients of other
-    outputs or in other strides) runs a forward again, from the generator states of the first one
-    and without changing buffers (where it reads what it changes, on copies of them), by the same
-    plan or by the one that `replan` gives; so it is bit for bit what eager does, and takes the time
-    of one more forward.
+    A first backward whose incoming gradients have the pattern of the plan continues from what its
+    forward saved. Any other (a second one through a retained graph, gradients of other outputs or
+    in other strides) runs a forward again, from the generator states of the first one and without
+    changing buffers (on copies of buffers that it reads and changes), by the same plan or by the
+    one that `replan` returns. So it is bit for bit what eager does, and takes the time of one more
+    forward.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class SavedForBackward:
         self._default_dtype = torch.get_default_dtype()
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """The forward phase; returns the outputs."""
+        """Run the forward phase; return the outputs."""
         executable = self._executable
         self._starts = rng_replay.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
@@ -98,16 +99,18 @@ class SavedForBackward:
 
     @property
     def is_needed(self) -> bool:
-        """Does the planned backward pass read anything of it?"""
+        """True if the planned backward pass reads anything that the forward kept."""
         frame = self._frame
         return bool(frame.saved) or frame.has_pages or any(self._executable.code.read)
 
     def begin_backward(
         self, planned: Executable, gradients: tuple[torch.Tensor | None, ...]
     ) -> tuple[Executable, Frame]:
-        """(the plan whose slices are to run, with what). planned: the plan of the call.
+        """Return the plan whose slices are to run, and the frame that they run in. planned: the
+        plan of the call.
 
-        Raises BackwardError as `PlannedCall.begin_backward`."""
+        Raises BackwardError as `PlannedCall.begin_backward`.
+        """
         if torch.get_default_dtype() != self._default_dtype:
             raise BackwardError(
                 f"the default dtype was {self._default_dtype} in the forward pass, and what runs "
@@ -127,8 +130,10 @@ class SavedForBackward:
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
+        """Run a second forward for incoming gradients of this pattern. Returns its plan and its
+        frame. Raises BackwardError if it cannot be what eager does."""
         kept = self._kept_results()
-        # What else the forward kept is of no use: another forward runs.
+        # The rest of what the forward kept is freed: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
         is_own = pattern == self._executable.pattern
         running = (self._executable if is_own else self._replan(pattern)).again()
@@ -156,11 +161,12 @@ class SavedForBackward:
         frame.first = kept
         with rng_replay.restarted(self._starts):
             run_forward(running, frame)
-        frame.residents = self.residents  # as what eager's backward pass has kept
+        frame.residents = self.residents  # eager's backward pass reads these, not the copies
         return running, frame
 
     def _kept_results(self) -> tuple[torch.Tensor | None, ...]:
-        """What the forward has kept, as it was, of what acts outside."""
+        """Return the saved results of operators that may act outside of the step, None for those
+        that were not saved or have been modified."""
         saved = {} if self._is_used else self._frame.saved
         is_as_it_was = bool(saved) and self._saved_versions == _versions(saved.values())
         acting = self._executable.code.acting
@@ -169,14 +175,16 @@ class SavedForBackward:
     def _refuse_second_calls(
         self, running: Executable, kept: tuple[torch.Tensor | None, ...]
     ) -> None:
-        """Raise BackwardError where what acts outside would have to be called again."""
+        """Raise BackwardError if an operator that may act outside of the step would be called
+        again."""
         before, again = ([op for op, _ in e.code.acting] for e in (self._executable, running))
         missing = [again[i] for i in running.code.reused if before != again or kept[i] is None]
         if missing:
             raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
-        """The residents, at `positions` copies that are what they were before the forward."""
+        """Return the residents, with copies at `positions` that hold the values before the
+        forward."""
         residents = list(self.residents)
         for position in positions:
             before, residents[position] = self._copies[position].unbind()
@@ -184,7 +192,8 @@ class SavedForBackward:
         return tuple(residents)
 
     def check_residents(self, positions: Sequence[int], message: str) -> None:
-        """Raise BackwardError with `message` where one was changed since the forward."""
+        """Raise BackwardError with `message` if a resident at `positions` was modified since the
+        forward."""
         tensors = [self.residents[i] for i in positions]
         if _versions(tensors) != [self._versions[i] for i in positions]:
             raise BackwardError(message)
@@ -195,7 +204,8 @@ class SavedForBackward:
 
 
 class _Backward:
-    """One backward pass: the slices of `running`, for those of the plan of the call."""
+    """One backward pass. It runs the slices of the plan `running`, and returns gradients by the
+    slices of the plan of the call (`planned`)."""
 
     def __init__(
         self, planned: Executable, running: Executable, frame: Frame, kept: SavedForBackward
@@ -208,21 +218,26 @@ class _Backward:
         self._waiting: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Of slice `number` of the plan of the call."""
+        """Return the gradients that slice `number` of the plan of the call hands to autograd."""
         if self._running.targets == self._planned.targets:
             return self._run_slice()
         return self._from_other_plan(number)
 
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
+        """Run the next slice; return its gradients."""
         number = self._next_slice
         self._next_slice += 1
         self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
         return run_slice(self._running, self._frame, number)
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Slices of the other plan run as far as the gradients of this one need. Autograd adds
-        what it is handed, one after another, as eager's contributions to a gradient; of more than
-        there are places for, the first place takes the sum of the first ones."""
+        """Return the gradients of slice `number` of the plan of the call, by running as many slices
+        of the other plan as they need.
+
+        Autograd adds up what it is handed for a parameter, in order. If the other plan hands over
+        more contributions to a gradient than the plan of the call has places for, the first place
+        gets the sum of the first ones, in eager's order.
+        """
         places, made = _counts(self._planned), _counts(self._running)
         taken = {t for targets in self._planned.targets[:number] for t in targets}
         gradients: list[torch.Tensor | None] = []
@@ -235,6 +250,8 @@ class _Backward:
         return tuple(gradients)
 
     def _contribution(self, target: int, count: int) -> torch.Tensor | None:
+        """Return the sum of the next `count` contributions to the gradient of `target`, None if
+        none is left."""
         waiting = self._waiting[target]
         self._run_until(lambda: len(waiting) >= count, target)
         taken = waiting[:count]
@@ -242,7 +259,8 @@ class _Backward:
         return functools.reduce(torch.add, taken) if taken else None
 
     def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
-        """Run slices until `done`, or until none is left (that makes a gradient of `target`)."""
+        """Run slices until `done()`, or until no remaining slice makes a gradient of `target`
+        (None: any)."""
         left = self._running.targets
         while not done() and any(
             target is None or target in targets for targets in left[self._next_slice :]
@@ -253,11 +271,12 @@ class _Backward:
 
 
 def _counts(executable: Executable) -> Counter[int]:
-    """How often each target is handed a gradient."""
+    """Return how many gradients each target is handed, over all slices."""
     return Counter(t for targets in executable.targets for t in targets)
 
 
 def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
+    """Return the version counters of tensors; -1 for inference tensors, which have none."""
     try:
         return [*map(_VERSION, tensors)]
     except RuntimeError:  # inference tensors have none
@@ -265,7 +284,8 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | None]:
-    """The same object for the same storage, while something holds it."""
+    """Return the storages of tensors: the same object for the same storage, as long as something
+    holds it."""
     try:
         return [*map(torch.Tensor.untyped_storage, tensors)]
     except (RuntimeError, NotImplementedError):  # some layouts have none
@@ -308,4 +328,5 @@ _MODIFIED_BETWEEN = (
 
 
 def _pattern(gradients: tuple[torch.Tensor | None, ...]) -> Pattern:
+    """Return the strides of each incoming gradient, None where there is none."""
     return tuple(None if g is None else g.stride() for g in gradients)

@@ -1,7 +1,7 @@
-"""BoundProgram: a program on the tensors of one module, and the guards that say whether it holds.
+"""BoundProgram: a program on the tensors of one module, and the guards that say whether it may run.
 
 takes: a program, a module, leaves of the arguments of a call. returns: whether the program is for
-that call, why it is not, or what it returns.
+this call; if not, why; if so, the results.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 class BoundProgram:
     """A program bound to the tensors of one module tree in one state.
 
-    sharing: as it was when the program was captured; unhooked: parameters that it hands gradients
-    of while it still reads them, since they had no hooks.
+    sharing: which tensors shared memory when the program was captured; unhooked: parameters without
+    hooks, whose gradients it hands over while it still reads the parameters.
     """
 
     program: PlannedProgram
@@ -54,7 +54,7 @@ class BoundProgram:
     unhooked: tuple[torch.Tensor, ...]
 
     def residents(self, leaves: Sequence[Any]) -> tuple[torch.Tensor, ...]:
-        """The tensors that the generated code is given."""
+        """Return the tensors that are passed to the generated code."""
         inputs = (leaves[i] for i, _ in self.program.interface.inputs)
         return (*self.tensors, *inputs, *self.program.constants)
 
@@ -69,24 +69,27 @@ class BoundProgram:
         )
 
     def read(self, leaves: Sequence[Any]) -> Iterator[tuple[Guard, object]]:
-        """Each value that Python reads in the forward, as it is now."""
+        """Yield (guard, value now) for each value that Python code of the forward reads from
+        tensors."""
         program, interface = self.program, self.program.interface
         if interface.guards:
             buffers = self.tensors[len(interface.parameters) :]
             for check, guard in zip(
                 program.executable.functions.guards, interface.guards, strict=True
             ):
-                # What is drawn for it is given back.
+                # Random numbers that the check draws are put back.
                 with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
                     value = check(leaves, program.constants, buffers)
                 yield guard, value
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:
-        """True if tensors would say of themselves what they did."""
+        """True if tensors would answer the forward's questions (is_pinned, storage_offset, ...) as
+        they did."""
         questions = self.program.interface.questions
         return not questions or all(self._is_answered(q, leaves) for q in questions)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
+        """True if the tensor of this question answers as it did when the program was captured."""
         if question.role == "input":
             tensor = leaves[int(question.key)]
         else:
@@ -99,10 +102,10 @@ class BoundProgram:
         return bool(described(answer) == question.answer)
 
     def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
-        """The reasons why the program is not for a call `now` with `leaves`."""
+        """List the reasons why the program is not for the call `now` with `leaves`."""
         of_call = call_differences(now, self.program.call)
         of_module = module_differences(self.signature)
-        if of_call:  # what is left to compare is about the same arguments
+        if of_call:  # the other comparisons suppose that arguments are alike
             return (*of_call, *of_module)
         reasons = [*of_module]
         if not self.sharing.holds(self.residents(leaves)):
@@ -125,7 +128,7 @@ _SHARED = (
 
 
 def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
-    """Of values of tensors that Python reads in the forward."""
+    """Yield the values of tensors that the forward reads in Python and that differ now."""
     names = dict(enumerate(name for name, _ in bound.program.call.leaves))
     buffers = [f"the buffer '{name}'" for name, _ in bound.program.interface.buffers]
     for guard, value in bound.read(leaves):
@@ -139,7 +142,7 @@ def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Di
             )
             yield Difference(
                 f"{what} that the forward reads {where}"
-                # Of a comparison the result says nothing.
+                # The result of a comparison would tell the user nothing.
                 f"{'' if isinstance(guard.expected, bool) else texts}",
                 is_value=True,
             )
@@ -156,8 +159,9 @@ def bind(
     program: PlannedProgram,
     signature: ModuleSignature | None = None,
 ) -> BoundProgram:
-    """`program` on the tensors that `module`, whose unplanned forward is `forward`, has now.
-    signature: of the module as it is now, for the constants of `program`, if one is known."""
+    """Return `program` bound to the tensors that `module`, whose unplanned forward is `forward`,
+    has now. signature: the module's signature as it is now, for the constants of `program`, if
+    known."""
     interface = program.interface
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -175,7 +179,8 @@ def bind(
 def known_signature(
     bounds: Iterable[BoundProgram], program: PlannedProgram
 ) -> ModuleSignature | None:
-    """Of the module as it is now, for the constants of `program`: that of another program."""
+    """Return a signature that another program has of the module as it is now, with the same
+    constants as `program`; None if there is none."""
     constants = [*map(id, program.constants)]
     same = (b.signature for b in bounds if [*map(id, b.program.constants)] == constants)
     latest = {id(signature): signature for signature in same}
@@ -183,7 +188,8 @@ def known_signature(
 
 
 def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
-    """Among the residents, as it was when `program` was captured."""
+    """Return which residents shared memory when `program` was captured. first_input: position of
+    the first input among the residents."""
     interface, values = program.interface, program.plan.graph.values
     residents = interface.residents
     return Sharing.of(
@@ -195,6 +201,7 @@ def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
 
 
 def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> BoundProgram | None:
+    """Return the latest of the programs that is for a call with these leaves, None if none is."""
     for bound in reversed(candidates):
         if bound.holds(leaves):
             return bound
@@ -204,8 +211,8 @@ def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> Bound
 def rebind(
     module: nn.Module, forward: Callable[..., Any], programs: dict[Any, list[BoundProgram]]
 ) -> None:
-    """Bind what was planned to the tensors that the module has now, where these replaced others
-    like them (functional_call, load_state_dict(assign=True)): nothing else keeps those alive."""
+    """Bind programs again whose module has other tensors of the same description now
+    (functional_call, load_state_dict(assign=True)), so that the former tensors can be freed."""
     held = {id(b.signature): b.signature for bounds in programs.values() for b in bounds}
     others = {
         number: signature
@@ -222,7 +229,7 @@ def rebind(
 
 
 def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -> Any:
-    """What a call returns. call: its (args, kwargs), of these leaves."""
+    """Run a call and return its result. call: (args, kwargs), with these leaves."""
     program = bound.program
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
@@ -233,4 +240,5 @@ def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -
 
 
 def _literal(literal: object) -> object:
+    """Return an output that is no tensor of the plan."""
     return stand_in(literal) if isinstance(literal, Unmade) else literal

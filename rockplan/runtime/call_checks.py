@@ -1,4 +1,5 @@
-"""Checks of a call: where a planned module cannot run, and what its user should know."""
+"""Checks of a call: errors where a planned module cannot run, and warnings about what a user should
+know."""
 
 from __future__ import annotations
 
@@ -19,6 +20,7 @@ from rockplan.values.plan import format_bytes
 
 
 def refuse_transforms() -> None:
+    """Raise StalePlan under torch.func transforms and forward-mode derivatives."""
     if torch._C._functorch.peek_interpreter_stack() is not None:
         raise StalePlan(
             "a planned module cannot run under torch.func transforms (grad, vmap, jvp); use the "
@@ -33,7 +35,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
-    """Raise where `planned` runs as a part of a module that is being planned, or exported."""
+    """Raise UnsupportedModel if `planned` runs as a part of a module that is being planned or
+    exported."""
     if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
         raise UnsupportedModel(
             f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
@@ -42,6 +45,7 @@ def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
 
 
 def warn_of_saved_tensor_hooks() -> None:
+    """Warn if hooks on saved tensors are active that are not PyTorch's."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
         warnings.warn(
@@ -54,18 +58,19 @@ def warn_of_saved_tensor_hooks() -> None:
 
 
 def under_checkpoint() -> bool:
-    """Is this the forward of `torch.utils.checkpoint` without reentrance?"""
+    """True in a forward under `torch.utils.checkpoint` with use_reentrant=False."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 CHECKPOINT = "checkpoint"
 SHARDING = "sharding"
-"""What is told once."""
+"""Keys of warnings that are given once for all blocks of a model."""
 
 
 def warn_of_sharding(planned: nn.Module, is_block: bool) -> None:
-    """What a prediction leaves out where `fully_shard` came after it."""
+    """Warn of the memory that `fully_shard` needs and that the prediction, made before, leaves
+    out."""
     whole_bytes = sum(p.nbytes for p in planned.parameters())
     instead = "call fully_shard first, then rockplan.solve_blocks, which counts them"
     if not is_block:
@@ -80,6 +85,7 @@ def warn_of_sharding(planned: nn.Module, is_block: bool) -> None:
 
 
 def warn_of_checkpoint(planned: nn.Module) -> None:
+    """Warn that a checkpoint around a planned block only costs time."""
     warnings.warn(
         f"a planned block, {type(planned).__qualname__}, runs under torch.utils.checkpoint, which "
         "runs its forward again for nothing: the plan has decided what is kept. Switch it off "
@@ -90,6 +96,7 @@ def warn_of_checkpoint(planned: nn.Module) -> None:
 
 
 def warn_of_dispatch_modes() -> None:
+    """Warn if a TorchDispatchMode of others is active: it sees the plan's operators."""
     if not torch._C._len_torch_dispatch_stack():
         return
     foreign = [type(m).__qualname__ for m in filter(is_foreign, _get_current_dispatch_mode_stack())]
@@ -104,8 +111,8 @@ def warn_of_dispatch_modes() -> None:
 
 
 TOO_OFTEN = 4
-"""Plans of calls that the module's state alone tells apart, from which on a further one is warned
-of: a mode or two, or layers frozen one after the other, are no more."""
+"""From so many plans on that differ in the module's state alone, a further one is warned of. (Train
+and eval mode, or layers frozen one after the other, do not need more.)"""
 
 
 def warn_of_changes(count: int, changes: Differences) -> None:

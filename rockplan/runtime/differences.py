@@ -1,8 +1,8 @@
-"""Differences: what of a call, or of the module, is not what it was planned with, in words.
+"""Differences: what differs in a call, or in the module, from what was planned, in words.
 
-takes: calls as `described_call` has them when they are planned, signatures of modules. returns:
-sentences such as "input_ids: 4x65, planned 4x64", and what would keep it from happening again.
-Only for messages: what decides is `runtime.guards`.
+takes: calls as `described_call` describes them when they are planned, signatures of modules.
+returns: sentences such as "input_ids: 4x65, planned 4x64", and advice how to avoid planning again.
+For messages only: `runtime.guards` decides whether a plan runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rockplan.runtime.guards import (
 from rockplan.runtime.switches import switches_in_words
 
 Aspects = tuple[tuple[str, str], ...]
-"""(aspect, text) of a leaf of the arguments; the first one is what it is called by."""
+"""(aspect, text) of a leaf of the arguments, such as ("dtype", "float32"); the first names it."""
 
 _LONGEST = 40
 """Characters of a value that a message shows."""
@@ -35,7 +35,8 @@ _MOST = 4
 
 @dataclass(frozen=True, slots=True)
 class DescribedCall:
-    """A call in words. leaves: (name, aspects) of the arguments; settings: switches of PyTorch."""
+    """A call in words. leaves: (name, aspects) of the arguments; settings: (name, text) of
+    PyTorch's switches."""
 
     leaves: tuple[tuple[str, Aspects], ...] = ()
     settings: tuple[tuple[str, str], ...] = ()
@@ -46,8 +47,9 @@ NOTHING_SAID = DescribedCall()
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """advice: what would keep it from happening again, if anything is known; is_value: of plain
-    values that Python reads in the module or in tensors, of which there may be any number."""
+    """One difference. advice: how to avoid it, '' if nothing is known; is_value: it is in a plain
+    value that Python reads from the module or from tensors, so that every call may bring another
+    one."""
 
     text: str
     advice: str = ""
@@ -56,13 +58,13 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class Differences:
-    """Between a call and what was planned."""
+    """All differences between a call and what was planned."""
 
     each: tuple[Difference, ...]
 
     @property
     def advice(self) -> str:
-        """The first there is."""
+        """The first advice of any difference, '' if there is none."""
         return next((d.advice for d in self.each if d.advice), "")
 
     @property
@@ -78,7 +80,7 @@ class Differences:
 def described_call(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> DescribedCall:
-    """forward: takes these arguments, which have the names of its parameters."""
+    """Describe a call of `forward`, whose parameters name the arguments."""
     given = named_arguments(forward, args, kwargs)
     leaves = [(f"{n}{path}", leaf) for n, a in given for path, leaf in trees.named_leaves(a)]
     first: dict[int, str] = {}
@@ -88,6 +90,7 @@ def described_call(
 
 
 def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
+    """Describe a leaf. first: identity of a tensor -> the name that it was met under first."""
     if not isinstance(leaf, torch.Tensor):
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"
@@ -113,6 +116,8 @@ _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def _shown(value: object) -> str:
+    """Return the text of a plain value, cut to `_LONGEST` characters; of another object, its
+    class."""
     if type(value) not in _SHOWN:
         return f"a {type(value).__qualname__}"
     text = repr(value)
@@ -120,7 +125,7 @@ def _shown(value: object) -> str:
 
 
 def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:
-    """then: as it was planned."""
+    """List the differences of the call `now` from `then`, which was planned."""
     leaves, planned = dict(now.leaves), dict(then.leaves)
     names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
     differences = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
@@ -131,6 +136,7 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
 
 
 def _leaf_difference(name: str, now: Aspects | None, then: Aspects | None) -> Difference:
+    """Describe how one leaf differs; None: the call does not have it."""
     aspects, planned = dict(now or ()), dict(then or ())
     if aspects.keys() != planned.keys():
         texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")
@@ -154,7 +160,7 @@ _OF_MODULE = "If the forward does not read what changes, keep it outside of the 
 
 
 def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
-    """What of the module tree is not what `signature` recorded."""
+    """List the differences of the module tree from what `signature` recorded."""
     root = signature.entries[0].module
     paths = {id(m): path for path, m in root.named_modules()}
     texts = [*_changed_modes(signature, paths), *_changed_tensors(signature, paths)]
@@ -178,6 +184,7 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
 
 
 def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
+    """Yield the training flags that differ; only the root's, if it differs."""
     flipped = [e for e in signature.entries if e.attributes["training"] != e.module.training]
     of_root = bool(flipped) and flipped[0] is signature.entries[0]
     for entry in flipped[:1] if of_root else flipped:
@@ -187,6 +194,7 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
+    """Yield the parameters and buffers whose description differs."""
     root = signature.entries[0].module
     entries = {id(e.module): e for e in module_entries(root)}
     for entry in signature.entries:
@@ -205,7 +213,7 @@ def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> It
 
 
 def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
-    """key: as a signature has it; () of an entry that is None."""
+    """Describe a tensor in words. key: as in a signature; () or None if there is no tensor."""
     if not key:
         return ("none",)
     requires_grad, dtype, shape, device, stride = key
@@ -219,6 +227,7 @@ def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
 
 
 def _changed_value(signature: ModuleSignature, paths: Mapping[int, str], name: str) -> str:
+    """Describe the attribute `name`, by its values before and now if these are plain."""
     for entry in signature.entries:
         path = paths.get(id(entry.module), "")
         own = name.removeprefix(f"{path}." if path else "")

@@ -1,8 +1,8 @@
 """Signatures: everything that a captured run depended on, compared before each call.
 
 A call is described by `call_key` (hashable: arguments and global switches), the module by
-`module_signature` (identity of submodules, their attributes, hooks, parameters, and what is in
-the lists, dictionaries and configuration objects among the attributes).
+`module_signature` (identity of submodules, their attributes, hooks, parameters, and the contents of
+lists, dictionaries and configuration objects among the attributes).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.switches import switches_now
 
-# What every nn.Module has; compared by itself.
+# Attributes of every nn.Module, which are compared each in its own way.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
 
 _TENSORS = ("_parameters", "_buffers")
@@ -31,7 +31,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, slots=True)
 class _ModuleEntry:
-    """kind: its class; names, values: of the attributes that not every module has."""
+    """One submodule. kind: its class; names, values: its attributes beside those that every module
+    has; tensors: (registry, name, tensor, key of the tensor)."""
 
     module: nn.Module
     kind: type
@@ -44,10 +45,10 @@ class _ModuleEntry:
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """hooks: all registries of hooks of submodules, and how many each held (those of the module
-    itself run around its forward); contents: of containers and configurations among the
-    attributes; surroundings: what there is beside the module; layout: what the parameters and
-    buffers are beyond what their keys say, and which of them are one, or share memory."""
+    """A module tree at the time of planning. hooks: all registries of hooks of submodules, and how
+    many hooks each held (those of the root run around its forward, and do not count); contents: of
+    containers and configurations among the attributes; surroundings: user state beside the module;
+    layout: classes of parameters and buffers, and which are the same tensor or share memory."""
 
     entries: tuple[_ModuleEntry, ...]
     layout: tuple[Any, ...]
@@ -59,7 +60,8 @@ class ModuleSignature:
 def module_signature(
     module: nn.Module, forward: Callable[..., Any], constants: tuple[torch.Tensor, ...]
 ) -> ModuleSignature:
-    """What of the module tree, and beside it, decides which operations its forward executes.
+    """Record everything in and beside the module tree that decides which operations its forward
+    executes.
 
     forward: the original one; constants: tensors that are neither parameters nor buffers, and that
     its plan reads.
@@ -79,6 +81,8 @@ def module_signature(
 
 
 def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
+    """Describe for each tensor its class, the first position of the same tensor, the first position
+    of the same storage, and lazy conjugation and negation. Sparse tensors count by identity."""
     same: dict[int, int] = {}
     memory: dict[int, int] = {}
     parts: list[Any] = []
@@ -94,7 +98,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
 
 
 def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
-    """Of all submodules."""
+    """Record each submodule."""
     return tuple(map(_module_entry, module.modules()))
 
 
@@ -122,14 +126,15 @@ def signature_holds(signature: ModuleSignature) -> bool:
 
 
 def _others_hold(signature: ModuleSignature) -> bool:
+    """True if hooks, contents and surroundings are as recorded."""
     registries, counts = signature.hooks
     hold = [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
     return hold and signature.surroundings.changed() is None
 
 
 def holds_for_others(signature: ModuleSignature) -> bool:
-    """True if nothing has changed but that parameters and buffers are other tensors, which are like
-    those before: what was planned for those is right for these."""
+    """True if nothing has changed but that parameters and buffers are other tensors of the same
+    description: the plan is right for these, too."""
     if signature.surroundings.has_registered:
         return False
     tensors: list[torch.Tensor | None] = []
@@ -148,7 +153,8 @@ def holds_for_others(signature: ModuleSignature) -> bool:
 
 @contextlib.contextmanager
 def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
-    """The module tree has the parameters and buffers of that moment meanwhile, and then its own."""
+    """Give the module tree the parameters and buffers of `signature` inside, and then its own
+    back."""
     registries = [entry.module.__dict__[kind] for entry in signature.entries for kind in _TENSORS]
     before = [dict(registry) for registry in registries]
     for registry in registries:
@@ -165,7 +171,8 @@ def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
 
 
 def changed_attribute(signature: ModuleSignature) -> str | None:
-    """The first attribute of the module tree that is not what it was, if one is not."""
+    """Return the name of the first attribute of the module tree, or beside it, that has changed;
+    None if none has."""
     root = signature.entries[0].module
     paths = {id(m): f"{path}." if path else "" for path, m in root.named_modules()}
     changed = {id(c.container) for c in signature.contents if not c.hold()}
@@ -180,11 +187,13 @@ def changed_attribute(signature: ModuleSignature) -> str | None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
+    """Return the attributes of a module without those that hooks compute anew."""
     computed = computed_attributes(module) if module._forward_pre_hooks else ()
     return {k: v for k, v in module.__dict__.items() if k not in computed}
 
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
+    """True if class, attributes and submodules are as recorded."""
     attributes = entry.module.__dict__
     if has_other_class(entry):
         return False
@@ -195,11 +204,14 @@ def _attributes_hold(entry: _ModuleEntry) -> bool:
 
 
 def has_other_class(entry: _ModuleEntry) -> bool:
-    """Of a submodule. (That of a planned module itself may be derived from ours: fully_shard.)"""
+    """True if the class of a submodule was replaced. (The class of a planned root may be derived
+    from ours: fully_shard does that.)"""
     return type(entry.module) is not entry.kind and "_rockplan" not in entry.attributes
 
 
 def _entry_holds(entry: _ModuleEntry) -> bool:
+    """True if a submodule is as recorded: attributes, the same parameters and buffers, their
+    description."""
     if not _attributes_hold(entry):
         return False
     attributes = entry.module.__dict__
@@ -212,7 +224,7 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
 
 
 def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    """Are the attributes the very objects that they were? (== alone takes 2.0 for 2.)"""
+    """True if the attributes are the very objects that they were. (`==` alone takes 2.0 for 2.)"""
     try:
         return attributes == entry.attributes and all(
             map(operator.is_, map(attributes.get, entry.names), entry.values)
@@ -222,7 +234,7 @@ def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
 
 
 def _are_same(entry: _ModuleEntry) -> bool:
-    """Do they say what they said, where they are not?"""
+    """True if attributes that were replaced equal the former ones."""
     now, before = _attributes(entry.module), entry.attributes
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
 
@@ -232,6 +244,7 @@ def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Describe a tensor: requires_grad, dtype, shape, device, strides."""
     return (
         tensor.requires_grad,
         tensor.dtype,
@@ -242,10 +255,11 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """What a program depends on outside the module: arguments and global switches.
+    """Describe the call for which a program is: its arguments and PyTorch's global switches.
 
-    leaves: of call, (args, kwargs). Tensors count by description, other leaves by content, and what
-    cannot be looked into by identity; tensors, containers and objects by which of them are one.
+    call: (args, kwargs), with these leaves. Tensors count by description, other leaves by content,
+    or by identity if they cannot be looked into; it also counts which tensors, containers and
+    objects occur twice.
     """
     first: dict[int, int] = {}
     parts: list[Any] = []
@@ -258,19 +272,20 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Not where it begins in memory, which a forward has to ask for (`python_state.answers`)."""
+    """Describe an input. Its offset in memory is left out: a forward that reads it has its own
+    guard (`python_state.answers`)."""
     kind = type(tensor), tensor.layout
     return (*_parameter_key(tensor), *kind, tensor.is_conj(), tensor.is_neg())
 
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """Which tensors that a program is given are one object, and which share the memory of those
-    that it changes. Both decide what a gradient is of, and in which order reads and writes go.
+    """Which tensors of a program are the same object, and which share memory with those that it
+    changes. Both decide what a gradient belongs to, and in which order reads and writes go.
 
-    inputs, mutated: positions of the inputs and of what the program changes. same: for each input
-    the first position of the same tensor; memory: for each tensor the first of the mutated ones
-    that shares its memory, if any.
+    inputs, mutated: positions of the inputs, and of the tensors that the program changes. same: for
+    each input the first position of the same tensor; memory: for each tensor the first mutated one
+    that shares its memory, None if there is none.
     """
 
     inputs: range
@@ -286,12 +301,12 @@ class Sharing:
         inputs: range,
         mutated: tuple[int, ...],
     ) -> Self:
-        """Of tensors with these identities and storages."""
+        """Return the sharing among tensors with these identities and storages."""
         same = _first_positions(identities, inputs)
         return cls(inputs, mutated, same, _memory(storages, mutated))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if it is the same among `tensors`."""
+        """True if the same of `tensors` are one object, or share memory."""
         if _first_positions([*map(id, tensors)], self.inputs) != self.same:
             return False
         if not self.mutated:
@@ -305,5 +320,6 @@ def _first_positions(identities: Sequence[int], positions: Iterable[int]) -> tup
 
 
 def _memory(storages: Sequence[int], mutated: Sequence[int]) -> tuple[int | None, ...]:
+    """Return, for each storage, the first mutated position with the same one, else None."""
     first = {storages[i]: i for i in reversed(mutated)}
     return tuple(map(first.get, storages))

@@ -1,4 +1,4 @@
-"""Hooks of the caller on tensors, which run as soon as a gradient is handed to autograd."""
+"""Hooks of the caller on tensors, which run as soon as autograd gets a gradient."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from rockplan.runtime.watch import Watch
 
 
 def has_hooks(tensor: torch.Tensor) -> bool:
-    """Is there a hook on the gradient of `tensor`? It may change the tensor: an optimizer that
-    steps inside the backward pass does. (Hooks on autograd's own node are not seen; those by which
-    we see gradients arrive change nothing.)"""
+    """True if there is a hook on the gradient of `tensor`. It may change the tensor: an optimizer
+    that steps inside the backward pass does. (Hooks on autograd's own node are not seen; our own,
+    `Watch`, change nothing and do not count.)"""
     if tensor._backward_hooks:
         return True
     hooks = tensor._post_accumulate_grad_hooks
@@ -23,8 +23,8 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
-    """The hooks that `has_hooks` sees on `tensors` do not run inside. Their tables are emptied and
-    filled again, so that handles of hooks stay valid."""
+    """Remove the hooks that `has_hooks` sees on `tensors`, and put them back on exit. Their tables
+    are emptied and filled again, so that handles of hooks stay valid."""
     by_identity = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
     tables = [(table, _of_caller(table)) for t in by_identity.values() for table in _tables(t)]
     try:
@@ -43,9 +43,11 @@ _Table = dict[Any, Any]
 
 
 def _tables(tensor: torch.Tensor) -> list[_Table]:
+    """Return the tables of hooks that a tensor has."""
     both = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return [table for table in both if table]
 
 
 def _of_caller(table: _Table) -> _Table:
+    """Return the hooks of a table that are not ours."""
     return {key: hook for key, hook in table.items() if type(hook) is not Watch}

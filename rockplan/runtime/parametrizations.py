@@ -2,7 +2,7 @@
 
 Within such a block eager computes a parametrized tensor once, for all calls, and keeps it. A plan
 is for one call: it computes the tensor once, and keeps nothing. So the first call in a block is
-planned like any other, and one that would meet what is kept is refused.
+planned like any other, and a call that would read the kept tensor is refused.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rockplan.errors import StalePlan
 
 
 def are_cached() -> bool:
-    """Is a block of `parametrize.cached()` open?"""
+    """True inside a block of `parametrize.cached()`."""
     return bool(parametrize._cache_enabled)
 
 
 @contextlib.contextmanager
 def cached_as(cached: bool) -> Iterator[None]:
-    """Be in such a block, or outside, as at another moment."""
+    """Run inside such a block, or outside, as `are_cached` said at another time."""
     before = parametrize._cache_enabled
     parametrize._cache_enabled = int(cached)
     try:
@@ -34,8 +34,8 @@ def cached_as(cached: bool) -> Iterator[None]:
 
 
 def claim(planned: nn.Module) -> None:
-    """A planned call of `planned` begins. Raises StalePlan where it would meet what another call
-    in the same block has computed; leaves a mark in the cache, which ends with the block."""
+    """Begin a planned call of `planned`. Raises StalePlan if another call in the same block has
+    computed a parametrized tensor of it; leaves a mark in the cache, which ends with the block."""
     if not are_cached():
         return
     cache: dict[Any, Any] = parametrize._cache

@@ -1,10 +1,10 @@
-"""The planned module: a drop-in that runs plans where they hold.
+"""The planned module: a drop-in for the original that runs plans.
 
 It is a shallow copy of the original whose class is derived from the original's: parameters,
 buffers, submodules, `state_dict` keys and methods are the original's own; only `forward` is
-replaced, and `plan`, `plans` and `code` are added where the original has no such attributes.
-Before each call cheap guards compare everything the plan was captured under; where they do not
-hold, another program is used, planned, or refused.
+replaced, and `plan`, `plans` and `code` are added unless the original has such attributes. Before
+each call cheap guards compare everything the plan was captured under; if something differs, another
+program is used or planned, or the call is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.literals import picklable
 
-# Registries of the root module that the drop-in has for itself.
+# Registries of hooks that the drop-in copies, so that its hooks are its own.
 _OWN_REGISTRIES = (
     "_forward_hooks",
     "_forward_hooks_with_kwargs",
@@ -68,7 +68,7 @@ _OWN_REGISTRIES = (
 )
 
 
-# Attributes of a planned module that its state answers.
+# Attributes of a planned module that are read from its `PlannedState`.
 _OF_STATE = ("plan", "plans", "code")
 
 
@@ -76,8 +76,8 @@ class Planned(HasPlans):
     """Mixed in before the original's class; see the module's docstring."""
 
     def __getattr__(self, name: str) -> Any:
-        """What the original has comes first: `plan`, `plans` and `code` are those of the state
-        only where neither the original's class nor the module has such a name."""
+        """Return an attribute of the original; `plan`, `plans` and `code` of the state only if
+        neither the original's class nor the module has such a name."""
         try:
             attribute = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -92,7 +92,7 @@ class Planned(HasPlans):
         return sorted({*super().__dir__(), *_OF_STATE})
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For pickle: the original's attributes and the programs that hold in this state."""
+        """Pickle the original's attributes and the programs that hold in this state."""
         state = self._rockplan
         attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
         programs = [
@@ -107,8 +107,8 @@ class Planned(HasPlans):
         return _rebuild, (state.original, attributes, settings, programs, latest, state.count)
 
     def __copy__(self) -> Any:
-        """As of any module: one of its own over the same parameters, buffers, submodules and hooks.
-        It starts with the plans that hold in this state, and further ones are its own."""
+        """Copy as any module is copied: over the same parameters, buffers, submodules and hooks.
+        The copy starts with the plans that hold in this state; later ones are its own."""
         state = self._rockplan
         copy_of_users: Callable[[], Any] | None = getattr(super(), "__copy__", None)
         if copy_of_users is not None:
@@ -132,7 +132,7 @@ class Planned(HasPlans):
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied: Any = object.__new__(type(self))
         memo[id(self)] = copied
-        # values, which stay as they are
+        # keys are values, and need no copy
         memo |= {id(key): key for key in (*self._rockplan.programs, *self._rockplan.infeasible)}
         copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
         copied._rockplan.watch.begin(copied)
@@ -141,6 +141,8 @@ class Planned(HasPlans):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a call by its plan; without gradients, or where no plan is to be made, by the
+        original forward."""
         state = self._rockplan
         assert isinstance(self, nn.Module)
         if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
@@ -175,7 +177,7 @@ class Planned(HasPlans):
 
 
 def _surround(copied: Any, planned: Planned) -> None:
-    """The plans of a copy are for what is beside it now, if those of `planned` are."""
+    """Give the plans of a copy its own surroundings, if those of `planned` are unchanged."""
     assert isinstance(planned, nn.Module)
     surroundings = Surroundings.of(copied, original_forward(copied))
     for key, bounds in planned._rockplan.programs.items():
@@ -187,12 +189,13 @@ def _surround(copied: Any, planned: Planned) -> None:
 
 
 def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run the original forward. The watch does not count it as a step that misses its plan."""
     with planned._rockplan.watch.original_runs():
         return original_forward(planned)(*args, **kwargs)
 
 
 def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
-    """A function that runs `program` on the tensors that `module` has now."""
+    """Return a function that runs `program` on the tensors that `module` has now."""
     bound = bind_now(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -219,7 +222,7 @@ def planned_module(
     on_infeasible: str,
     outputs_chosen: bool,
 ) -> nn.Module:
-    """The drop-in for `module`, which starts with `program` for calls like (args, kwargs).
+    """Return the drop-in for `module`, which starts with `program` for calls like (args, kwargs).
 
     outputs_chosen: the user said which outputs backward starts from.
     """
@@ -236,7 +239,8 @@ def planned_module(
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What programs are found by, in the state that PyTorch is in."""
+    """Return the key by which programs for this call are found, with PyTorch's switches as they are
+    now."""
     leaves, input_spec = trees.tree_flatten((args, kwargs))
     return input_spec, call_key((args, kwargs), leaves)
 
@@ -244,7 +248,7 @@ def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def add_program(
     planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: PlannedProgram
 ) -> None:
-    """Before any call: `program` is for calls like (args, kwargs)."""
+    """Add a program for calls like (args, kwargs), before any call."""
     assert isinstance(planned, HasPlans)
     known = planned._rockplan.programs.setdefault(kind_of_call(args, kwargs), [])
     known.append(bind_now(planned, program))
@@ -260,10 +264,11 @@ def plan_in_place(
     on_infeasible: str,
     told: set[str],
 ) -> None:
-    """Make `module` itself a planned one, which starts with `program` for calls of `kind`: whoever
-    holds it calls the plan. Its hooks run as they did. told: shared by the blocks of a model."""
+    """Make `module` itself a planned one, which starts with `program` for calls of `kind`: code
+    that holds the module runs the plan. Its hooks run as before. told: keys of warnings given,
+    shared by the blocks of a model."""
     settings = (make_program, on_mismatch, on_infeasible, False, True)
-    if isinstance(module, HasPlans):  # taken out, where its class had to stay
+    if isinstance(module, HasPlans):  # `take_out` had to leave its class
         before = module._rockplan
         state = PlannedState(before.original, before.instance_forward, *settings)
     else:
@@ -275,8 +280,8 @@ def plan_in_place(
 
 
 def take_out(module: nn.Module) -> None:
-    """Undo `plan_in_place`. Where the class of the module has another one derived from it since
-    (`fully_shard`), or its forward was wrapped, the class stays, and runs the original forward."""
+    """Undo `plan_in_place`. If another class was derived from the module's since (`fully_shard`),
+    or its forward was wrapped, the class stays and runs the original forward."""
     assert isinstance(module, HasPlans) and isinstance(module, nn.Module)
     state = module._rockplan
     state.watch.end()
@@ -292,14 +297,15 @@ def take_out(module: nn.Module) -> None:
 
 
 def _start(planned: nn.Module, state: PlannedState, kind: Any, program: PlannedProgram) -> None:
+    """Begin with one program."""
     state.programs[kind] = [bind_now(planned, program)]
     state.latest = program
     state.watch.begin(planned)
 
 
 def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
-    """A copy without what `module.compile()` leaves: a call of that module, which another one would
-    run in place of its own. PyTorch's copies are without it, too."""
+    """Copy attributes without the one that `module.compile()` leaves: it calls that module, and a
+    copy would run it in place of itself. (PyTorch's copies leave it out, too.)"""
     return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
@@ -321,7 +327,7 @@ def _rebuild(
 def _begin(
     copied: Any, state: PlannedState, programs: Sequence[tuple[Any, PlannedProgram]]
 ) -> None:
-    """Give a copy of a planned module a state of its own, with `programs` by kind of call."""
+    """Give a copy of a planned module its own state, with `programs`: (key, program)."""
     copied.__dict__["_rockplan"] = state
     for key, program in programs:
         state.programs.setdefault(key, []).append(bind_now(copied, program))
@@ -330,13 +336,13 @@ def _begin(
 
 @once_for_each_class
 def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
-    """A class with the original's name, derived from it, with a planned forward.
+    """Return a class with the original's name, derived from it, with a planned forward.
 
-    Its forward has the signature of the original's, by which trainers decide what to pass, but
-    not `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds.
-    What is made by calling the class (the slice of a Sequential, `type(self)(...)` in a method) is
-    no drop-in for anything, and so becomes an instance of the original's class. What is set as an
-    attribute of the class (`type(self).count = 1`) is set for all modules of the original's.
+    Its forward has the signature of the original's, by which trainers decide what to pass, but not
+    `__wrapped__`: accelerate unwraps a forward as far as it can and calls what it finds. Calling
+    the class (the slice of a Sequential, `type(self)(...)` in a method) returns an instance of the
+    original's class, since a new module is a drop-in for nothing. Setting an attribute of the class
+    (`type(self).count = 1`) sets it for all modules of the original's class.
     """
 
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
@@ -360,18 +366,18 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     }
     made: list[type] = []
 
-    def is_of_all(kind: type, name: str) -> bool:
+    def is_for_all_modules(kind: type, name: str) -> bool:
         return kind in made and not (name.startswith("__") and name.endswith("__"))
 
     class PlannedType(type(original)):  # type: ignore[misc]
         def __setattr__(cls, name: str, value: object) -> None:
-            if is_of_all(cls, name):
+            if is_for_all_modules(cls, name):
                 setattr(original, name, value)
             else:
                 super().__setattr__(name, value)
 
         def __delattr__(cls, name: str) -> None:
-            if is_of_all(cls, name):
+            if is_for_all_modules(cls, name):
                 delattr(original, name)
             else:
                 super().__delattr__(name)

@@ -1,4 +1,4 @@
-"""What a planned module carries: its programs by kind of call, and how it was planned."""
+"""Planned state: the programs of a planned module by kind of call, and how it was planned."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from rockplan.runtime.watch import Watch
 from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
 
-# Planning exchanges tensors of the module and functions of libraries, and moves random generators,
-# before it puts them back: one thread at a time.
+# One thread plans at a time: meanwhile tensors of the module and functions of libraries are
+# replaced, and random generators draw.
 PLANNING = threading.RLock()
 
 
@@ -28,11 +28,12 @@ PLANNING = threading.RLock()
 class PlannedState:
     """What a planned module carries besides the original's attributes.
 
-    infeasible: calls for which no plan fits the budget, as the module was, and which therefore run
-    the original (`on_infeasible`). count: of plans made, for it or the one that it is a copy of.
-    precedent: where backward passes start if not where it was thought that they do.
+    programs: key of a kind of call (`kind_of_call`) -> its programs, the preferred one last;
+    infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
+    run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
+    copy of; precedent: outputs that backward passes really started from, if not the assumed ones;
     is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
-    forward (`take_out`). told: what the user was told once, of all blocks of a model.
+    forward (`take_out`); told: keys of warnings given, shared by all blocks of a model.
     """
 
     original: type[nn.Module]
@@ -54,12 +55,12 @@ class PlannedState:
     is_original_said: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
-        """Put what a call leaves in Python where it belongs; the plan is for calls that find it
-        there, too."""
-        left = bound.program.interface.assignments
-        if not left:
+        """Write what a call leaves in Python objects. The plan is then also for calls that find it
+        there."""
+        written = bound.program.interface.assignments
+        if not written:
             return
-        assignments.put(module, left)
+        assignments.put(module, written)
         if not any(
             other.program is bound.program and signature_holds(other.signature)
             for other in self.programs.get(key, ())
@@ -67,8 +68,9 @@ class PlannedState:
             self.programs.setdefault(key, []).append(bind_now(module, bound.program))
 
     def add(self, key: Any, bound: BoundProgram) -> None:
-        """For calls like `key`. What was planned for the sample alone goes if nothing was called
-        like it, and this is its plan, adapted to what is called."""
+        """Add a program for calls of the kind `key`. If no call has run yet and its plan was
+        adapted from the sample's, the sample's plan is dropped: real calls differ from the
+        sample."""
         if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
             self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
@@ -93,7 +95,7 @@ class PlannedState:
 
 
 class HasPlans:
-    """Of every planned module (`planned_module.Planned`)."""
+    """The base of every planned module (`planned_module.Planned`)."""
 
     _rockplan: PlannedState
 
@@ -102,25 +104,27 @@ Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool, bool]
 
 
 def settings_of(state: PlannedState) -> Settings:
-    """What copies have from the start."""
+    """Return the settings that a copy starts with."""
     options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen, state.is_in_place)
     return (state.instance_forward, state.make_program, *options)
 
 
 def plan_of(planned: object) -> Plan:
-    """`planned.plan`, also where the original has an attribute of that name.
+    """Return `planned.plan`, also if the original has an attribute of that name.
 
-    Raises InvalidInput for what `solve` and `load` did not return."""
+    Raises InvalidInput unless `solve` or `load` returned `planned`.
+    """
     return _state_of(planned).plan
 
 
 def code_of(planned: object) -> str:
-    """`planned.code`, as `plan_of`."""
+    """Return `planned.code`, as `plan_of` does."""
     return _state_of(planned).code
 
 
 def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
-    """Of a planned module, those of all kinds of call that it has seen."""
+    """Return the programs of all kinds of call that a planned module has seen; () of another
+    module."""
     if not isinstance(module, HasPlans):
         return ()
     return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
@@ -136,12 +140,12 @@ def _state_of(planned: object) -> PlannedState:
 
 
 def class_of(module: nn.Module) -> type[nn.Module]:
-    """The class of `module`; of a planned one, its original's."""
+    """Return the class of `module`; of a planned one, the original's."""
     return module._rockplan.original if isinstance(module, HasPlans) else type(module)
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
-    """The unplanned forward of `module`, planned or not."""
+    """Return the unplanned forward of `module`, planned or not."""
     if not isinstance(module, HasPlans):
         return module.forward
     state = module._rockplan
@@ -155,23 +159,23 @@ def bind_now(module: nn.Module, program: PlannedProgram) -> BoundProgram:
 
 
 def is_in_place(module: object) -> bool:
-    """Was it planned by `plan_in_place`, and not taken out?"""
+    """True if `plan_in_place` planned the module and `take_out` did not undo it."""
     return is_own(module) and not module._rockplan.is_off
 
 
 def is_own(module: object) -> TypeGuard[HasPlans]:
-    """Was it planned by `plan_in_place`, whatever came of it?"""
+    """True if `plan_in_place` planned the module, even if `take_out` has undone it since."""
     return isinstance(module, HasPlans) and module._rockplan.is_in_place
 
 
 def make_program_of(module: nn.Module) -> MakeProgram:
-    """By what a planned module plans for further kinds of call."""
+    """Return the function by which a planned module plans further kinds of call."""
     assert isinstance(module, HasPlans)
     return module._rockplan.make_program
 
 
 def latest_of(module: nn.Module) -> PlannedProgram:
-    """What calls of the kind that ran last start with now."""
+    """Return the program that the next call of the kind that ran last starts with."""
     assert isinstance(module, HasPlans)
     state = module._rockplan
     assert state.latest is not None
@@ -182,10 +186,11 @@ def latest_of(module: nn.Module) -> PlannedProgram:
 
 
 def unplanned(module: nn.Module) -> nn.Module:
-    """`module`; of a planned one, its original with the attributes and hooks that it has now.
+    """Return the original of a planned module, with the attributes and hooks that it has now; any
+    other module itself.
 
-    Raises InvalidInput where somebody gave the planned module another forward, which the original
-    would not have.
+    Raises InvalidInput if the forward of the planned module was replaced, which the original would
+    lose.
     """
     if not isinstance(module, HasPlans):
         return module

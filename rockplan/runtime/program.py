@@ -1,7 +1,7 @@
 """PlannedProgram: one plan with the code that runs it, for one kind of call.
 
-takes: a plan, and how its values meet the module and the caller. returns: what can be bound to the
-tensors of a module (`bound_program`), copied and pickled.
+takes: a plan, and which of its values are parameters, buffers, inputs and results. returns: a
+program that can be bound to the tensors of a module (`bound_program`), copied and pickled.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rockplan.values.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
-    """One plan with what it takes to run it on one kind of call.
+    """One plan with everything that running it on one kind of call takes.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room; call: what it was planned for, in words; adapted_from: digest of the graph
-    whose plan was adapted to this one's, which has other operations, if one was; host_path: folder
-    of what it pages to the host, on the CPU. Copies share everything but the constants; a pickle
-    holds the plan as data, and the code is generated again from it.
+    the budget has room; call: the planned call in words; adapted_from: digest of another graph
+    whose plan was adapted to this graph, '' if none was; host_path: folder of what it pages to the
+    host, on the CPU. Copies share everything but the constants; a pickle holds the plan as data,
+    and the code is generated again from it.
     """
 
     plan: Plan
@@ -48,18 +48,18 @@ class PlannedProgram:
 
     @property
     def is_of_this_process(self) -> bool:
-        """Does it call functions given to `rockplan.opaque`, which are found out about in each
-        process?"""
+        """True if the code calls functions given to `rockplan.opaque`, which every process
+        registers anew."""
         return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
 
     @property
     def changes_given(self) -> bool:
-        """Does it leave something in containers of the caller's?"""
+        """True if it writes into containers of the caller's."""
         return has_contents(self.output_spec)
 
     @property
     def incoming(self) -> Incoming:
-        """From where, and in which strides, its backward phase starts."""
+        """The outputs that its backward phase starts from, with the strides of their gradients."""
         pairs = zip(self.interface.results, self.executable.pattern, strict=True)
         return {position: strides for position, strides in pairs if strides is not None}
 
@@ -67,8 +67,8 @@ class PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __str__(self) -> str:
-        """A line for each tensor that the code is given, for each result, and for each slice of the
-        backward phase; then the code."""
+        """A line for each tensor passed to the code, for each result, and for each backward slice;
+        then the code."""
         interface, values = self.interface, self.plan.graph.values
         names = [
             *(f"parameter {name}" for name, _ in interface.parameters),
@@ -109,9 +109,10 @@ def build_program(
     call: DescribedCall = NOTHING_SAID,
     host_path: str | None = None,
 ) -> PlannedProgram:
-    """Generate the code of `plan`, whose values meet the caller as `interface` says.
+    """Generate the code of `plan`. interface: which values are parameters, inputs and results.
 
-    Raises HostMemoryError where the host has no room for what the plan pages."""
+    Raises HostMemoryError if the host has no room for what the plan pages.
+    """
     name = plan.graph_digest[:8]
     executable = build(plan.graph, interface, plan.schedule, name, host_path=host_path)
     made_of = (plan, interface, executable, constants, output_spec, hooked, call)

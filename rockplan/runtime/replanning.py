@@ -1,8 +1,7 @@
-"""Replanning: the program for a call, or a backward pass, that none seemed to match.
+"""Replanning: the program for a call, or a backward pass, that no known program seemed to match.
 
-takes: a planned module and a call. returns: a program that is known after all, or made for it; None
-where the original forward is to run. guarantees: planning is said, with what would keep it from
-happening again.
+takes: a planned module and a call. returns: a known program after all, or a new one; None if the
+original forward is to run. guarantees: planning is logged, with advice how to avoid it.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ def bound_program(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> BoundProgram | None:
-    """The program for a call that none seemed to match; None: run the original forward.
+    """Return the program for a call that none seemed to match; None: run the original forward.
 
-    It looks again, because another thread may have planned meanwhile, or have had the
-    module's tensors exchanged while it planned.
+    It looks again, because another thread may have planned meanwhile, or may have replaced the
+    module's tensors while it planned.
     """
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
@@ -99,11 +98,11 @@ def bound_program(
 def _new_bound(
     planned: HasPlans, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BoundProgram | None:
-    """Plan for a call like this one; None where nothing fits and the original shall run."""
+    """Plan for a call like this one; None if no plan fits the budget and the original is to run."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     try:
-        program = _made(planned, args, kwargs, state.precedent, changes)
+        program = _logged_program(planned, args, kwargs, state.precedent, changes)
     except InfeasibleBudget as error:
         if state.on_infeasible != "original":
             error.add_note(
@@ -135,15 +134,15 @@ _OTHER_OUTPUTS = Differences(
 )
 
 
-def _made(
+def _logged_program(
     planned: HasPlans,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
     incoming: Incoming | Precedent | None,
     changes: Differences,
 ) -> PlannedProgram:
-    """A program for one more kind of call, which takes time that the training waits for: that is
-    said, with what would keep it from happening again."""
+    """Plan for one more kind of call. The training waits meanwhile: that is logged, with the
+    differences and advice how to avoid them."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     started = time.monotonic()
@@ -153,7 +152,7 @@ def _made(
     advice = changes.advice or "Each such kind is planned for once"
     if state.count == _EVER_NEW:
         advice = _FOR_EVER_NEW
-    # A block is one of many, whose first calls of another kind come at the same step.
+    # All blocks of a model meet another kind of call at the same step: each would log it.
     is_early = state.is_in_place and state.count < _SAID_OF_BLOCKS
     LOG.log(
         logging.INFO if is_early or state.count > _EVER_NEW else logging.WARNING,
@@ -168,10 +167,11 @@ def _made(
 
 
 _SAID_OF_BLOCKS = 3
+"""Plans from which on those of blocks are logged as warnings, too."""
 
 _EVER_NEW = 8
-"""The last plan that is said of: a trainer calls in another way than the sample says, the last
-batch is smaller, there are a few lengths; more than that may go on for ever."""
+"""The last plan that is logged as a warning. Usual causes need fewer (a trainer calls otherwise
+than the sample, the last batch is smaller, there are a few lengths); more may go on for ever."""
 
 _FOR_EVER_NEW = (
     "Further ones are logged at level INFO alone. If batches have ever new sizes (lengths, nodes "
@@ -188,7 +188,7 @@ def _changes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differences:
-    """What of a call, or of the module, is not as in the most similar of the latest kinds of call
+    """Return how a call, or the module, differs from the most similar of the latest kinds of call
     that are planned for."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
@@ -199,7 +199,7 @@ def _changes(
 
 
 _COMPARED = 4
-"""Of a hundred lengths all differ alike, and to compare a module takes half a millisecond."""
+"""Kinds of call that are compared, each in 0.5 ms. (A hundred lengths would all differ alike.)"""
 
 _UNNAMED = (
     "what is in an argument that is no tensor, whether arguments come by position or by name, or "
@@ -209,10 +209,10 @@ _UNNAMED = (
 
 @dataclass(frozen=True, slots=True)
 class Situation:
-    """What a call was made under, to plan it again from its backward pass.
+    """The circumstances of a call, to plan it again from its backward pass.
 
-    leaves: of the arguments, whose lists may have grown since; modes: as `function_modes` says;
-    cached: in a block of `torch.nn.utils.parametrize.cached()`.
+    leaves: of the arguments, whose lists may have grown since; modes: of `function_modes`; cached:
+    the call was in a block of `torch.nn.utils.parametrize.cached()`.
     """
 
     planned: HasPlans
@@ -226,18 +226,21 @@ class Situation:
     cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
-        """The plan for incoming gradients of `pattern`; later calls like this one start with it,
-        unless the outputs to differentiate were chosen by the user.
+        """Return the plan for incoming gradients of `pattern`. Later calls like this one start with
+        it, unless the user chose the outputs to differentiate.
 
         It is planned with the parameters and buffers that the call had, which eager's graph keeps:
-        `functional_call` has put the module's own back when backward begins."""
+        `functional_call` has put the module's own back when backward begins.
+        """
         with PLANNING, paused_collection(), with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
+        """Return a known plan for this pattern or a new one, and move it to the end of the programs
+        (the preferred place) if later calls are to start with it."""
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
-        # What the call itself has left in Python is no change.
+        # What the call itself wrote into Python objects is no change.
         same = (b for b in state.programs[self.key] if b.program is self.bound.program)
         if not any(signature_holds(b.signature) for b in (self.bound, *same)):
             changed = Differences(module_differences(self.bound.signature))
@@ -266,6 +269,8 @@ class Situation:
         return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:
+        """Plan this call anew, under the switches it had. Raises BackwardError where the options
+        forbid it."""
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
         if state.on_mismatch == "error":
@@ -281,10 +286,10 @@ class Situation:
             under_default_device(self.modes),
             parametrizations.cached_as(self.cached),
         ):
-            return _made(module, *self._call(), incoming, _OTHER_OUTPUTS)
+            return _logged_program(module, *self._call(), incoming, _OTHER_OUTPUTS)
 
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as they were."""
+        """Return (args, kwargs) as they were in the call."""
         now, spec = trees.tree_flatten((self.args, self.kwargs))
         is_same = spec == self.key[0] and len(now) == len(self.leaves)
         if is_same and all(map(operator.is_, now, self.leaves)):
@@ -295,12 +300,15 @@ class Situation:
         return called
 
     def _is_preferred(self, pattern: Pattern) -> bool:
+        """True if later calls are to start with this pattern: its outputs are those planned, or the
+        user did not choose outputs."""
         planned = self.bound.program.executable.pattern
         chosen = [s is None for s in planned] == [s is None for s in pattern]
         return chosen or not self.planned._rockplan.outputs_chosen
 
 
 def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
-    """Does anything require a gradient? (Of a GAN one half does not while the other trains.)"""
+    """True if a parameter or argument requires a gradient. (One half of a GAN has none while the
+    other trains.)"""
     arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
     return any(t.requires_grad for t in itertools.chain(module.parameters(), arguments))

@@ -1,7 +1,7 @@
-"""Switches: what of PyTorch decides which operators a call of a module comes to.
+"""Switches: PyTorch's global state that decides which operators a call of a module executes.
 
 Autocast, modes that replace functions, the default device and dtype, kernels, hooks on all modules:
-read before each call, and put as they were where a call is planned again.
+read before each call, and set as they were if a call is planned again.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from rockplan.runtime import parametrizations
 
 
 def function_modes() -> tuple[torch.device | int, ...]:
-    """The modes of this thread that replace functions of PyTorch: the default device, which decides
-    where tensors are made, and others than PyTorch's own, by which they are."""
+    """Return the modes of this thread that replace functions of PyTorch: the device of the default
+    device, which decides where tensors are made; the identity of a mode that is not PyTorch's."""
     if not torch._C._is_torch_function_mode_enabled():
         return ()
     modes: list[Any] = _get_current_function_mode_stack()
@@ -36,7 +36,8 @@ def function_modes() -> tuple[torch.device | int, ...]:
 
 @contextlib.contextmanager
 def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
-    """Run under the default device of another moment, and no other mode. modes: those of then."""
+    """Run under the default device among `modes` (of `function_modes` at another time), and no
+    other mode."""
     aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         with contextlib.ExitStack() as stack:
@@ -51,9 +52,9 @@ def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_default_device() -> Iterator[None]:
-    """Leave the default device where it is the only mode, through which Python would call each
-    function and read each property of a tensor: for what says itself where it makes tensors.
-    Hooks and dispatch modes that are called meanwhile are without it in eager execution, too."""
+    """Take the default device off if it is the only mode, as long as code runs that says where it
+    makes tensors. (Under a mode every function and every property of a tensor goes through Python.)
+    Hooks and dispatch modes called meanwhile do not see it in eager execution either."""
     is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
     is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
     aside = _pop_mode() if is_alone else None
@@ -65,13 +66,13 @@ def without_default_device() -> Iterator[None]:
 
 
 _OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utilities.init")
-"""Where Lightning has its mode that may leave out initializers."""
+"""Modules of Lightning with the mode that may leave out initializers."""
 
 
 @contextlib.contextmanager
 def outside_of_initialization() -> Iterator[None]:
-    """Leave the modes aside under which Lightning calls `configure_model`: they decide how modules
-    are made, a default device among them, and are gone when steps run."""
+    """Take off the modes under which Lightning calls `configure_model`: they decide how modules are
+    made, on which device among others, and are gone when steps run."""
     modes = _get_current_function_mode_stack()
     if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
         yield
@@ -89,6 +90,7 @@ def outside_of_initialization() -> Iterator[None]:
 
 
 def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
+    """Replace all modes of this thread."""
     for _ in now:
         _pop_mode()
     for mode in wanted:
@@ -106,13 +108,14 @@ def _attention_kernels() -> tuple[bool, ...]:
 
 
 def _hooks_on_all_modules() -> tuple[int, ...]:
+    """Return the identities of hooks on all modules that are not PyTorch's."""
     directions = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     registries = (getattr(module_hooks, f"_global_{name}") for name in directions)
     return tuple(map(id, foreign_hooks(*registries)))
 
 
 Words = tuple[tuple[str, str], ...]
-"""(name, what it is) of switches."""
+"""(name, value in words) of switches."""
 
 
 def _autocast_words(state: Autocast) -> Words:
@@ -149,7 +152,7 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Words]], ...] = (
     (parametrizations.are_cached, _on("torch.nn.utils.parametrize.cached()")),
     (_hooks_on_all_modules, lambda hooks: (("hooks on all modules", str(len(hooks))),)),
 )
-"""What decides which operators a module calls: how it is read, and what a message says of it."""
+"""(how a switch is read, how a message describes its value)"""
 
 
 def switches_now() -> tuple[Any, ...]:

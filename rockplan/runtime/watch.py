@@ -1,10 +1,10 @@
-"""Watch: does the plan of a module run where its parameters are trained?
+"""Watch: does the plan of a module run when its parameters are trained?
 
-takes: a planned module. guarantees: one warning for each, where gradients arrive at its parameters
-in a backward pass that the plan has no part in, although the module was used for it: its forward
-was replaced, or methods and submodules were used without calling it. Nothing else changes: the
-hooks that see gradients arrive, on a few parameters, only look at the number of the backward pass,
-and what is planned does not count them (`runtime.hooks`).
+takes: a planned module. guarantees: one warning for each module, if gradients arrive at its
+parameters in a backward pass in which its plan has no part, although the module was used: its
+forward was replaced, or its methods and submodules were used without calling it. Nothing else
+changes: the hooks that see gradients arrive, on a few parameters, only read the number of the
+backward pass, and planning does not count them (`runtime.hooks`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.autograd import Variable
 from torch.utils.hooks import RemovableHandle
 
 _SAMPLE = 4
-"""Parameters that are always watched: a hook takes some 1 us in each backward pass, and on the 16
-of eight small layers 4 % of a step of 0.5 ms."""
+"""Parameters that are always watched: a hook takes about 1 us in each backward pass; on all 16
+parameters of eight small layers that was 4 % of a step of 0.5 ms."""
 
 _RECENT = 64
-"""Backward passes that are told apart at a time; more of them at once run in no program."""
+"""Backward passes that can run at once and are told apart; no program runs more."""
 
 _task_now: Callable[[], int] = torch._C._current_graph_task_id
 
@@ -35,22 +35,23 @@ _with_plans = [-1] * _RECENT
 
 
 def plan_runs() -> None:
-    """A plan takes part in the backward pass of this thread."""
+    """Note that a plan takes part in the backward pass of this thread."""
     task: int = _task_now()
     _with_plans[task % _RECENT] = task
 
 
 def _has_plan(task: int) -> bool:
+    """True if a plan took part in the backward pass of this number."""
     return _with_plans[task % _RECENT] == task
 
 
 class Watch:
-    """What a planned module has been used for since its plan ran last; the hook on its parameters.
+    """What a planned module was used for since its plan ran last; also the hook on its parameters.
 
-    A backward pass without a plan is right where the original was to run (`original_runs`), and
-    where something else than the module uses its parameters: a penalty on weights, another module
-    that shares them, the original. So it counts at once only if the forward is not the planned one,
-    or if parts of the module were asked for (`used`); else where there are two in a row that bring
+    A backward pass without a plan is right if the original was to run (`original_runs`), or if
+    something else than the module uses its parameters: a penalty on weights, another module that
+    shares them, the original. So it counts at once only if the forward is not the planned one, or
+    if parts of the module were asked for (`used`); else if there are two in a row that bring
     gradients to most parameters, with a step of the optimizer between them.
     """
 
@@ -85,7 +86,8 @@ class Watch:
         return Watch()
 
     def begin(self, module: nn.Module) -> None:
-        """Watch some of the parameters that `module` has now; those that are watched stay so."""
+        """Watch some of the parameters that `module` has now, besides those that are watched
+        already."""
         if self._module is None:
             self._with_eval = not module.training
         self._module = weakref.ref(module)
@@ -97,11 +99,11 @@ class Watch:
             self._hook(trained[i] for i in sorted(some))
 
     def end(self) -> None:
-        """The module is a planned one no more."""
+        """Stop: the module is no longer a planned one."""
         self._module = None
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> list[RemovableHandle]:
-        """The handles of those that had none."""
+        """Put the hook on parameters without it. Returns handles of the new hooks."""
         new = [p for p in parameters if not self._is_on(p)]
         return [p.register_post_accumulate_grad_hook(self) for p in new]
 
@@ -110,8 +112,8 @@ class Watch:
         return bool(hooks) and any(hook is self for hook in hooks.values())
 
     def used(self, name: str, part: nn.Module | nn.Parameter) -> None:
-        """A part of the module was asked for: by a method, or by somebody who calls it. All of its
-        parameters are watched until a plan runs."""
+        """Note that a part of the module was asked for: by a method, or by a caller who uses it
+        alone. All of its parameters are watched until a plan runs."""
         if (
             torch.is_grad_enabled()
             and not (self._inside or self._is_said)
@@ -124,13 +126,13 @@ class Watch:
             self._used[name] = None
 
     def called(self) -> None:
-        """A call of the module runs a plan."""
+        """Note that a call of the module runs a plan."""
         if self._used:
             self._used.clear()
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """What a forward asks for inside, where it is captured or runs, is no sign of anything."""
+        """Note nothing inside: a forward is captured, or runs, and asks for parts of its module."""
         self._inside += 1
         try:
             yield
@@ -139,7 +141,7 @@ class Watch:
 
     @contextlib.contextmanager
     def original_runs(self) -> Iterator[None]:
-        """The original forward runs inside, as it should."""
+        """Run the original forward inside, which is right: its backward pass counts for nothing."""
         with self.aside():
             yield
         if torch.is_grad_enabled():
@@ -147,7 +149,7 @@ class Watch:
             self._used.clear()
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """A gradient has arrived at `parameter`."""
+        """Note that a gradient has arrived at `parameter`."""
         task: int = _task_now()
         if task == self._task:
             self._arrived += 1
@@ -166,6 +168,7 @@ class Watch:
             engine.queue_callback(end)
 
     def _settle(self) -> None:
+        """Forget what was noted: a plan ran."""
         self._used.clear()
         self._versions.clear()
         self._is_excused = False
@@ -175,12 +178,14 @@ class Watch:
             self._extra.clear()
 
     def _leave(self, parameter: torch.Tensor) -> None:
+        """Remove the hook from a parameter."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]
 
     def _end(self, task: int, parameter: torch.Tensor) -> None:
-        """Of a backward pass that brought a gradient to `parameter`."""
+        """End a backward pass that brought a gradient to `parameter`; warn if the module was
+        trained without its plan."""
         module = None if self._module is None else self._module()
         if _has_plan(task):
             self._settle()
@@ -202,6 +207,7 @@ def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _warn(module: nn.Module, parameter: torch.Tensor, used: list[str]) -> None:
+    """Warn that the module is trained without its plan, with the cause and what to do."""
     name = next((n for n, p in module.named_parameters() if p is parameter), "a parameter")
     kind = type(module).__qualname__
     if "forward" in module.__dict__:
@@ -236,7 +242,8 @@ def _warn(module: nn.Module, parameter: torch.Tensor, used: list[str]) -> None:
 
 
 def _by(function: Any) -> str:
-    """Where it stands; its name may be that of what it wraps."""
+    """Say where a function is defined (its name may be that of a function that it wraps); '' if
+    unknown."""
     while (inner := getattr(function, "func", getattr(function, "__func__", None))) is not None:
         function = inner
     code = getattr(function, "__code__", None)
@@ -246,7 +253,7 @@ def _by(function: Any) -> str:
 
 
 def _level_of_user() -> int:
-    """Of the first frame above that is neither ours nor PyTorch's, for who calls this."""
+    """Return the `stacklevel` of the first frame that is neither ours nor PyTorch's."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "rockplan"):
