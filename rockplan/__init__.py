@@ -1,7 +1,7 @@
 """rockplan: plan rematerialization of a PyTorch module under a byte budget, and run the plan.
 
-What needs PyTorch is imported when it is first used, so that `rockplan --help` is quick and a
-plan can be read where PyTorch is not installed.
+Names that need PyTorch are imported when they are first used, so that `rockplan --help` is quick
+and a plan can be read where PyTorch is not installed.
 """
 
 from __future__ import annotations

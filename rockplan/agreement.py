@@ -1,13 +1,13 @@
-"""Agreement: processes that plan the same thing, for all of which one decides.
+"""Agreement: processes that plan the same graph, one of which decides for all.
 
-takes: the ranks that plan together; what each would decide. returns: what one of them has decided.
-guarantees: an error of one is raised on all, with its rank; nobody waits for one that does not
-answer longer than the default store allows, also in a group with a timeout of its own, and then it
-is said who has. (That is the timeout of init_process_group, 10 minutes with NCCL and 30 with others
-where none is given; a process that plans for longer answers too late.)
+takes: the ranks that plan together; a function that plans. returns: the plan of one of them.
+guarantees: an error of one process is raised on all, with its rank; nobody waits for a silent
+process longer than the default store allows, also in a group with a timeout of its own, and the
+error names who answered. (That is the timeout of init_process_group, by default 10 minutes with
+NCCL and 30 with others; a process that plans for longer answers too late.)
 
-Messages go through the store by which the processes met: that needs no memory of a device, and
-tells who has answered. Processes that have another graph decide among themselves.
+Messages go through the store by which the processes met: that needs no device memory, and shows who
+has answered. Processes with another graph decide among themselves.
 """
 
 from __future__ import annotations
@@ -33,12 +33,13 @@ _LOGGER = logging.getLogger("rockplan")
 T = TypeVar("T")
 
 _DONE = "done"
-"""What a process says in place of a key when it has planned."""
+"""The message of a process that has planned, in place of a key."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    """An error, in words that other processes understand. kind: its class, where it is ours."""
+    """An error, in a form that can be sent to other processes. kind: its class, if it is ours, else
+    OtherRankFailed; facts: its attributes."""
 
     kind: type[RockplanError]
     text: str
@@ -46,6 +47,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
+        """Return the failure to be sent for an error of this rank."""
         text = f"rank {rank} could not plan: "
         if not isinstance(error, RockplanError):
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -54,6 +56,7 @@ class _Failure:
         return cls(type(error), f"{text}{error}", facts)
 
     def error(self) -> RockplanError:
+        """Return the error to be raised for this failure."""
         error = self.kind.__new__(self.kind)
         error.args = (self.text,)
         vars(error).update(self.facts)
@@ -61,7 +64,7 @@ class _Failure:
 
 
 def _is_sent(value: object) -> bool:
-    """Can it be a message? Whatever pickle raises of it, it cannot."""
+    """True if pickle can send the value (it may raise any error for one that it cannot)."""
     try:
         pickle.dumps(value)
     except Exception:
@@ -70,8 +73,8 @@ def _is_sent(value: object) -> bool:
 
 
 class Agreement:
-    """Of `ranks`, this one among them, for one call of the public interface. store: None where
-    there is nobody to agree with."""
+    """The agreement of `ranks`, this rank among them, during one call of the public interface.
+    store: where messages are posted; None: there is nobody to agree with."""
 
     def __init__(self, rank: int, ranks: tuple[int, ...] = (), store: Any = None):
         self._rank = rank
@@ -84,8 +87,8 @@ class Agreement:
         self._is_split = False
 
     def decided(self, key: Callable[[], object], make: Callable[[], T]) -> T:
-        """What `make` gives on the lowest rank with an equal key, or the error that it raises
-        there. key: can be pickled, and so can what is decided."""
+        """Return what `make` returns on the lowest rank with an equal key, or raise the error that
+        it raises there. key, and the result of `make`, can be pickled."""
         if self._store is None:
             return make()
         alike = [*self.gathered(key(), None)]
@@ -98,9 +101,9 @@ class Agreement:
         try:
             made = make()
             self._post(place, made)
-        except BaseException as error:  # others wait in this place, also for what is interrupted
+        except BaseException as error:  # others wait for this message, even if we are interrupted
             self._failure = _Failure.of(error, self._rank)
-            with contextlib.suppress(Exception):  # what the user is to see is `error`
+            with contextlib.suppress(Exception):  # the user is to see `error`
                 self._post(place, self._failure)
             if not isinstance(error, Exception):
                 raise
@@ -108,7 +111,8 @@ class Agreement:
         return made
 
     def gathered(self, key: object, value: T) -> dict[int, T]:
-        """The values of all ranks with an equal key, by rank."""
+        """Return rank -> value, for all ranks with an equal key. Warns once if others have another
+        key."""
         if self._store is None:
             return {self._rank: value}
         step = self._say((key, value))
@@ -126,12 +130,13 @@ class Agreement:
         return {self._rank: value, **alike}
 
     def fail(self, error: BaseException) -> None:
-        """Tell all others; nobody waits for this process any more. `error` says whose it is."""
+        """Tell all others of the error, so that nobody waits for this process any more. The message
+        of `error` gets the rank."""
         if self._store is not None:
             failure = self._failure or _Failure.of(error, self._rank)
             if self._failure is None and isinstance(error, RockplanError):
                 error.args = (failure.text, *error.args[1:])
-            with contextlib.suppress(Exception):  # what the user is to see is `error`
+            with contextlib.suppress(Exception):  # the user is to see `error`
                 self._say(failure)
                 self._post(f"left by {self._rank}", _DONE)
                 # The process may end, and take the store with it.
@@ -141,49 +146,53 @@ class Agreement:
                         time.sleep(_LONGEST_PAUSE_S)
 
     def end(self) -> None:
-        """Wait until all have planned: one that fails late is an error of all."""
+        """Wait until all have planned: an error of a process that finishes later is raised here,
+        too."""
         if self._store is None:
             return
         step = self._say(_DONE)
         while self._done < {r for r in self._ranks if r != self._rank}:
             self._heard(step)
             step += 1
-        # What was said in steps stays, a few bytes: others may be behind, at what they need not.
+        # Messages of steps stay, a few bytes: slower processes may still read them.
         for place in self._decided:
-            with contextlib.suppress(Exception):  # not every store can
+            with contextlib.suppress(Exception):  # not every store can delete
                 self._store.delete_key(place)
 
     def _say(self, message: object) -> int:
-        """Post what all read in this step, and begin the next. returns: the step."""
+        """Post a message that all others read in this step; begin the next step. Returns the former
+        step."""
         step = self._step
         self._post(f"{step} by {self._rank}", message)
         self._step += 1
         return step
 
     def _heard(self, step: int) -> dict[int, Any]:
-        """What others that have not planned yet say in a step."""
+        """Return rank -> message of this step, for all others that have not planned yet."""
         others = [r for r in self._ranks if r != self._rank and r not in self._done]
         found = self._awaited({r: f"{step} by {r}" for r in others})
         self._done |= {r for r, message in found.items() if message == _DONE}
         return found
 
     def _post(self, place: str, message: object) -> None:
+        """Post a message under a name."""
         sent = pickle.dumps(message)
         with _store_is_there():
             self._store.set(place, sent)
 
     def _has(self, place: str) -> bool:
+        """True if a message is posted under this name."""
         with _store_is_there():
             return bool(self._store.check([place]))
 
     def _awaited(self, places: Mapping[int, str]) -> dict[int, Any]:
-        """What the ranks have posted. Raises what one of them has raised; OtherRankFailed where
-        one does not answer."""
+        """Wait for the messages of several ranks. places: rank -> name of its message. Raises the
+        error that one of them sent; OtherRankFailed if one does not answer in time."""
         found: dict[int, Any] = {}
         allowed: datetime.timedelta = self._store.timeout
         began, pause_s = time.monotonic(), 0.001
         while missing := {r: place for r, place in places.items() if r not in found}:
-            # Asked for one by one: a store that waits lets nobody else use its connection.
+            # No blocking get: a store that waits lets nobody else use its connection.
             for rank, place in missing.items():
                 if self._has(place):
                     with _store_is_there():
@@ -210,11 +219,12 @@ class Agreement:
 
 _LONGEST_PAUSE_S = 0.05
 _LEAVING_S = 5.0
-"""How long a process that fails waits for others to notice."""
+"""Seconds that a failing process waits for others to notice."""
 
 
 @contextlib.contextmanager
 def _store_is_there() -> Iterator[None]:
+    """Turn an error of the store into OtherRankFailed."""
     try:
         yield
     except RuntimeError as error:
@@ -229,16 +239,16 @@ def _listed(ranks: list[int]) -> str:
 
 
 ALONE = Agreement(0)
-"""Nobody else is asked."""
+"""The agreement of a process that plans by itself."""
 
 _calls: Counter[tuple[int, ...]] = Counter()
-"""Of each set of ranks, how often it has planned together."""
+"""Ranks -> how often they have planned together."""
 
 
 @contextlib.contextmanager
 def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agreement]:
-    """That of a process group; without one, of the processes among which parameters of `model` are
-    shared, since these plan together anyway. Raises InvalidInput for what is no group."""
+    """Agree inside with the processes of a group; without a group, with those that share parameters
+    of `model` (they call the same functions anyway). Raises InvalidInput for what is no group."""
     ranks = _ranks_of(group, model)
     if len(ranks) < 2:
         yield ALONE
@@ -257,6 +267,7 @@ def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agr
 
 
 def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, ...]:
+    """Return the ranks to plan with, in order; () for none."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidInput(
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "

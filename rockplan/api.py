@@ -68,22 +68,23 @@ def solve(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
-    """Plan `model` under a budget; returns a drop-in module that executes the plan.
+    """Plan `model` under a budget; return a drop-in module that executes the plan.
 
     sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
-    budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and
-    the parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or
-    'auto': what is free when `solve` is called, with room for gradients that do not exist yet, for
-    what the optimizer will hold, and a margin (`rockplan.free_memory`); 'auto-4GB' leaves room for
-    what comes later. Calls of other shapes are planned under the same bytes; where they are
-    larger than the sample, a share means theirs. options.sizes says how large they get: then the
-    largest is planned first, and a share means its.
+    budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and the
+    parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or 'auto': what
+    is free when `solve` is called, less gradients that do not exist yet, the state that the
+    optimizer will hold, and a margin (`rockplan.free_memory`); 'auto-4GB' leaves 4 GB more free.
+    Calls of other shapes are planned under the same bytes; for calls larger than the sample, a
+    share is one of their own peak. With options.sizes the largest size is planned first, and a
+    share is one of its peak.
     optimizer: for 'auto', also before it has any state: an optimizer, a function that makes one of
-    a list of parameters, or a name ('adamw') as for `fit`. Other budgets do not ask for it. Then
-    gradients take room as they come: step says how the loop trains, such as that gradients add up.
-    The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show
-    what it executes. A module that is planned already is planned anew from its original.
+    a list of parameters, or a name ('adamw') as for `fit`; other budgets ignore it. With it,
+    gradients are counted when they come; step says how the loop trains, such as that gradients add
+    up.
+    The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show what
+    it executes. A planned module is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     with agreement(group_of(options), model) as agreed:
@@ -100,6 +101,7 @@ def _solve(
     options: Options,
     agreed: Agreement,
 ) -> nn.Module:
+    """Plan the calls of all sizes, and return the planned module."""
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
@@ -108,7 +110,7 @@ def _solve(
         if options.reserve:
             _reserve(room, program, first.of(model))
         least_bytes = program.plan.budget_bytes
-        # What training meets, one process may meet alone.
+        # Without `agreed`: in training one process may meet a new kind of call alone.
         make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
         planned = planned_modules.planned_module(
             model,
@@ -127,6 +129,8 @@ def _solve(
 def _program_in(
     room: Room, call: ModuleCall, options: Options, least_bytes: int = 0, agreed: Agreement = ALONE
 ) -> PlannedProgram:
+    """Make the program of a call within the room. least_bytes: a share never means less."""
+
     def make(budget: Budget) -> PlannedProgram:
         return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
 
@@ -134,6 +138,8 @@ def _program_in(
 
 
 def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
+    """Take the device memory of a training step as one segment (`Options.reserve`), if that
+    helps."""
     device = device_of(program.plan.graph)
     if device is None or is_expandable():
         return
@@ -146,6 +152,7 @@ def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:
+    """Plan further calls before training."""
     for call in calls:
         with call.named_in_errors():
             program = make(call.of(planned))
@@ -162,7 +169,7 @@ def plan(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
-    """The plan that `solve` would execute, with the same arguments and errors."""
+    """Return the plan that `solve` would execute, with the same arguments and errors."""
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
@@ -186,8 +193,8 @@ def plan(
 
 
 def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:
-    """Of the way that a plan is of."""
-    interfaces = {way.run.tiles.parts: way.lowered.interface for way in source.ways}
+    """Return a function: plan -> (plan, interface of the variant that it is for)."""
+    interfaces = {variant.run.tiles.parts: variant.lowered.interface for variant in source.variants}
     return lambda made: (made, interfaces[made.graph.tiles])
 
 
@@ -201,8 +208,8 @@ def plan_each(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
-    """The plan of each budget, from one preparation of `model`; for a budget that is too small
-    the error that `plan` would raise. Arguments and other errors are those of `plan`, but that
+    """Return the plan of each budget, from one preparation of `model`; for a budget that is too
+    small the error that `plan` would raise. Arguments and other errors are those of `plan`;
     options.group is InvalidInput."""
     refuse_without_effect(options, "api.plan_each", "group")
     parsed = [parse_budget(budget) for budget in budgets]
@@ -232,14 +239,14 @@ def pareto(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Curve:
-    """Predicted time at every useful peak, from one preparation of `model`.
+    """Return the predicted time at every useful peak, from one preparation of `model`.
 
     Arguments and errors are those of `solve`, without a budget; options.group and in_flight are
-    InvalidInput. Each point is a plan, the one that
-    `solve` makes for `budget=point.peak_bytes` where no time limit strikes; with the cache it is
-    kept for it. options.time_limit_s holds for each of some 16 plans. Those at which little runs
-    again take a second or less, others some seconds each; all of them 22 s for one layer of an
-    encoder, 37 to 64 s for the MLP of the examples, on one core.
+    InvalidInput. Each point is a plan, the one that `solve` makes for `budget=point.peak_bytes`
+    where no time limit strikes; with the cache it is stored there. options.time_limit_s holds for
+    each of about 16 plans. Plans with few re-executions take a second or less, others some seconds
+    each; all together took 22 s for one layer of an encoder, 37 to 64 s for the MLP of the
+    examples, on one core.
     """
     refuse_without_effect(options, "pareto", "group", "in_flight")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
@@ -256,19 +263,20 @@ def load(
     sample_kwargs: Mapping[str, Any] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
-    """The planned module of a file that `save_plan` wrote, here or on another machine.
+    """Return the planned module of a file that `save_plan` wrote, here or on another machine.
 
-    Nothing is measured or solved. The model is captured again, and a plan is used only if its
-    graph is the same; its schedule is verified and simulated. Other kinds of call (shapes,
-    dtypes) look for their plan in the file too; where it has none, options.on_mismatch decides:
-    'replan' plans within the bytes of the plan for `sample_input`, 'error' raises PlanMismatch.
-    ('original' runs the original forward for every call that is not like `sample_input`.)
-    The file holds bytes and times of the machine that planned; the result's `.plan` says which.
-    Where it is for several calls in flight, so is what is planned after it.
-    Arguments and further errors are those of `solve`. Raises PlanMismatch where no plan is for
-    this model and sample, PlanFormatError for a damaged file, InvalidInput where one of its plans
-    pages more to the host than options.host allows, where options.in_flight is neither 1 nor that
-    of the file, and for options.group.
+    Nothing is measured or solved. The model is captured again, and a plan is used only if its graph
+    is the same; its schedule is verified and simulated. Other kinds of call (shapes, dtypes) look
+    for their plan in the file too; if it has none, options.on_mismatch decides: 'replan' plans
+    within the bytes of the plan for `sample_input`, 'error' raises PlanMismatch. ('original' runs
+    the original forward for every call that is not like `sample_input`.) The file holds bytes and
+    times of the machine that planned; the result's `.plan` says which. If the plans are for several
+    calls in flight, so are later ones.
+
+    Arguments and further errors are those of `solve`. Raises PlanMismatch if no plan is for this
+    model and sample, PlanFormatError for a damaged file, InvalidInput if a plan pages more to the
+    host than options.host allows, if options.in_flight is neither 1 nor that of the file, and for
+    options.group.
     """
     refuse_without_effect(options, "load", "group")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
@@ -299,7 +307,8 @@ def load(
 
 
 def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
-    """For as many calls in flight as the plans of a file are for, whose budget is that of all."""
+    """Return the options for as many calls in flight as the plans of a file are for (their budget
+    is that of all these calls)."""
     count = max(p.in_flight for p in plans)
     if options.in_flight not in (1, count):
         raise InvalidInput(
@@ -317,8 +326,8 @@ def needed_bytes_with(
     *,
     everything_kept: bool,
 ) -> dict[str, int]:
-    """What a call needs under options that lower it, as they are written: the bytes of its smallest
-    plan, or with everything kept. Arguments are those of `plan`."""
+    """Return what a call needs with options that lower it: the options as users write them -> bytes
+    of the smallest plan, or with everything kept. Arguments are those of `plan`."""
     refuse_without_effect(options, "explain", "group")
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
@@ -334,6 +343,8 @@ def needed_bytes_with(
 
 
 def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
+    """Return the bytes that the call needs with everything kept; None if it cannot be planned
+    so."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)

@@ -21,11 +21,11 @@ _UNITS = {
     "TIB": 2**40,
 }
 MOST_BYTES = 2**63 - 1
-"""Of any budget: plan files and the cache hold no larger numbers."""
+"""The largest budget: plan files and the cache hold no larger numbers."""
 
 _MOST_PERCENT = 1e6
 _LONGEST = 100
-"""Characters of a budget; nobody writes as many."""
+"""Most characters of a budget."""
 
 _EXAMPLES = (
     "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', 'auto' or "
@@ -58,7 +58,7 @@ class Budget:
         return f"{self.size_bytes} bytes"
 
     def within(self, unplanned_peak_bytes: int) -> int | None:
-        """The budget in bytes, rounded down; None for the minimum. Not for 'auto'."""
+        """Return the budget in bytes, rounded down; None for the minimum. Not for 'auto'."""
         assert not self.is_auto, "in_bytes() comes first"
         if self.share is not None:
             return max(int(self.share * unplanned_peak_bytes), self.least_bytes)
@@ -66,7 +66,7 @@ class Budget:
 
 
 def parse_budget(budget: object) -> Budget:
-    """Parse what `solve` takes as budget. Raises InvalidBudget with what is accepted."""
+    """Parse the argument `budget` of `solve`. Raises InvalidBudget, which says what is accepted."""
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
@@ -100,13 +100,14 @@ def _parse_text(text: str) -> Budget:
             raise InvalidBudget(f"budget {text!r} is too large; with '100%' everything is kept")
         return Budget(share=number / 100)
     unit = _UNITS[match[2].upper()]
-    # An exact number of any exponent could take for ever to make.
+    # Only numbers of a usual size are made exact: an exponent of any size could take for ever.
     is_usual = 1 <= number * unit <= 2 * MOST_BYTES
     exact = Fraction(digits) * unit if is_usual else number * unit
     return Budget(size_bytes=_size_bytes(exact, text))
 
 
 def _reserve_bytes(text: str, whole: str) -> int:
+    """Parse what follows 'auto-'. whole: the whole budget, for the error."""
     reserve = _parse_text(text).size_bytes
     if reserve is None:
         raise InvalidBudget(f"budget {whole!r} does not parse; {_EXAMPLES}")
@@ -114,7 +115,8 @@ def _reserve_bytes(text: str, whole: str) -> int:
 
 
 def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:
-    """`number` of bytes, rounded down; `budget`: what was written."""
+    """Return `number` of bytes, rounded down. Raises InvalidBudget. budget: as the user wrote
+    it."""
     if number <= 0:
         raise _not_positive(budget)
     if number < 1:

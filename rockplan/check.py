@@ -1,10 +1,10 @@
-"""Check: two steps of the original and of the planned module on the sample, compared bit for bit;
-for compiled kernels, those of a plan where nothing runs again, and then how far eager is from that.
+"""Check: two steps of the original and of the planned module on the sample, compared bit for bit.
+Compiled kernels are compared with a plan of the same kernels without re-executions, and the
+distance of that plan from eager is measured.
 
 takes: both modules and a call. returns: what `Plan.checked` records. guarantees: parameters,
 gradients, buffers, other attributes of the modules, the sample and generators are afterwards what
-they were before, and no hook of the caller's on a parameter or an input sees the gradients of the
-check.
+they were, and no hook of the caller's on a parameter or an input sees the gradients of the check.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import ABSENT
 
 _REPEATS = 2
-"""Further planned steps: kernels that are not deterministic may repeat themselves by chance."""
+"""Further runs of the planned step: nondeterministic kernels may repeat themselves by chance."""
 
 _STEPS = 2
-"""In a row: what the forward keeps in Python from one to the next shows in the second."""
+"""Steps in a row: Python state that a forward leaves for the next one shows in the second."""
 
 NOTHING_RUNS_AGAIN = "the same kernels where nothing runs again"
 
@@ -51,8 +51,8 @@ _STANDS_STILL = (
 
 @dataclass(frozen=True, slots=True)
 class _StepResult:
-    """Named results of one step: outputs, gradients, tensors of the caller, generator states; and
-    what it has changed outside of tensors: (name, what is there now)."""
+    """The results of one step. tensors: (name, value) of outputs, gradients, tensors of the caller,
+    generator states; data: (name, value now) of plain Python data that the step changed."""
 
     tensors: tuple[tuple[str, torch.Tensor | None], ...]
     data: tuple[tuple[str, Any], ...]
@@ -70,6 +70,7 @@ class _Given:
 
     @classmethod
     def of(cls, call: ModuleCall, forward: Callable[..., Any]) -> _Given:
+        """Note the call, and copy the content of its tensors."""
         module, arguments = call.module, (call.args, call.kwargs)
         snapshot = Snapshot.of(module, forward, *arguments)
         named = itertools.chain(
@@ -86,15 +87,16 @@ class _Given:
         return cls(call, forward, snapshot, contents)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, content); no new copy of what has not changed."""
+        """Yield (name, content now) of each tensor, without a new copy of unchanged ones."""
         for name, content in self.tensors:
             same = is_same_content(content.tensor, content.copy)
             yield name, content.copy if same else content.tensor.detach().clone()
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Tensors, attributes and generators are as before, and for autograd as if nobody had
-        written to a tensor: the check may run in the middle of a backward pass."""
+        """Put tensors, attributes and generators back on exit, and version counters, so that
+        autograd takes no tensor for modified: the check may run in the middle of a backward
+        pass."""
         tensors = [content.tensor for _, content in self.tensors]
         versioned = tuple(t for t in tensors if not t.is_inference())
         with (
@@ -115,13 +117,13 @@ def check(
     starts: Mapping[int, tuple[int, ...]],
     called: str = "eager",
 ) -> str:
-    """Run `original` and `planned` (two forwards over the tensors of the module) and compare.
+    """Run two steps of `original` and of `planned` (two forwards over the tensors of the module),
+    and compare them bit for bit. Returns what was found.
 
-    starts: leaf of the result that gets a gradient -> strides of that gradient; called: what the
-    original is called. Raises CheckFailed
-    where the planned step differs although eager repeats itself exactly, and where eager does not
-    but the planned step does: it holds still what eager makes anew. Where neither does, nothing can
-    be compared, which is warned of.
+    starts: leaf of the result that gets a gradient -> strides of that gradient; called: name of the
+    original in messages. Raises CheckFailed if the planned step differs although eager repeats
+    itself exactly, and if eager does not repeat itself but the planned step does: it repeats what
+    eager makes anew. If neither repeats itself, nothing can be compared, and a warning says so.
     """
     given = _Given.of(call, original)
 
@@ -166,12 +168,13 @@ def distance(
     starts: Mapping[int, tuple[int, ...]],
     dtypes: Collection[torch.dtype],
 ) -> float:
-    """How far the gradients of a step of `planned` are from those of `original`, as a share of the
-    norm of all of these. dtypes: of what is computed. Other arguments are those of `check`.
+    """Return the norm of the difference between the gradients of `planned` and of `original`, as a
+    share of the norm of the latter. dtypes: those that the step computes in. Other arguments are
+    those of `check`.
 
-    Raises CheckFailed where results, gradients or buffers are `too_far`, or generators end
-    elsewhere, unless a second step of `original` is as far or ends elsewhere. Where shares are
-    beyond `bound_of(dtypes)` for want of digits alone, that is warned of.
+    Raises CheckFailed if results, gradients or buffers are `too_far`, or generators end in other
+    states, unless a second step of `original` is as far from the first. Warns if shares exceed
+    `bound_of(dtypes)` for lack of digits alone.
     """
     given = _Given.of(call, original)
     bound = bound_of(dtypes)
@@ -208,16 +211,19 @@ def distance(
 
 
 _ROUNDINGS = 10
-"""How much further from eager kernels may be, which round at other places all the way, than eager
-is from itself where it starts from numbers that are rounded otherwise."""
+"""Kernels that round at other places may be so many times as far from eager as eager is from itself
+when its parameters and inputs are rounded otherwise."""
 
 
 def too_far(
     shares: Mapping[str, float], bound: float, of_rounded: Callable[[], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Those of `shares` that are beyond `bound`, and not for want of digits. of_rounded: the shares
-    of eager after `round_otherwise`: of gradients that are zero but for roundings they are large,
-    and where a rounding decides which of two elements is the largest."""
+    """Return those of `shares` that exceed `bound` not only for lack of digits.
+
+    of_rounded: returns the shares of eager itself after `round_otherwise`. They are large for
+    gradients that are zero up to rounding, and where a rounding decides which of two elements is
+    the largest.
+    """
     far = {what: share for what, share in shares.items() if not share <= bound}
     if not far:
         return far
@@ -226,8 +232,8 @@ def too_far(
 
 
 def round_otherwise(tensors: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> None:
-    """Change each number by one rounding, up or down, to the coarsest of `dtypes`: under autocast
-    it is rounded to 16 bits where it is read."""
+    """Change each number by one rounding, up or down, to the coarsest of `dtypes` (under autocast a
+    number is rounded to 16 bits when it is read)."""
     coarsest = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -243,19 +249,20 @@ def round_otherwise(tensors: Iterable[torch.Tensor], dtypes: Collection[torch.dt
 
 
 _GROUPS = {"results": "output ", "gradients": "gradient of ", "buffers": "buffer "}
-"""What is compared -> how the names of its tensors begin."""
+"""Group of tensors -> how their names begin."""
 
 NamedTensors = Mapping[str, torch.Tensor | None]
 
 
 def bound_of(dtypes: Iterable[torch.dtype]) -> float:
-    """How far kernels may be from eager, which rounds to these: a share of the norm."""
+    """Return how far kernels that compute in these dtypes may be from eager, as a share of the
+    norm."""
     return 0.1 if any(t.is_floating_point and t.itemsize <= 2 for t in dtypes) else 1e-3
 
 
 def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
-    """What is compared ('results', 'gradients', 'buffers') -> the norm of the difference, as a
-    share of that of `expected`; infinite where generator states differ."""
+    """Return, for 'results', 'gradients' and 'buffers', the norm of the difference as a share of
+    the norm of `expected`; for 'generator states' infinity if they differ, else 0."""
     shares = {what: _share(actual, expected, start) for what, start in _GROUPS.items()}
     states = [n for n in expected if n.startswith("generator state")]
     is_same = all(_is_equal(actual[n], expected[n]) for n in states)
@@ -263,6 +270,8 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
 
 
 def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
+    """Return the share of the tensors whose names begin with `start`; infinity if one is missing.
+    Equal infinities and NaNs do not count as a difference."""
     error = norm = 0.0
     for name in (n for n in {**expected, **actual} if n.startswith(start)):
         one, other = actual.get(name), expected.get(name)
@@ -283,13 +292,13 @@ def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def _furthest(shares: Mapping[str, float]) -> float:
+    """Return the largest share; NaN counts as infinity."""
     return max(math.inf if math.isnan(share) else share for share in shares.values())
 
 
 def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
-    """Does `forward`, over the tensors of the module, return anything for this call? Afterwards all
-    is as before. (Too little memory says nothing about the forward, which so counts as one that
-    does.)"""
+    """True if `forward` returns for this call; all is left as it was. (Too little memory says
+    nothing about the forward: True.)"""
     try:
         given = _Given.of(call, forward)
         with given.restored():
@@ -303,8 +312,8 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
-    """For each tensor one of its own over the same memory: what made the caller's, what is made of
-    it in place, and hooks on it, are the caller's."""
+    """Return a function: tensor -> another tensor over the same memory, the same one each time.
+    Autograd history, later in-place results and hooks stay with the caller's tensor."""
     own: dict[int, torch.Tensor] = {}
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
@@ -322,7 +331,8 @@ def _run(
     starts: Mapping[int, tuple[int, ...]],
     tangent: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> _StepResult:
-    """tangent: the gradient of a result in these strides; None: ones."""
+    """Run one step and return its results. tangent: makes the gradient of a result in given
+    strides; None: `_ones`."""
     call = given.call
     arguments = with_stand_ins(given.forward, call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
@@ -339,7 +349,7 @@ def _run(
         outputs = trees.tree_leaves(held.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
-    with under_autocast(OFF):  # in which the caller may call the module
+    with under_autocast(OFF):  # the caller may call the module under autocast
         gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     named = [
@@ -364,26 +374,28 @@ _NOT_OF_A_STEP = (eager_paths.CACHE_OF_PARAMETRIZATIONS, eager_paths.REENTRANT_C
 
 
 def _is_tensor(value: Any) -> bool:
-    """Of which each run may make its own (a weight that a hook computes)."""
+    """True for a change to another tensor: each run may make its own (a weight that a hook
+    computes)."""
     return isinstance(value, tuple) and value[:1] == ("a tensor",)
 
 
 def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """Ones in the shape of `like`; strides may be zero (an expanded gradient)."""
+    """Return ones in the shape of `like`; strides may be zero (an expanded gradient)."""
     reach = sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True) if n)
     ones = torch.ones(reach + 1, dtype=like.dtype, device=like.device)
     return ones.as_strided(like.shape, strides)
 
 
 def _drawn(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """As `_ones`, of numbers for which no gradient is zero but for rounding, as that of a softmax
-    or of a normalization is for ones."""
+    """Return random numbers, as `_ones`. (For ones, gradients of softmax and normalizations are
+    zero up to rounding.)"""
     reach = sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True) if n)
     numbers = torch.randn(reach + 1, generator=torch.Generator().manual_seed(0))
     return numbers.to(like.device, like.dtype).as_strided(like.shape, strides)
 
 
 def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
+    """Describe the first difference of several steps, None if there is none."""
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         difference = _difference(one, other)
         if difference is not None:
@@ -392,6 +404,7 @@ def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepRes
 
 
 def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
+    """Describe the first difference of one step, None if there is none."""
     for (name, a), (_, b) in zip(actual.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -407,5 +420,5 @@ def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
 
 
 def _is_unmade(tensor: torch.Tensor) -> bool:
-    """Is it a result that the plan does not make (`Options(only_loss=True)`)?"""
+    """True for a result that the plan does not compute (`Options(only_loss=True)`)."""
     return isinstance(tensor, UnmadeResult)

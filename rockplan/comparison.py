@@ -1,9 +1,9 @@
 """Compare: eager, PyTorch's own checkpointing and rockplan on one model, measured in one run.
 
-takes: a module, a sample, budgets. returns: Comparison. guarantees: all variants run the same
-step from the same parameters, buffers and generator state; peaks are those of the ruler; times
-are interleaved, one of each variant per round; a variant that refuses, fails or computes
-something else has a row that says so. All is left as it was (`untouched`).
+takes: a module, a sample, budgets. returns: Comparison. guarantees: all variants run the same step
+from the same parameters, buffers and generator state; peaks are those of the ruler; times are
+interleaved, one of each variant per round; a variant that refuses, fails or computes other values
+has a row that says so. All is left as it was (`untouched`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Loss = Callable[[Any], torch.Tensor]
 OneBudget = int | float | str | Budget
 
 SEED = 0
-"""Of the step whose gradients and buffers are compared."""
+"""Seed of the step whose gradients and buffers are compared."""
 EQUAL = "equal bit for bit"
 
 
@@ -53,10 +53,10 @@ class Row:
     """One variant.
 
     budget_bytes, predicted_peak_bytes, predicted_overhead, gap: of a plan, else None. peak_bytes:
-    measured by the ruler; None where the variant did not run. times_ns: of each round; overhead:
+    measured by the ruler; None if the variant did not run. times_ns: one per round; overhead:
     median over rounds of time / eager's time of the round, less 1; quartiles: the middle half of
-    these. gradients, buffers: of one step from the same state, 'equal bit for bit', or what
-    differs from eager; buffers: '' where the model has none. note: why it did not run.
+    these overheads. gradients, buffers: of one step from the same state, 'equal bit for bit', or
+    what differs from eager; buffers: '' if the model has none. note: why it did not run.
     """
 
     name: str
@@ -76,7 +76,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Rows, eager first; `machine` says where, `rounds` how often each was timed."""
+    """Rows, eager first; `machine` says where they were measured, `rounds` how often each was
+    timed."""
 
     rows: tuple[Row, ...]
     machine: str
@@ -98,6 +99,8 @@ class Comparison:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
+    """Return the cells of a row of the printed table."""
+
     def size(amount_bytes: int | None) -> str:
         return "" if amount_bytes is None else format_bytes(amount_bytes)
 
@@ -119,15 +122,15 @@ def compare(
     rounds: int = 7,
     options: Options = DEFAULT_OPTIONS,
 ) -> Comparison:
-    """Peak and time of one forward and backward of `model`, planned and with its alternatives.
+    """Measure peak and time of one forward and backward of `model`, planned and with its
+    alternatives.
 
-    Arguments as for `solve`; of a planned module, its original is compared. budgets: one, or
-    several, each of which has a row. loss: of the result,
-    whose own memory is measured too; None: backward starts from what a plan takes a step to start
-    from (the loss; where there is none, from all tensors), with the same random gradients for all
-    variants. compile_budgets: ratios for torch.compile with
-    `activation_memory_budget`, which needs its compilers. rounds: how often each variant is timed.
-    Raises InvalidInput; what fails within a variant is in its row.
+    Arguments as for `solve`; of a planned module, the original is compared. budgets: one, or
+    several, each of which has a row. loss: computes the loss from the result, and its memory is
+    measured too; None: backward starts from the leaves that a plan assumes (the loss; without one,
+    all tensors), with the same random gradients for all variants. compile_budgets: ratios for
+    torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often each
+    variant is timed. Raises InvalidInput; an error within a variant is reported in its row.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     refuse_without_memory(model)
@@ -154,7 +157,7 @@ def compare(
             except (wrap.NotApplicable, RockplanError) as error:
                 least_bytes = getattr(error, "minimum_bytes", None)
                 rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)
-            except Exception as error:  # whatever a peer breaks with is what the row reports
+            except Exception as error:  # a variant may raise anything: its row reports it
                 reason = " ".join(str(error).partition("\n\n")[0].split())
                 rows[name] = Row(name, note=f"fails: {type(error).__name__}: {reason}")
             else:
@@ -167,7 +170,7 @@ def compare(
 
 
 def measured_series(comparison: Comparison) -> tuple[Series, ...]:
-    """What was measured, for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
+    """Return the measurements for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
     several, and a mark for each other variant that ran."""
     ours: list[tuple[int, float, str]] = []
     others: list[Series] = []
@@ -190,10 +193,10 @@ def measured_timelines(
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[MeasuredTimeline, MeasuredTimeline]:
-    """Memory over time of a step of `model` and of `planned`, the step that `compare` runs.
+    """Measure memory over time in a step of `model` and of `planned`, the step that `compare` runs.
 
-    Both are left as they were: parameters, buffers, gradients and generators.
-    Raises InvalidInput where memory cannot be followed (`rockplan.measured_timeline`).
+    Both are left as they were: parameters, buffers, gradients and generators. Raises InvalidInput
+    if memory cannot be followed (`rockplan.measured_timeline`).
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     refuse_without_memory(model)
@@ -210,7 +213,7 @@ def measured_timelines(
 
 
 def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
-    """`budgets`, each of which can be read. Raises InvalidBudget."""
+    """Return the budgets as a tuple. Raises InvalidBudget if one cannot be parsed."""
     several: tuple[Any, ...]
     if isinstance(budgets, Iterable) and not isinstance(budgets, str):
         several = tuple(budgets)
@@ -229,6 +232,8 @@ def _makers(
     compile_budgets: Sequence[float],
     options: Options,
 ) -> tuple[list[str], list[Callable[[], nn.Module]]]:
+    """Return the names of the variants and, for each, a function that makes its module."""
+
     def planned(budget: OneBudget) -> nn.Module:
         copied = wrap.sharing_copy(model)
         return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
@@ -270,9 +275,12 @@ def step_of(
     loss: Loss | None,
     incoming: dict[int, torch.Tensor],
 ) -> None:
-    """Forward and backward. Without a loss backward starts from what a plan takes a step to start
-    from (`likely_starts`), with gradients that are made in the first step and kept, by the position
-    of their leaf, so that the peak is that of the module alone."""
+    """Run a forward and a backward.
+
+    Without a loss, backward starts from the leaves that a plan assumes (`likely_starts`). incoming:
+    their gradients by position; the first step fills it, so that making them is not part of later
+    peaks.
+    """
     result = module(*args, **kwargs)
     if loss is not None:
         loss(result).backward()  # type: ignore[no-untyped-call]
@@ -288,8 +296,8 @@ def step_of(
 def _written(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[torch.Tensor, ...]:
-    """What a step writes to beside buffers, of which each variant has its own: codebooks, momentum
-    encoders. Of a step that fails, which its row says, nothing is known."""
+    """Return tensors beside buffers that a step writes to (codebooks, momentum encoders), found by
+    a step of its own; () if that step fails."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
         copied = wrap.sharing_copy(model)
         step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming={})
@@ -298,7 +306,7 @@ def _written(
 
 @dataclass(frozen=True, slots=True)
 class _StepOutcome:
-    """What a step left behind."""
+    """Gradients and changed tensors after a step."""
 
     gradients: tuple[torch.Tensor | None, ...]
     buffers: tuple[torch.Tensor, ...]
@@ -307,8 +315,8 @@ class _StepOutcome:
 def _state_after(
     model: nn.Module, changing: Iterable[torch.Tensor], run: Callable[[], object]
 ) -> _StepOutcome:
-    """Of one step from a fixed seed; the gradients stay in `.grad` for the ruler. changing: what it
-    writes to."""
+    """Run one step from a fixed seed and return its outcome; the gradients stay in `.grad` for the
+    ruler. changing: tensors that the step writes to."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
@@ -322,6 +330,8 @@ def _state_after(
 def _difference(
     what: str, tensors: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> str:
+    """Say how many of the tensors differ from the expected ones, and by how much; EQUAL if none, ''
+    if there are none. what: name of the tensors."""
     different = 0
     largest = 0.0
     for a, b in zip(tensors, expected, strict=True):
@@ -337,7 +347,7 @@ def _difference(
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Where its parameters are, or its buffers."""
+    """Return the device of the model's parameters or buffers, the CPU if it has none."""
     tensors = itertools.chain(model.parameters(), model.buffers())
     return next((t.device for t in tensors), torch.device("cpu"))
 
@@ -345,6 +355,7 @@ def device_of(model: nn.Module) -> torch.device:
 def _row(
     name: str, module: nn.Module, peak_bytes: int, outcome: _StepOutcome, expected: _StepOutcome
 ) -> Row:
+    """Return the row of a variant that ran, not yet timed."""
     row = Row(
         name,
         peak_bytes=peak_bytes,
@@ -364,6 +375,8 @@ def _row(
 
 
 def _timed(row: Row, times: Sequence[float] | None, eager: Sequence[float]) -> Row:
+    """Return the row with its times. times, eager: seconds of each round; times None if the variant
+    did not run."""
     if times is None:
         return row
     ratios = [a / b - 1 for a, b in zip(times, eager, strict=True)]

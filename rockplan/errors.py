@@ -18,9 +18,9 @@ class InvalidInput(RockplanError, ValueError):
 
 
 class InvalidConstraint(InvalidInput):
-    """What `Options(keep=..., recompute=...)` asks for cannot be.
+    """`Options(keep=..., recompute=...)` asks for something impossible.
 
-    pattern: the one that matches nothing, or that matches what cannot be kept or recomputed.
+    pattern: the pattern that matches nothing, or matches what cannot be kept or recomputed.
     """
 
     def __init__(self, message: str, pattern: str) -> None:
@@ -36,11 +36,11 @@ class InvalidBudget(InvalidInput):
 
 
 class MissingLibrary(RockplanError, ImportError):
-    """Something that was asked for needs an optional library that is not installed."""
+    """A feature needs an optional library that is not installed."""
 
 
 class OtherRankFailed(RockplanError, RuntimeError):
-    """Another process, which plans with this one, has failed, or does not answer."""
+    """Another process that plans with this one has failed, or does not answer."""
 
 
 class CaptureError(RockplanError, RuntimeError):
@@ -59,7 +59,7 @@ class CaptureError(RockplanError, RuntimeError):
 
     @classmethod
     def at(cls, module_path: str, source: str, message: str) -> Self:
-        """The error, with the place in the user's model before its message."""
+        """Make the error, with the place in the user's model before its message."""
         place = f"in module '{module_path or '(root)'}' at {source or 'an unknown line'}"
         return cls(f"{place}: {message}", module_path=module_path, source=source)
 
@@ -85,18 +85,19 @@ class UnsupportedModel(CaptureError):
 
 
 class StoredByTheFirstCall(UnsupportedModel):
-    """The first call stores a tensor that constants alone decide, and later calls find it: one call
-    before makes the model one that can be planned."""
+    """The first call stores a tensor that constants alone decide, and later calls read it: after
+    one call the model can be planned."""
 
 
 class InfeasibleBudget(RockplanError):
     """No schedule of the model fits the budget.
 
     budget_bytes: what was asked for; minimum_bytes: the smallest budget that can be planned;
-    operation: the operation at the peak of that smallest plan; is_complete: the search for it was
-    not cut short by the time limit. unplanned_bytes: what the model needs with everything kept, 0
-    if unknown. owner: what owns most of the peak of the smallest plan, as `explain` names it;
-    owner_bytes: how much; module_path, source: where the largest of it is made, as in CaptureError.
+    operation: the operation at the peak of that smallest plan; is_complete: the time limit did not
+    cut the search for it short. unplanned_bytes: what the model needs with everything kept, 0 if
+    unknown. owner: what owns most of the peak of the smallest plan, as `explain` names it;
+    owner_bytes: how much of it; module_path, source: where the largest tensor of the owner is
+    computed, as in CaptureError.
     """
 
     def __init__(
@@ -124,7 +125,7 @@ class InfeasibleBudget(RockplanError):
 
     @property
     def minimum_share(self) -> float | None:
-        """minimum_bytes as a share of unplanned_bytes; None where these are unknown."""
+        """minimum_bytes as a share of unplanned_bytes; None if these are unknown."""
         return self.minimum_bytes / self.unplanned_bytes if self.unplanned_bytes else None
 
     def _message(self) -> str:
@@ -135,7 +136,7 @@ class InfeasibleBudget(RockplanError):
         in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
         as_share = f" ({least}{in_vain})" if least else ""
         or_share = f" or '{least}'" if least else ""
-        # Who writes so few bytes means a share.
+        # A user who writes so few bytes means a share.
         share = f" For a share write '{self.budget_bytes}%'." if self.budget_bytes <= 100 else ""
         return (
             f"budget of {self.budget_bytes} bytes{of_what} is below the minimum of "
@@ -146,15 +147,18 @@ class InfeasibleBudget(RockplanError):
 
     @property
     def _is_in_vain(self) -> bool:
+        """True if recomputation saves nothing at all."""
         return 0 < self.unplanned_bytes <= self.minimum_bytes
 
     def _percent(self, size_bytes: int) -> str:
-        """A share of what is needed with everything kept, rounded up: it works as a budget."""
+        """Write bytes as a share of what is needed with everything kept, rounded up so that it
+        works as a budget; '' if that need is unknown."""
         if not self.unplanned_bytes:
             return ""
         return f"{-(-1000 * size_bytes // self.unplanned_bytes) / 10:g}%"
 
     def _owned(self) -> str:
+        """Say who owns most of the peak; '' if unknown."""
         if not self.owner:
             return ""
         place = f" ({self.source})" if self.source else ""
@@ -198,11 +202,12 @@ class StalePlan(RockplanError, RuntimeError):
 
 
 class BackwardError(RockplanError, RuntimeError):
-    """The backward pass was asked for something the plan does not hold."""
+    """A backward pass asks for something that the plan does not provide."""
 
 
 class HostMemoryError(RockplanError, RuntimeError):
-    """The host has no room for what is to be paged to it, or a copy to or from it failed."""
+    """The host has no room for activations that are to be paged to it, or a copy to or from it
+    failed."""
 
 
 class ResultNotMade(RockplanError, RuntimeError):
@@ -214,9 +219,9 @@ class PlanFormatError(RockplanError, ValueError):
 
 
 class PlanMismatch(StalePlan):
-    """A stored plan was made for another graph than the one that it shall run.
+    """A stored plan was made for another graph than the one it is to run.
 
-    plan_digests: of the graphs that there are plans for; graph_digest: of the model's graph.
+    plan_digests: of the graphs of the stored plans; graph_digest: of the model's graph.
     """
 
     def __init__(

@@ -1,11 +1,11 @@
-"""Available: the budget 'auto' -> the bytes that a step may use on the device of a module.
+"""Free memory: the budget 'auto' -> the bytes that a step may use on the device of a module.
 
-takes: a Budget, the module that is planned, its optimizer. returns: a Budget that is not 'auto'; a
-Room, in which plans are made. guarantees: what is allocated already (parameters, buffers, optimizer
-state, other models and processes) is left alone, and there is room for the parameters' gradients
-that do not exist yet, and with an optimizer for its state and its step. Without one what only a
-later step allocates is not known: leave room ('auto-4GB'). With one gradients take no room before
-they come: the timeline of a step with the plan stays within what there is.
+takes: a Budget, the module that is planned, its optimizer. returns: a Budget in bytes; a Room, in
+which plans are made. guarantees: what is allocated already (parameters, buffers, optimizer state,
+other models and processes) is left alone, and there is room for the parameters' gradients that do
+not exist yet, and with an optimizer for its state and its step. Without an optimizer, memory that
+only a later step allocates is unknown: leave room ('auto-4GB'). With one, gradients count only from
+when they come: the timeline of a step with the plan stays within the free memory.
 """
 
 from __future__ import annotations
@@ -44,14 +44,16 @@ def in_bytes(
     optimizer: OptimizerLike = None,
     step: TrainingStep = USUAL,
 ) -> Budget:
-    """`budget`, where it is 'auto' in bytes: what is free on the device now (on CUDA with what the
-    caching allocator holds unused; on CPU what the machine and control groups leave), less MARGIN
-    of it, gradients that do not exist yet, the copy of an average, what `optimizer` does not hold
-    yet, with what steps inside of backward take, and the workspaces for products that come with it
-    in the sum, and the bytes that the budget leaves free.
+    """Return `budget`, with 'auto' turned into bytes.
 
-    Raises InvalidBudget where the model is not on one such device, where nothing is left, and where
-    the optimizer's step needs more; InvalidInput for an optimizer as `rockplan.fit` does.
+    These are what is free on the device now (on CUDA including unused memory of the caching
+    allocator; on CPU what the machine and control groups leave), less MARGIN of it, gradients that
+    do not exist yet, the copy of an average, state that `optimizer` does not hold yet, memory of
+    optimizer steps inside backward, cuBLAS workspaces of these steps, and the bytes that the budget
+    leaves free.
+
+    Raises InvalidBudget if the model is not on one such device, if nothing is left, and if the
+    optimizer's step needs more; InvalidInput for an optimizer as `rockplan.fit` does.
     """
     if not budget.is_auto:
         return budget
@@ -88,8 +90,8 @@ def agreed_budget(
     agreed: Agreement,
     step: TrainingStep = USUAL,
 ) -> Budget:
-    """The budget, where it is 'auto' the least bytes of all processes that plan together. Errors
-    are those of `in_bytes` and `parse_budget`."""
+    """Return the budget in bytes; for 'auto' the least bytes of all processes that plan together.
+    Errors are those of `in_bytes` and `parse_budget`."""
     parsed = parse_budget(budget)
     wanted = in_bytes(parsed, model, optimizer, step)
     if not parsed.is_auto:
@@ -100,13 +102,14 @@ def agreed_budget(
 
 Made = TypeVar("Made")
 PLANS = 3
-"""That are made before the one that has room for all gradients at once."""
+"""Plans that are tried before the one that leaves room for all gradients at once."""
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """budget: in which there is room for all that comes, together. usable_bytes: for all of a step,
-    beyond what stays as it is, where an optimizer is given, whose steps these are; else None."""
+    """Memory in which plans are made. budget: leaves room for everything that comes later, all at
+    once; usable_bytes: what a whole training step may use, gradients and state included, if an
+    optimizer was given; else None."""
 
     budget: Budget
     usable_bytes: int | None = None
@@ -120,9 +123,13 @@ class Room:
         least_bytes: int = 0,
         agreed: Agreement = ALONE,
     ) -> Made:
-        """What `make` makes of the largest budget with which a step stays within what is usable, of
-        those that are tried: without any room for gradients, with less where they need some.
-        least_bytes: of a share. Raises InfeasibleBudget."""
+        """Return what `make` makes of the largest of the tried budgets with which a step stays
+        within `usable_bytes`.
+
+        The first budget leaves no room for gradients; later ones leave as much as the last plan
+        lacked. plan_of: the plan of what `make` returned; least_bytes: a share never means less.
+        Raises InfeasibleBudget.
+        """
         careful = replace(self.budget, least_bytes=least_bytes)
         if self.usable_bytes is None or careful.size_bytes is None:
             return make(careful)
@@ -138,7 +145,7 @@ class Room:
         return make(careful)
 
     def timeline(self, plan: Plan, interface: Interface) -> Timeline:
-        """Of a first step and a later one with a plan."""
+        """Return the memory over time of a first and a later training step with a plan."""
         return timeline_of(
             {},
             passes_of(plan.graph, plan.schedule, interface, self.steps),
@@ -148,7 +155,7 @@ class Room:
         )
 
     def _step_bytes(self, plan: Plan, interface: Interface) -> int:
-        """At most, in blocks."""
+        """Return the peak of these steps, in blocks of the allocator."""
         changes = self.timeline(plan, interface).changes
         blocks = (replace(c, size_bytes=rounded(c.size_bytes)) for c in changes)
         return peak_of(blocks).size_bytes
@@ -162,19 +169,19 @@ def room_of(
     agreed: Agreement,
     options: Options,
 ) -> Room:
-    """For plans of `model`: what the budget says, in bytes where it is 'auto'; with options.reserve
-    and an optimizer its steps for any budget. Raises as `agreed_budget`."""
+    """Return the room for plans of `model`: the budget, in bytes if it is 'auto'; with
+    options.reserve and an optimizer, also its steps for any budget. Raises as `agreed_budget`."""
     careful = agreed_budget(budget, model, optimizer, agreed, step)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_auto = parse_budget(budget).is_auto
     if not (is_auto or options.reserve) or optimizer is None or not trained:
         return Room(careful, step=step)
     room = Room(careful, None, optimizer_steps(optimizer, trained, step=step), step)
-    # A timeline is of one call at once.
+    # Timelines have one call at a time.
     if not is_auto or options.in_flight > 1:
         return room
     assert careful.size_bytes is not None
-    # Gradients and state that are there are part of the timeline, too.
+    # The timeline counts all gradients and state, those that exist already too.
     gradients_bytes = _blocks(p.nbytes for p in trained.values())
     inside_bytes = max(map(_beside_state, room.steps.each.values()), default=0)
     usable_bytes = careful.size_bytes + gradients_bytes + _state_bytes(room.steps) + inside_bytes
@@ -182,6 +189,7 @@ def room_of(
 
 
 def _device(model: nn.Module) -> torch.device:
+    """Return the only device of the model. Raises InvalidBudget."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         names = ", ".join(sorted(map(str, devices))) or "no device"
@@ -193,6 +201,8 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int:
+    """Return the bytes that are free on a device, with those that PyTorch's allocator holds
+    unused."""
     if device.type == "cuda":
         unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused_bytes
@@ -200,8 +210,8 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """What the machine has available and each control group leaves to this process, the least.
-    root: of the file system. Raises InvalidBudget where Linux does not say it."""
+    """Return the least of what the machine has available and what each control group leaves to this
+    process. root: of the file system. Raises InvalidBudget if Linux does not say it."""
     known = available_bytes(root)
     if known is None:
         raise InvalidBudget(
@@ -217,8 +227,9 @@ def _missing_gradients_bytes(model: nn.Module) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Coming:
-    """Bytes of state that is to come, and what a step takes at most beyond it: after the backward
-    pass, when activations are gone, or inside of it, beside them."""
+    """Memory that an optimizer will take: bytes of its state that do not exist yet, and the most
+    that a step takes beside state: after the backward pass, when activations are gone (step_bytes),
+    or inside of it (inside_bytes)."""
 
     state_bytes: int = 0
     step_bytes: int = 0
@@ -226,6 +237,7 @@ class _Coming:
 
 
 def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep) -> _Coming:
+    """Return the memory that the optimizer will take; nothing without one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer is None or not trained:
         return _Coming()
@@ -238,18 +250,19 @@ def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep
 
 
 def _state_bytes(steps: OptimizerSteps) -> int:
-    """What stays after steps, in blocks."""
+    """Return the bytes that stay after the optimizer's steps, in blocks."""
     each = (change for own in steps.each.values() for change in left_alive(own.first).values())
     kept = (*steps.before, *left_alive(steps.first).values(), *each)
     return _blocks(change.size_bytes for change in kept)
 
 
 def _beside_state(steps: OptimizerSteps) -> int:
-    """What one step takes at most."""
+    """Return the most bytes that one step of the optimizer takes beside its state."""
     kept_bytes = sum(change.size_bytes for change in left_alive(steps.first).values())
     first_bytes = peak_of(steps.first).size_bytes - kept_bytes
     return max(first_bytes, peak_of(steps.later).size_bytes, 0)
 
 
 def _blocks(sizes: Iterable[int]) -> int:
+    """Return the sum of sizes in bytes, each rounded up to the allocator's blocks."""
     return sum(map(rounded, sizes))

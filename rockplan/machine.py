@@ -9,25 +9,27 @@ _CGROUPS = (
     ("", "", "memory.max", "memory.current", "inactive_file"),
     ("memory", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
 )
-"""Of each version: controller, folder, files of the limit and the usage, and which line of
-memory.stat says how much of the usage is given back when memory is asked for."""
+"""Of each cgroup version: controller, folder, files of the limit and the usage, and the line of
+memory.stat that says how much of the usage the kernel frees on demand."""
 
 
 def available_bytes(root: Path = Path("/")) -> int | None:
-    """What the machine has available and each control group leaves to this process, the least;
-    None where Linux does not say it. root: of the file system."""
+    """Return the least of what the machine has available and what each control group leaves to this
+    process; None if Linux does not say it. root: of the file system."""
     known = [*_by_the_machine(root), *_left_by_groups(root)]
     return max(min(known), 0) if known else None
 
 
 def _by_the_machine(root: Path) -> Iterator[int]:
+    """Yield the bytes that the machine has available."""
     for name, *words in _lines(root / "proc/meminfo"):
         if name == "MemAvailable:":
             yield int(words[0]) * 1024
 
 
 def _left_by_groups(root: Path) -> Iterator[int]:
-    """By the group of this process and all above it; a container may see the last alone."""
+    """Yield the bytes that the group of this process, and each group above it, leaves. (A container
+    may see only the last.)"""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = " ".join(line).split(":", 2)
         for controller, folder, limit, usage, given_back in _CGROUPS:
@@ -44,7 +46,7 @@ def _left_by_groups(root: Path) -> Iterator[int]:
 
 
 def _lines(path: Path) -> list[list[str]]:
-    """Words of the lines that have any; nothing where there is no such file."""
+    """Return the words of each line that is not empty; nothing if the file cannot be read."""
     try:
         return [line.split() for line in path.read_text().splitlines() if line.strip()]
     except OSError:
@@ -52,7 +54,7 @@ def _lines(path: Path) -> list[list[str]]:
 
 
 def is_in_memory(folder: Path, root: Path = Path("/")) -> bool:
-    """Does what is written there take memory, and no disk? root: of the file system."""
+    """True if files in the folder take memory and no disk (tmpfs). root: of the file system."""
     mounts = {line[1]: line[2] for line in _lines(root / "proc/self/mounts")}
     path = folder.resolve()
     kinds = (mounts[str(p)] for p in (path, *path.parents) if str(p) in mounts)

@@ -13,8 +13,8 @@ from rockplan.errors import InvalidBudget, InvalidInput
 
 
 class SizeRange(NamedTuple):
-    """Which sizes a dimension has. argument: name of the tensor, '' for all tensors that have the
-    dimension."""
+    """The sizes that a dimension has, from `least` to `most`. argument: name of the tensor, '' for
+    all tensors that have the dimension."""
 
     argument: str
     dimension: int
@@ -24,55 +24,56 @@ class SizeRange(NamedTuple):
 
 Range = tuple[int, int]
 Sizes = Mapping[int, Range] | Mapping[str, Mapping[int, Range]] | tuple[SizeRange, ...]
-"""As users write them: {1: (64, 2048)}, or by tensor {'input_ids': {1: (64, 2048)}}; both may be
-mixed. The last is what `Options` makes of them."""
+"""Ranges as users write them: {1: (64, 2048)}, or by tensor {'input_ids': {1: (64, 2048)}}; both
+may be mixed. `Options` turns them into a tuple of SizeRange."""
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
     """How to plan.
 
-    on_mismatch: what a planned module does where a call differs from everything that was
+    on_mismatch: what a planned module does with a call that differs from everything that was
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
-    on_infeasible: what happens where no plan fits the budget: 'error' raises InfeasibleBudget,
+    on_infeasible: what happens if no plan fits the budget: 'error' raises InfeasibleBudget,
     'smallest' takes the smallest plan that is found, and a warning says by how much it exceeds the
-    budget; 'original' runs the original forward for calls like this one, and a warning says so
-    once (`solve` itself raises then; a backward pass that is planned again takes the smallest
-    plan).
+    budget; 'original' runs the original forward for calls like this one, and a warning says so once
+    (`solve` itself raises then; a backward pass that is planned again takes the smallest plan).
     differentiated: leaves of the result that backward starts from, by position among all leaves;
-    None: a scalar that is called `loss` and reaches all that any leaf reaches; or else, where there
-    are scalars, what is not on the way to one of them (of logits and their loss the loss, of an
-    energy and forces both); or else all that require a gradient. A backward that starts elsewhere
-    is planned again when it comes; name all leaves that are ever differentiated where different
-    steps use different ones.
-    released: leaves of the result, by position, that the caller lets go before backward, such as
-    logits where the loss is all that is used: their memory is free then. What the caller holds all
-    the same comes on top of the predicted peak. A leaf that backward starts from is always held.
-    only_loss: of the result of a planned call the caller uses the loss alone, as trainers do: what
-    the result calls `loss`, or its only scalar that requires a gradient, or what `differentiated`
-    names. Other scalars are there, too. Larger leaves that the call would compute (logits) are
-    not made: a tensor without memory stands for each, which may be cast, moved and detached, and
-    raises ResultNotMade where it is read. Evaluation (eval mode, no_grad) returns all.
-    time_limit_s: how long to plan at most, after the model is captured and measured; the best plan
-    so far is returned, and its status says that time was short. The search counts its effort and
-    mostly ends long before: the clock is a last stop. Of what is left when they begin, the
-    relaxation of the whole graph, evictions for the smallest budget and options of blocks have half
-    at most; a smallest budget that was cut short is larger than with more time. Single passes over
-    a schedule are not cut short, and what leads to a first schedule (evictions, and blocks with
-    what needs no solver) runs after the deadline too. For `pareto` it is the limit of each of some
-    16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of block.
+    None: a scalar that is called `loss` and reaches all that any leaf reaches; or else, if there
+    are scalars, the leaves from which no scalar is computed (of logits and their loss the loss, of
+    an energy and forces both); or else all that require a gradient. A backward that starts from
+    other leaves is planned again when it comes; name all leaves that are ever differentiated if
+    different steps use different ones.
+    released: leaves of the result, by position, that the caller drops before backward, such as
+    logits if only the loss is used: their memory is free then. If the caller holds them all the
+    same, they come on top of the predicted peak. A leaf that backward starts from is always held.
+    only_loss: the caller uses only the loss of a planned call, as trainers do: what the result
+    calls `loss`, or its only scalar that requires a gradient, or what `differentiated` names. Other
+    scalars are computed, too. Larger leaves that the call would compute (logits) are not: a tensor
+    without memory stands for each, which may be cast, moved and detached, and raises ResultNotMade
+    if it is read. Evaluation (eval mode, no_grad) returns all.
+    time_limit_s: seconds to plan at most, after the model is captured and measured; then the best
+    plan so far is returned, and its status says that time was short. The search counts its effort
+    and mostly ends long before: the clock is a last stop. The relaxation of the whole graph,
+    evictions for the smallest budget and options of blocks have at most half of what is left when
+    they begin; a smallest budget whose search was cut short is larger than with more time. Single
+    passes over a schedule are not cut short, and what leads to a first schedule (evictions, and
+    blocks as far as they need no solver) runs after the deadline too. For `pareto` it is the limit
+    of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of
+    block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
-    bit, and raise CheckFailed if they differ; needs the memory of both. Where the original differs
-    from run to run, CheckFailed if the planned module does not, else a warning. With `compile`,
-    what is compared bit for bit is a plan of the same kernels where nothing runs again; results,
-    gradients and buffers are compared with eager's, too, and CheckFailed is raised where they are
-    further than 1e-3 of their norm, 0.1 where anything is of 16 bits, or generators end elsewhere.
+    bit, and raise CheckFailed if they differ; needs the memory of both. If the original differs
+    from run to run, CheckFailed if the planned module does not, else a warning. With `compile`, the
+    plan is compared bit for bit with one of the same kernels without re-executions; results,
+    gradients and buffers are compared with eager's, too, and CheckFailed is raised if they differ
+    by more than 1e-3 of their norm (0.1 if anything is of 16 bits), or if generators end in other
+    states.
     cache: keep profiles, options of blocks, plans and answers of `fit` on disk (ROCKPLAN_CACHE_DIR,
     else the platform's cache folder), so that planning again measures and solves nothing.
-    bound_time_limit_s: how long integer programs may raise the lower bound that the certificate
-    states, within time_limit_s, after the search; not where the relaxation is enough. The plan does
-    not depend on it.
+    bound_time_limit_s: seconds that integer programs may spend on raising the lower bound of the
+    certificate, within time_limit_s, after the search; none if the relaxation is enough. The plan
+    does not depend on it.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
     ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
@@ -81,35 +82,35 @@ class Options:
     graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
     worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
     its own.
-    on_refused: of `solve_blocks`, what happens where a block cannot be planned: 'error' raises what
-    says why, 'leave' leaves it as it is and says so.
+    on_refused: of `solve_blocks`, what happens if a block cannot be planned: 'error' raises the
+    reason, 'leave' leaves the block as it is and logs it.
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
     Triton on CUDA), in place of the operators of eager execution; 'near': kernels that round
     between their operators as eager does (docs/compiled.md).
-    sizes: from where to where a dimension of the sample varies, such as {1: (64, 2048)} for lengths
-    in dimension 1 of its tensors, or {'input_ids': {1: (64, 2048)}} of one tensor. The largest
-    sample is planned first, then the given one and the smallest, so that `solve` says before
-    training whether all fit the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
-    solver: of the integer programs of blocks, by its name in PuLP, such as 'GUROBI'; where it is
-    not installed, InvalidInput names those at hand. The relaxation of the whole graph and bounds
-    stay with HiGHS.
-    group: processes that plan together (torch.distributed.group.WORLD): one of those with the same
-    graph measures and solves for all, and its plan or its error goes to all, so that every process
-    of the group has to call the same function. None: the processes among which `fully_shard` has
-    shared the parameters of a model plan its blocks together, and others each for itself. What a
-    call in training plans, it plans by itself.
-    in_flight: how many calls are between forward and backward at once at most, as microbatches of a
+    sizes: range of a dimension of the sample, such as {1: (64, 2048)} for lengths in dimension 1 of
+    its tensors, or {'input_ids': {1: (64, 2048)}} for one tensor. The largest sample is planned
+    first, then the given one and the smallest, so that `solve` says before training whether all fit
+    the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
+    solver: of the integer programs of blocks, by its name in PuLP, such as 'GUROBI'; if it is not
+    installed, InvalidInput names those at hand. The relaxation of the whole graph and bounds stay
+    with HiGHS.
+    group: processes that plan together (torch.distributed.group.WORLD): of those with the same
+    graph, one measures and solves, and its plan or its error goes to all, so that every process of
+    the group has to call the same function. None: the processes among which `fully_shard` has
+    shared the parameters of a model plan its blocks together, and others each for itself. A call in
+    training is planned by its process alone.
+    in_flight: most calls that are between forward and backward at once, as microbatches of a
     pipeline are: the budget is that of all of them, the peak of one and what the others keep.
-    tile: plan the head of the model (its largest matrix product, with the loss of it) in parts of
-    its rows as well, and take which plan is better: logits of all tokens are never there at once
-    then. True: parts by size; a number of at least 2: so many. What is summed over rows, the loss
-    and the gradient of the weight, is rounded otherwise than eager's (docs/tiled.md).
-    reserve: of `solve` on CUDA: take from the device at once what a step of training will need, and
-    leave it with PyTorch's allocator, as one segment from which others are split, where a model of
-    the allocator says that fragmentation costs less then (docs/fit.md).
+    tile: plan the head of the model (its largest matrix product, with its loss) in parts of its
+    rows as well, and take the better plan: then logits of all tokens never exist at once. True:
+    parts by size; a number of at least 2: so many parts. Sums over rows, the loss and the gradient
+    of the weight, are rounded otherwise than eager's (docs/tiled.md).
+    reserve: of `solve` on CUDA: allocate at once what a step of training will need, and leave it
+    with PyTorch's allocator as one segment, from which it splits its blocks, if a model of the
+    allocator says that fragmentation costs less then (docs/fit.md).
     host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
-    backward, where that is faster than to make them again, of each call in flight and each process;
-    True: what the machine leaves, in two digits, which is for one call of one process; None:
+    backward, if that is faster than to recompute them; of each call in flight and each process.
+    True: what the machine has available, rounded to two digits, for one call of one process; None:
     nothing leaves the device. host_path: of a module on the CPU, the folder of the file that they
     go to. link: bytes a second from device to host and back, both at once ('25GB/s'); None:
     measured (docs/paging.md).
@@ -141,12 +142,12 @@ class Options:
 
     @property
     def host_bytes(self) -> int | None:
-        """None where that is what the machine leaves, or where nothing is paged."""
+        """`host` in bytes; None if the machine decides, or if nothing is paged."""
         return None if self.host is None or self.host is True else _bytes("host", self.host, "")
 
     @property
     def link_bytes_per_s(self) -> int | None:
-        """None where it is measured."""
+        """`link` in bytes a second; None if it is measured."""
         return None if self.link is None else _bytes("link", self.link, "/s")
 
     def __post_init__(self) -> None:
@@ -205,11 +206,11 @@ class Options:
             if not isinstance(self.host_path, str | os.PathLike):
                 raise InvalidInput(f"host_path is {self.host_path!r}; pass a folder")
             object.__setattr__(self, "host_path", os.fspath(self.host_path))
-        _ = self.host_bytes, self.link_bytes_per_s  # raise
+        _ = self.host_bytes, self.link_bytes_per_s  # they raise InvalidInput
 
 
 def _bytes(name: str, given: object, per: str) -> int:
-    """Bytes, or with `per` bytes a second, as users write them."""
+    """Parse bytes (with `per`: bytes a second) as users write them. Raises InvalidInput."""
     is_text = isinstance(given, str)
     text = given.removesuffix(per) if isinstance(given, str) else given
     try:
@@ -226,6 +227,7 @@ def _bytes(name: str, given: object, per: str) -> int:
 
 
 def _size_ranges(given: object) -> Iterator[SizeRange]:
+    """Yield the ranges that `Options.sizes` gives in any form. Raises InvalidInput."""
     if isinstance(given, tuple) and all(isinstance(one, SizeRange) for one in given):
         yield from given
         return
@@ -245,6 +247,8 @@ _SIZES = (
 
 
 def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
+    """Return the range of one dimension. argument: name of its tensor, '' for all. Raises
+    InvalidInput."""
     place = f"sizes[{argument!r}]" if argument else "sizes"
     if type(dimension) is not int or dimension < 0:
         raise InvalidInput(
@@ -266,6 +270,7 @@ def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
 
 
 def _positions(name: str, given: object) -> tuple[int, ...]:
+    """Return positions of leaves as a tuple. Raises InvalidInput."""
     positions = tuple(given) if _is_sequence(given) else None
     if positions is None or not all(type(p) is int for p in positions):
         raise InvalidInput(

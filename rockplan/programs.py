@@ -1,7 +1,7 @@
-"""Programs: the plan of a captured call, known, adapted, stored or new, as code that runs.
+"""Programs: the plan of a captured call (known, adapted, stored or new) as code that runs.
 
-takes: a module and a call. returns: PlannedProgram, checked against eager execution where the
-options say so. Raises InfeasibleBudget with what the caller could do.
+takes: a module and a call. returns: PlannedProgram, checked against eager execution if the options
+ask for it. Raises InfeasibleBudget, which says what the caller could change.
 """
 
 from __future__ import annotations
@@ -59,9 +59,12 @@ _LOGGER = logging.getLogger("rockplan")
 
 
 def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgram:
-    """What `make` makes for a call of a planned module. Where the forward raises on it, that leaves
-    the call as it leaves one of the original, with all that the forward has done before; what
-    operators raise is RuntimeError in either case, and ours says more."""
+    """Make the program for a call of a planned module.
+
+    If the forward itself raises on this call, the original is run, so that its error leaves the
+    call as in eager, with all that the forward has done before. For a RuntimeError of an operator,
+    ours is raised instead: it says more.
+    """
     try:
         with _shown():
             return make(call)
@@ -75,12 +78,13 @@ def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgra
 
 
 def _is_of_backward(call: ModuleCall) -> bool:
-    """Is a program made for a backward pass that has begun, after the forward of its call?"""
+    """True if the program is for a backward pass that has begun; the forward of its call has
+    run."""
     return call.incoming is not None and not isinstance(call.incoming, Precedent)
 
 
 def _is_of_operators(error: BaseException | None) -> bool:
-    """Is it a RuntimeError that PyTorch raised, and no line of the user's?"""
+    """True for a RuntimeError that PyTorch raised, not a line of the user's."""
     if not isinstance(error, RuntimeError):
         return False
     last = error.__traceback__
@@ -93,10 +97,10 @@ def _is_of_operators(error: BaseException | None) -> bool:
 
 
 def _shown() -> AbstractContextManager[object]:
-    """Progress on stderr, as the command line shows it."""
+    """Show progress on stderr, as the command line does."""
     if is_heard() or sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
-    from rockplan.reports.progress_bars import waiting  # what shows it takes a moment to import
+    from rockplan.reports.progress_bars import waiting  # imported late: that takes a moment
 
     return waiting()
 
@@ -107,12 +111,13 @@ def best_plan(
     options: Options,
     least: Sequence[LeastPeak],
 ) -> Plan:
-    """Of the plans of all problems the fastest within the budget, the first where others are no
-    faster; for the smallest budget that which needs least. Raises InfeasibleBudget."""
+    """Return the fastest plan of any problem within the budget, the first of equally fast ones; for
+    the smallest budget the plan that needs the fewest bytes. least: the least peak of each problem.
+    Raises InfeasibleBudget."""
     count = options.in_flight
     size_bytes = budget.within(needed_bytes(problems[0].unplanned, count))
     plan_within = planning.plan_within if count == 1 else plan_in_flight
-    # A share is one of what the call needs as the model writes it.
+    # A share is one of the unplanned peak of the first problem, whose head is not tiled.
     as_bytes = budget if size_bytes is None else Budget(size_bytes=size_bytes)
     plans: list[Plan] = []
     errors: list[InfeasibleBudget] = []
@@ -136,9 +141,11 @@ def best_plan(
 def plan_as_asked(
     problems: Sequence[Problem], budget: Budget, options: Options, is_backward: bool = False
 ) -> Plan:
-    """The plan within the budget, or what the options say where there is none.
+    """Return the plan within the budget; if there is none, what `on_infeasible` says.
 
-    is_backward: of a call whose forward has run: the original is no choice any more."""
+    is_backward: the forward of the call has run, so that running the original is no choice any
+    more.
+    """
     least = [planning.least_peak_of(problem, options) for problem in problems]
     try:
         return best_plan(problems, budget, options, least)
@@ -165,16 +172,17 @@ def plan_as_asked(
 def new_or_known_program(
     call: ModuleCall, *, budget: Budget, options: Options, agreed: Agreement = ALONE
 ) -> PlannedProgram:
-    """agreed: with other processes that plan the same."""
+    """Make the program of a call: of a known plan for the same graph, of one that can be adapted,
+    or of a new one. agreed: processes that plan the same."""
     source = captured_call(call, options)
-    for way in source.ways:
-        known = _known(call.module, way)
-        if (same := _same(known, way)) is not None:
-            return built_program(call, same, way, options)
-        if agreed is not ALONE:  # what one adapts, all have to run
+    for variant in source.variants:
+        known = _known(call.module, variant)
+        if (same := _same(known, variant)) is not None:
+            return built_program(call, same, variant, options)
+        if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
             continue
-        if (replayed := _adapted(known, way, budget, options)) is not None:
-            program = built_program(call, replayed.plan, way, options)
+        if (replayed := _adapted(known, variant, budget, options)) is not None:
+            program = built_program(call, replayed.plan, variant, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
             return replace(program, adapted_from=digest)
     return _new_program(call, source, budget, options, agreed)
@@ -187,17 +195,22 @@ def _new_program(
     options: Options,
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
+    """Make the program of a new plan; if processes plan together, of a known one that one of them
+    adapts."""
+
     def make() -> Plan:
-        for way in () if agreed is ALONE else source.ways:
-            if (replayed := _adapted(_known(call.module, way), way, budget, options)) is not None:
+        for variant in () if agreed is ALONE else source.variants:
+            if (
+                replayed := _adapted(_known(call.module, variant), variant, budget, options)
+            ) is not None:
                 return replayed.plan
         with advised(call, source, options):
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))
 
     made = agreed_plan(source, budget, options, agreed, make)
-    way = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles)
-    return built_program(call, made, way, options)
+    variant = next(v for v in source.variants if v.run.tiles.parts == made.graph.tiles)
+    return built_program(call, made, variant, options)
 
 
 def agreed_plan(
@@ -207,12 +220,14 @@ def agreed_plan(
     agreed: Agreement,
     make: Callable[[], Plan],
 ) -> Plan:
-    """The plan that `make` makes here, or in another process for the same graphs."""
+    """Return the plan that `make` makes here, or in another process for the same graphs."""
     if agreed is ALONE:
         return make()
-    graphs = [graph_digest(way.lowered.graph, on_any_device=True) for way in source.ways]
+    graphs = [
+        graph_digest(variant.lowered.graph, on_any_device=True) for variant in source.variants
+    ]
     made = agreed.decided(lambda: (graphs, str(budget), repr(options)), make)
-    graph = next(w for w in source.ways if w.run.tiles.parts == made.graph.tiles).lowered.graph
+    graph = next(w for w in source.variants if w.run.tiles.parts == made.graph.tiles).lowered.graph
     digest = graph_digest(graph)
     outlined = replace(made, graph=outline(made.graph), graph_digest=digest)
     fitted = fit([outlined], graph, digest, made.torch_version)
@@ -221,8 +236,8 @@ def agreed_plan(
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
-    """The plans of a planned module for calls whose gradients have the same hooks, and whose head
-    is whole, or in parts, as this one's."""
+    """Return the plans of a planned module for calls whose gradients have the same hooks, and whose
+    head is tiled or whole as in `source`."""
     plans = (p.plan for p in programs_of(module) if p.hooked == source.hooked)
     return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
 
@@ -230,17 +245,19 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Adapted | None:
-    if options.in_flight > 1:  # how much several calls keep is not what plans are adapted by
+    """Return a known plan adapted to this call, None if none can be. (Plans for several calls in
+    flight are not adapted: the bytes that the other calls keep are not considered there.)"""
+    if options.in_flight > 1:
         return None
     with PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)
 
 
 def advise(program: PlannedProgram, options: Options) -> None:
-    """Log what the promise is for, where a loss may be made of several leaves of the result; and
-    what a plan that runs operations again could have, if the caller let it go."""
+    """Log for which backward pass the peak is predicted, if the user may start from other leaves;
+    and which leaves the caller could release, if the plan recomputes for lack of memory."""
     plan = program.plan
-    if options.differentiated is None and (starts := _uncertain(program)):
+    if options.differentiated is None and (starts := _ambiguous_starts(program)):
         _LOGGER.info(
             "the peak that is promised is for a backward pass from leaves %s of the result; where "
             "a step starts from others, Options(differentiated=(...)) says so before training",
@@ -251,20 +268,24 @@ def advise(program: PlannedProgram, options: Options) -> None:
         _LOGGER.warning("%s", let_go.advice(options.released))
 
 
-def _uncertain(program: PlannedProgram) -> tuple[int, ...]:
-    """What backward is taken to start from, where that is a scalar beside other leaves, or where
-    others could be meant; none where nothing else could."""
+def _ambiguous_starts(program: PlannedProgram) -> tuple[int, ...]:
+    """Return the positions of the leaves that backward is assumed to start from, if users may mean
+    others: several leaves require a gradient, and one of them is a scalar. Else ()."""
     values, outputs = program.plan.graph.values, program.interface.outputs
     starts = tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None)
-    own = [(i, leaf) for i, leaf in enumerate(outputs) if leaf.requires_grad and leaf.first == i]
-    scalars = [i for i, leaf in own if leaf.value is not None and not values[leaf.value].spec.shape]
-    return starts if scalars and len(own) > 1 else ()
+    distinct = [
+        (i, leaf) for i, leaf in enumerate(outputs) if leaf.requires_grad and leaf.first == i
+    ]
+    scalars = [
+        i for i, leaf in distinct if leaf.value is not None and not values[leaf.value].spec.shape
+    ]
+    return starts if scalars and len(distinct) > 1 else ()
 
 
 @contextlib.contextmanager
 def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterator[None]:
-    """Where no plan fits, the error says what the caller could let go, and with which options one
-    would."""
+    """Add to InfeasibleBudget which leaves the caller could release, and options with which the
+    budget would do."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -280,7 +301,8 @@ def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterato
 
 
 def least_bytes(call: ModuleCall, options: Options) -> int | None:
-    """Of the smallest plan; None where there is none, or where nothing is cut of what should be."""
+    """Return the bytes of the smallest plan under these options; None if there is none, or if a
+    head that is to be tiled cannot be."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)
@@ -293,10 +315,11 @@ def least_bytes(call: ModuleCall, options: Options) -> int | None:
 
 
 def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
-    """Of plans of the module, that for the same graph: trainers change attributes, and what is in
-    configurations, that its forward does not read."""
+    """Return a known plan for the same graph, None if there is none. (Trainers change attributes
+    and configurations that the forward does not read: then the call is new, but the graph is
+    not.)"""
     graph = source.lowered.graph
-    # A digest takes as long as a pass of lowering.
+    # Compare values first: a digest takes as long as a pass of lowering.
     known = [p for p in known if without_copies(p.graph).values == graph.values]
     digest = graph_digest(graph) if known else ""
     known_plan = next((p for p in known if p.graph_digest == digest), None)
@@ -310,49 +333,53 @@ def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     return replace(fitted, origin=known_plan.origin)
 
 
+# `Plan.compiled` -> `Options.compile`.
 _COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "near"}
 
 
 def stored_program(
     call: ModuleCall, *, plans: tuple[Plan, ...], budget: Budget | None, options: Options
 ) -> PlannedProgram:
-    """The program of the plan among `plans` that is for this call; if there is none, of a new
-    plan for `budget`, or PlanMismatch without one. Raises InvalidInput where one of `plans` pages
-    more to the host than the options let it: a call in training may meet it."""
+    """Make the program of the one among `plans` that is for this call; if there is none, of a new
+    plan for `budget`, or raise PlanMismatch if `budget` is None. Raises InvalidInput if any of
+    `plans` pages more to the host than the options allow: a call in training may need it."""
     refuse_beyond_host(plans, options)
-    # The file says whether kernels are compiled; those of its plans that have none say nothing.
+    # The plans say whether kernels are compiled; a plan without any ("") says nothing.
     modes = {p.compiled for p in plans}
     modes = modes - {""} or modes
     if len(modes) == 1:
         options = replace(options, compile=_COMPILE[modes.pop()])
-    # Each of its plans says in how many parts the head is.
+    # Capture once for each number of parts that a plan's head is tiled into.
     for parts in sorted({p.graph.tiles for p in plans}):
         options = replace(options, tile=parts or options.tile)
         source = captured_call(call, options)
-        for way in source.ways:
-            graph = way.lowered.graph
+        for variant in source.variants:
+            graph = variant.lowered.graph
             try:
                 made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
             except PlanMismatch as error:
                 mismatch = error
                 continue
             verify(made.graph, made.schedule)
-            waiting = planning.waiting(made, way.waits)
+            waiting = planning.waiting(made, variant.waits)
             if needed_bytes(waiting, made.in_flight) <= made.budget_bytes:
                 made = waiting
             made = with_link_named(made, options)
-            return built_program(call, made, way, options)
+            return built_program(call, made, variant, options)
     if budget is None:
         raise mismatch
-    for way in source.ways:
-        if (replayed := _adapted(_known(call.module, way), way, budget, options)) is not None:
-            return built_program(call, replayed.plan, way, options)
+    for variant in source.variants:
+        if (
+            replayed := _adapted(_known(call.module, variant), variant, budget, options)
+        ) is not None:
+            return built_program(call, replayed.plan, variant, options)
     return _new_program(call, source, budget, options)
 
 
 def built_program(
     call: ModuleCall, made: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
+    """Generate the program of a plan, and check it if the options ask for it."""
     report("writing the code")
     made = with_reserved(made)
     constants = tuple(t for _, t in source.run.constants)
@@ -372,7 +399,7 @@ def built_program(
 
 
 def _keep_all(program: PlannedProgram) -> PlannedProgram:
-    """The program on the same graph in which every node runs once."""
+    """Return the program for the same graph in which every node runs once."""
     graph = as_eager(program.plan.graph)
     plan = replace(program.plan, graph=graph, schedule=keep_all(graph))
     executable = build(graph, program.interface, plan.schedule, f"{plan.graph_digest[:8]} kept")
@@ -382,9 +409,9 @@ def _keep_all(program: PlannedProgram) -> PlannedProgram:
 def _checked(
     call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
 ) -> PlannedProgram:
-    """`program`, whose plan records what two steps compared with eager execution showed; with its
-    own graph where nothing runs again, if its kernels are compiled or its head is in parts, and how
-    far that is from eager. dtypes: of what it computes."""
+    """Return `program`, whose plan records the comparison of two steps with eager execution; if its
+    kernels are compiled or its head is tiled, the comparison with the same graph without
+    re-executions, and the distance from eager. dtypes: in which it computes."""
     outputs = program.interface.outputs
     starts = {
         i: program.plan.graph.values[leaf.tangent].spec.stride

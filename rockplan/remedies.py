@@ -1,8 +1,8 @@
-"""Remedies: options with which a budget would be enough, for one for which no plan fits.
+"""Remedies: options with which a call needs less, for a budget that no plan fits.
 
-takes: the options that were used, what the caller could let go, and a way to find what a call needs
-with others. returns: what is said, of an error, a profile and an explanation. guarantees: each
-figure is the peak of a plan that was made.
+takes: the options in use, leaves that the caller could release, and a function that finds what a
+call needs under other options. returns: the sentence for an error, a profile or an explanation.
+guarantees: each figure is the peak of a plan that was made.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from rockplan.values.plan import format_bytes
 from rockplan.values.released import Releasable
 
 TIME_LIMIT_S = 5.0
-"""Of the search for each figure: a larger one than a longer search would find is one that works."""
+"""Seconds of the search for each figure. (A longer search may find less; this one works, too.)"""
 
 Needs = Callable[[Options], int | None]
-"""The bytes that a call needs with these options; None where they change nothing, or cannot be."""
+"""Returns the bytes that a call needs with these options, None if they have no effect or fail."""
 
 Change = dict[str, Any]
+"""Names of options and other values for them."""
 
 
 def remedies(
     error: InfeasibleBudget, options: Options, let_go: Releasable | None, least: Needs
 ) -> str:
-    """What to change, from the least on, until a budget of `error` is enough; '' where nothing
-    helps."""
+    """Say which options to change until a budget of `error` is enough; '' if nothing helps."""
     found = needed_with(options, let_go, least, error.minimum_bytes, error.budget_bytes)
     if not found:
         return ""
@@ -50,8 +50,9 @@ def needed_with(
     below_bytes: int,
     enough_bytes: int = 0,
 ) -> dict[str, int]:
-    """Options, as users write them, and the bytes that a call needs with them: from what asks least
-    of the caller on, each less than `below_bytes`, until one is enough."""
+    """Return options, as users write them, and the bytes that a call needs with them, for those
+    below `below_bytes`; options that restrict the caller least come first, up to the first that
+    needs at most `enough_bytes`."""
     found: dict[str, int] = {}
     limit_s = min(options.time_limit_s, TIME_LIMIT_S)
     for change in changes(options, let_go):
@@ -65,12 +66,13 @@ def needed_with(
 
 
 def written(change: Change) -> str:
-    """As users write it."""
+    """Write a change as users do: `Options(tile=True)`."""
     return f"Options({', '.join(f'{name}={value!r}' for name, value in change.items())})"
 
 
 def changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
-    """Of the options, from what asks least of the caller and of the numbers on."""
+    """Yield changes of the options; those that restrict the caller and change numbers least come
+    first."""
     only_loss: Change = {"only_loss": True, **({"released": ()} if options.released else {})}
     if let_go:
         yield {"released": tuple(sorted({*let_go.positions, *options.released}))}

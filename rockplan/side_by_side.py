@@ -12,8 +12,8 @@ import torch
 
 
 def machine(device: torch.device | str | None = None) -> str:
-    """One line that says where a figure was measured, on CUDA where there is one unless `device`
-    says otherwise."""
+    """Return one line that says where a figure was measured: on CUDA if there is one, unless
+    `device` says otherwise."""
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return (
@@ -29,9 +29,11 @@ def interleaved_seconds(
     *,
     device: torch.device | str | None = None,
 ) -> dict[str, list[float]]:
-    """Times of each step, one of each per round: user CPU time, or CUDA time by events.
+    """Measure each step `repeats` times, one of each per round: seconds of user CPU time, or of
+    CUDA time by events.
 
-    device: on which the steps compute; by default that which is current, if there is one."""
+    device: on which the steps compute; None: CUDA if there is one.
+    """
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -68,5 +70,5 @@ def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
 
 
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
-    """Median over rounds of time / reference time of the same round."""
+    """Return the median over rounds of time / reference time of the same round."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))

@@ -203,7 +203,7 @@ class CapturedCall:
         return releasable(self.lowered.graph, self.lowered.interface, options.released)
 
     @property
-    def ways(self) -> tuple[CapturedCall, ...]:
+    def variants(self) -> tuple[CapturedCall, ...]:
         """The variants that can be planned: with the whole head, and with the tiled one."""
         return (self,) if self.in_parts is None else (self, self.in_parts)
 
@@ -288,9 +288,9 @@ def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
     measured once."""
     problems: tuple[Problem, ...] = ()
     with PLANNING:
-        for way in source.ways:
+        for variant in source.variants:
             known = problems[0].profile if problems else None
-            problems += (measured(way.lowered, options, way.waits, known),)
+            problems += (measured(variant.lowered, options, variant.waits, known),)
     return problems
 
 

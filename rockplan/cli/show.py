@@ -95,7 +95,7 @@ def _show_passes(model: str, autocast: str | None, options: Options, as_json: bo
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
     with under_autocast(subject, autocast):
         call = captured_call(ModuleCall(subject.model, args, kwargs), options)
-    traces = [way.lowered.trace for way in call.ways]
+    traces = [variant.lowered.trace for variant in call.variants]
     if as_json:
         rows = [[asdict(one) for one in trace] for trace in traces]
         display.print_json({"source": model, "passes": rows})
