@@ -1,16 +1,15 @@
-"""Adapt: a plan that a module has -> one for another kind of call, without searching anew.
+"""Adapt: the known plan of a module -> a plan for another kind of call, without a new search.
 
-takes: plans, another kind of call as it was captured, its budget. returns: a Plan, or None where
-none carries over. guarantees: as `planning`, but that nothing is proven: the bound is that of
-running nothing again. Bytes are those of the call itself: operators whose bytes do not follow from
-shapes run for that. Times are scaled from those of the plan that is known
-(`graph_builder.costs.scaled`).
+takes: plans, another kind of call as it was captured, its budget. returns: a Plan, or None if no
+plan carries over. guarantees: as `planning`, but nothing is proven: the bound is the time without
+re-executions. Bytes are those of the call itself: operators whose bytes do not follow from shapes
+run to find them. Times are scaled from those of the known plan (`graph_builder.costs.scaled`).
 
 A trainer calls a model nearly as its sample did: with as many tokens as the batch happens to have,
-with a number by which the loss is divided, with one tensor in two places or two, with a scalar of
-another dtype. What is worth keeping and what to compute again is the same then. So the known
-schedule is replayed on the graph of the call. Where that needs more than the budget, a short local
-search (`QUICK`) makes room; where it needs less, what the budget does not ask for is not run again.
+with a number by which the loss is divided, with one tensor passed once or twice, with a scalar of
+another dtype. Then the same storages are worth keeping. So the known schedule is replayed on the
+graph of the call. If that exceeds the budget, a short local search (`QUICK`) makes room; if it
+leaves room, re-executions are left out.
 """
 
 from __future__ import annotations
@@ -37,34 +36,34 @@ from rockplan.values.plan import Plan
 from rockplan.values.schedule import Schedule, Waits, keep_all, with_frees
 
 FEW = 8
-"""Operations of a phase that may be others. A loss that is a sum divided by a number, instead of a
-mean, is one or two operations more."""
+"""Operations of a phase that may differ. A loss that is a sum divided by a number, instead of a
+mean, has one or two operations more."""
 
 WORSE = 0.01
 MORE = 0.25
-"""Share of the iteration time, and of that for re-executions, that more may run again than in the
-plan that is known, where that has no larger share of eager's peak. The second for models of one
-layer or two, where one result more or less is a step."""
+"""How much more time re-executions may take than in the known plan, if that plan has no larger
+share of eager's peak: a share of the iteration time, plus a share of the known plan's overhead.
+(The second is for models of one or two layers, where a single result matters.)"""
 
 TIGHTER = 0.5
-"""Of the share of eager's peak that the plan that is known needs: in less a search finds better
-ones. In more, two and four layers of Llama, GPT-2, BERT and ViT at 45 to 80 % are within 0.8 points
-of a search, and once 1.4 off; in less up to 2.7."""
+"""Share of the bytes that the known plan needs at this size: within less, a search finds better
+plans. Within more, adapted plans of two and four layers of Llama, GPT-2, BERT and ViT at 45 to 80 %
+are within 0.8 points of a search, and once 1.4 off; within less, up to 2.7."""
 
 MOST = 3
 """Plans that are tried, those for calls of nearest size first."""
 
 QUICK = ExchangeLimits(effort=60_000, rounds=1, most_rounds=1)
-"""Of the local search, where a known schedule needs more than the budget."""
+"""Limits of the local search if a known schedule exceeds the budget."""
 
 SLIGHTLY = 0.05
-"""Share of the budget: one round is enough to make room for less."""
+"""Share of the budget: one round is enough if the schedule exceeds it by less."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adapted:
-    """A plan, and the known one whose schedule it replays; has_other_sizes: the operations are the
-    same, so calls like those of the known one may follow."""
+    """A plan, and the known plan whose schedule it replays; has_other_sizes: only the shapes
+    differ, so calls like those of the known plan may follow."""
 
     plan: Plan
     known: Plan
@@ -73,13 +72,13 @@ class Adapted:
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
-    """A plan with the nodes of its graph, and those of another one that do the same."""
+    """A known plan. nodes: node of its graph -> node of the call's graph that does the same."""
 
     plan: Plan
     nodes: dict[int, int]
 
     def has_other_sizes(self, graph: CDGraph) -> bool:
-        """Are the operations of `graph` the same, on other shapes?"""
+        """True if the operations of `graph` are the same, on other shapes."""
         known = self.plan.graph
         is_whole = len(self.nodes) == len(known.nodes) == len(graph.nodes)
         return is_whole and any(
@@ -91,7 +90,8 @@ class _Alike:
 def adapted(
     known: Iterable[Plan], lowered: Lowered, waits: Waits, budget: Budget, options: Options
 ) -> Adapted | None:
-    """The plan for the graph of `lowered` within `budget`. waits: as of `Problem`."""
+    """Return a plan for the graph of `lowered` within `budget`, None if no known plan carries over.
+    waits: as in `Problem`."""
     alike = [*islice(_alike(known, lowered.graph), MOST)]
     if not alike:
         return None
@@ -105,13 +105,13 @@ def adapted(
 
 
 def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
-    """Of plans for graphs like `graph` those first whose sizes are nearest."""
+    """Yield the known plans for graphs like `graph`, nearest size first."""
     size = _size_bytes(graph)
 
     def distance(plan: Plan) -> float:
         return abs(math.log(_size_bytes(plan.graph) / size))
 
-    # Where storages went to the host, they go anew: how much does depends on the size.
+    # Plans that page are left out: how much they page depends on the size.
     for plan in sorted((p for p in known if not p.trips), key=distance):
         nodes = _matched(plan.graph, graph)
         if nodes is not None:
@@ -119,11 +119,12 @@ def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
 
 
 def _size_bytes(graph: CDGraph) -> int:
-    """Of all that is made: of graphs with the same operations it says which is larger."""
+    """Return the bytes of all storages that the graph makes: a measure of the size of a call."""
     return 1 + sum(d.size_bytes for d in graph.data if not d.kind.resident)
 
 
 def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> Problem:
+    """Return the problem of the call, with times scaled from those of a known plan."""
     alike = {new: old for old, new in one.nodes.items()}
     priced, profile = scaled(lowered.graph, lowered.samples, one.plan.graph, alike)
     source = f"{profile.source} from those of graph {one.plan.graph_digest[:12]}"
@@ -132,8 +133,8 @@ def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> P
 
 
 def _limit_bytes(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> int:
-    """The budget in bytes. The smallest one is as small for a call of another size as for those
-    that are known: in bytes where it is smaller, as a share where it is larger."""
+    """Return the budget in bytes. For the smallest budget these are the bytes of a known plan if
+    the call is smaller, its share of eager's peak if the call is larger."""
     limit_bytes = budget.within(problem.unplanned.peak_bytes)
     if limit_bytes is not None:
         return limit_bytes
@@ -141,11 +142,13 @@ def _limit_bytes(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> i
 
 
 def _growth(plan: Plan, problem: Problem) -> float:
+    """Return eager's peak of the call as a multiple of that of the plan's call."""
     return problem.unplanned.peak_bytes / max(plan.eager_peak_bytes, 1)
 
 
 def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None:
-    """The schedule of a known plan as one within as many bytes."""
+    """Return a plan within the limit that replays a known schedule, None if there is none as
+    good."""
     graph = problem.constrained
     needed_bytes = _growth(one.plan, problem) * one.plan.peak_bytes
     if limit_bytes < TIGHTER * needed_bytes:
@@ -163,7 +166,8 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
 
 
 def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | None:
-    """`schedule` with the re-executions that the budget asks for; None if none are found."""
+    """Return `schedule` with only the re-executions that the budget needs; None if no such schedule
+    is found."""
     everything = keep_all(graph)
     if simulate(graph, everything).peak_bytes <= limit_bytes:
         return everything
@@ -181,15 +185,16 @@ def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | 
 
 
 def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
-    """The schedule of `plan` for `graph`, whatever the sizes; None where too many nodes differ."""
+    """Return the schedule of `plan` for `graph`, which may have other sizes; None if too many nodes
+    differ."""
     nodes = _matched(plan.graph, graph)
     return None if nodes is None else _replayed(_Alike(plan, nodes), graph)
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
-    """The schedule of a plan for `graph`."""
+    """Return the schedule of a known plan on `graph`."""
     first, second = one.plan.schedule.phases
-    # What the forward made is made again in the backward phase, too.
+    # The backward order of the plan has re-executions of forward nodes, too.
     orders = (
         _order(first, one.nodes, _eager(graph, graph.forward)),
         _order(second, one.nodes, _eager(graph, graph.backward)),
@@ -198,7 +203,7 @@ def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
 
 
 def _eager(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode]:
-    """`nodes` in eager's order: that of a graph depends on sizes."""
+    """Return `nodes` in eager's order. (The order of a graph depends on sizes.)"""
     if not graph.eager_order:
         return nodes
     place = {node: position for position, node in enumerate(graph.eager_order)}
@@ -206,14 +211,15 @@ def _eager(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode
 
 
 def _matched(before: CDGraph, after: CDGraph) -> dict[int, int] | None:
-    """Nodes of one graph -> those of the other that do the same; None where too many differ."""
+    """Return node of `before` -> node of `after` that does the same; None if too many differ."""
     forward = _pairs(before.forward, after.forward)
     backward = _pairs(_eager(before, before.backward), _eager(after, after.backward))
     return None if forward is None or backward is None else forward | backward
 
 
 def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, int] | None:
-    """All but a few that stand together in one place. None where more differ."""
+    """Pair nodes from both ends of two lists. A few in the middle may stay unpaired; None if more
+    than `FEW` do."""
     if abs(len(old) - len(new)) > FEW:
         return None
     a, b = [*map(_kind, old)], [*map(_kind, new)]
@@ -229,19 +235,20 @@ def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, 
 
 
 def _kind(node: ComputeNode) -> tuple[object, ...]:
-    """What a node does, whatever the sizes."""
+    """Return what a node does, whatever the sizes."""
     return tuple(stem(call.op) for call in node.calls), node.module, node.random, node.recomputable
 
 
 def _shapes(graph: CDGraph, node: ComputeNode) -> list[tuple[int, ...]]:
-    """Of the results."""
+    """Return the shapes of the results of a node."""
     return [graph.values[v].spec.shape for call in node.calls for v in call.made]
 
 
 def _order(
     known: Iterable[int], matched: Mapping[int, int], nodes: Sequence[ComputeNode]
 ) -> tuple[int, ...]:
-    """What runs of `known`, and each of `nodes` that does not before the first that follows it."""
+    """Replay the order `known`, translated by `matched`. Nodes that it does not run are inserted
+    before the first of `nodes` after them that it runs."""
     runs = [matched[node] for node in known if node in matched]
     run = frozenset(runs)
     before: dict[int | None, list[int]] = defaultdict(list)

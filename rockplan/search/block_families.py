@@ -1,6 +1,6 @@
-"""Options of blocks: solved once for equal blocks, and not again if they are in the cache.
+"""Options of blocks: solved once for equal blocks, and read from the cache if they are there.
 
-takes: Blocks, a Cache. returns: a family of options for each block. guarantees: what comes from the
+takes: Blocks, a Cache. returns: a family of options for each block. guarantees: an option from the
 cache is a legal schedule of the block with the bytes and time that it states.
 """
 
@@ -24,8 +24,9 @@ from rockplan.values.schedule import with_frees
 def families(
     blocks: tuple[Block, ...], cache: Cache | None, settings: Settings, limit_s: float
 ) -> list[OptionFamily]:
-    """Options of each block. settings: by which they are known in the cache; limit_s: for what has
-    to be solved, if it is less than their time limit."""
+    """Return the family of options of each block. settings: of the search, part of the key in the
+    cache; limit_s: seconds for what has to be solved, if less than the time limit of the
+    settings."""
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
@@ -38,7 +39,7 @@ def families(
     solved = option_families(list(missing.values()), settings=limited)
     for digest, family in zip(missing, solved, strict=True):
         known[digest] = family
-        # With no time at all little is tried: it is not to be found again.
+        # A family found with no time at all is poor: it is not cached.
         if cache and (family.is_complete or limit_s > 0):
             cache.put_family(family_key(digest, settings), family)
     return [known[b.digest] for b in blocks]
@@ -49,7 +50,8 @@ def family_key(digest: str, settings: Settings | str) -> dict[str, str]:
 
 
 def is_legal(problem: CDGraph, option: BlockOption) -> bool:
-    """True if the option is a schedule of `problem` with the bytes and time that it states."""
+    """True if the option is a legal schedule of `problem` with the bytes and time that it
+    states."""
     if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
         return False
     schedule = with_frees(problem, option.forward, option.backward)

@@ -1,6 +1,6 @@
-"""The integer programs of blocks, written down for other solvers, or to be read.
+"""The integer programs of blocks, written to files for other solvers or for reading.
 
-takes: a Plan, a folder. returns: the files, one for each kind of block that has anything to decide.
+takes: a Plan, a folder. returns: the files, one for each kind of block that leaves a choice.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rockplan.values.plan import Plan
 
 
 def write_programs(plan: Plan, folder: Path, suffix: str = "") -> tuple[Path, ...]:
-    """In CPLEX's LP format: the fastest schedule of each block alone within the budget of the plan,
-    with what lives across it. Files are called after the first block of a kind, `block-0.lp`;
-    suffix: after its number."""
+    """Write programs in CPLEX's LP format: each finds the fastest schedule of one block alone
+    within the budget of the plan, less what lives across the block. Files are named after the first
+    block of a kind, `block-0.lp`; suffix: follows the number."""
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     graph = with_room_for_loss(plan.graph, plan.eager_peak_bytes)

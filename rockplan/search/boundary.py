@@ -1,12 +1,11 @@
-"""Boundary: schedules of one block of a step under a limit of what it keeps between the phases.
+"""Boundary: schedules of one block of a step with a limit on the bytes saved between the phases.
 
-takes: a priced graph of a block, limits. returns: options that differ in what is kept, in their
-peaks and in their time. guarantees: each is legal, and needs what `simulate` finds; what comes from
-the cache as well.
+takes: a priced graph of a block, limits. returns: options that differ in saved bytes, peaks and
+time. guarantees: each is legal, and needs what `simulate` finds, also if it comes from the cache.
 
-In a step of n blocks what a block keeps is paid for n times, and its own peak once. So a budget in
-bytes says too little: it would squeeze the inside of the block. The limit is a last node of the
-forward phase that makes nothing, and needs the rest of the budget as workspace.
+In a step of n blocks the bytes that a block saves count n times, and its own peak once. A budget in
+bytes alone cannot say that: it would shrink the peak of the block. So the limit is a last node of
+the forward phase that makes nothing, and whose workspace is the rest of the budget.
 """
 
 from __future__ import annotations
@@ -47,19 +46,19 @@ from rockplan.values.schedule import (
 )
 
 SHARES = (0.0, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8)
-"""Of what is kept where nothing runs again: limits for the first options of a block. On layers of
-Llama and GPT-2 each gives another one up to a half; beyond, little is left to gain."""
+"""Limits for the first options of a block, as shares of the bytes saved without re-executions. On
+layers of Llama and GPT-2 each limit up to a half gives another option; larger ones gain little."""
 
 QUICK = ExchangeLimits(effort=150_000, rounds=1, most_rounds=1)
 SQUEEZE = ExchangeLimits(effort=300_000)
 THOROUGH = ExchangeLimits(effort=300_000, rounds=2, most_rounds=3)
-"""Of the local search. Where only what is kept is limited, a longer one gained .3 points on a layer
-of Llama; where the peak is, 7."""
+"""Limits of the local search. On a layer of Llama a longer search gained 0.3 points if only saved
+bytes are limited, 7 points if the peak is."""
 
 
 def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ...]:
-    """Everything kept; nothing kept, with the least peak; and for some limits of what is kept the
-    fastest, whatever the peak is."""
+    """Return these options of a block: everything kept; nothing kept, with the least peak; and for
+    some limits of saved bytes the fastest, with the peak of the first."""
     everything = option_with(problem, keep_all(problem.graph))
     peak_bytes = peak_of(everything)
 
@@ -80,7 +79,8 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
 def option_within(
     problem: Problem, saved_bytes: int, peak_bytes: int, options: Options
 ) -> BoundedOption | None:
-    """The fastest that is found with no more than this kept and alive; None where none is."""
+    """Return the fastest option found with at most these saved bytes and this peak; None if none is
+    found."""
 
     def solved() -> _Found:
         incumbent = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
@@ -96,20 +96,20 @@ def option_within(
 
 
 def eager_option(graph: CDGraph) -> BoundedOption:
-    """What the block needs unplanned: every result in a storage of its own, in eager's order."""
+    """Return what the block needs unplanned: every result in its own storage, in eager's order."""
     eager = as_eager(graph)
     return bounded_option(eager, keep_all(eager))
 
 
 def option_with(problem: Problem, schedule: Schedule) -> BoundedOption:
-    """`schedule`, in which gradients that hooks get wait until nothing reads their parameters: a
-    hook may be an optimizer's step."""
+    """Return the option of `schedule`, with gradients of hooked parameters handed over only when
+    nothing reads the parameters any more: a hook may be an optimizer's step."""
     return bounded_option(problem.graph, with_waits(problem.graph, schedule, problem.waits))
 
 
 def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
-    """What `schedule` needs of a step. A free takes no memory: what comes in, and what the forward
-    returned, counts where something runs."""
+    """Return the bytes and time that `schedule` needs in a step. Peaks are those during
+    computations: incoming gradients and returned results count from the first computation on."""
     verify(graph, schedule)
     steps = [*timeline(graph, schedule)]
     during = _while_running(graph, schedule)
@@ -125,7 +125,8 @@ def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
 
 
 def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
-    """`option` as a plan, which hands gradients over in groups where its backward peak allows."""
+    """Return `option` as a plan, which hands gradients over in groups as far as its backward peak
+    allows."""
     graph, schedule = problem.graph, option.schedule
     made = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
     assert made is not None
@@ -137,8 +138,8 @@ def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
 
 
 def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
-    """`graph` with a node at which there is room for `saved_bytes`, and what the forward returns,
-    under a budget of `peak_bytes`."""
+    """Return `graph` with a node at the end of the forward phase, at which only `saved_bytes`, and
+    what the forward returns, fit under a budget of `peak_bytes`."""
     n_forward = len(graph.forward)
     room_bytes = max(peak_bytes - saved_bytes - _output_bytes(graph), 0)
     limit = ComputeNode(
@@ -155,7 +156,7 @@ _LIMIT = "limit"
 
 
 def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """A schedule of `bounded(graph, ...)` as one of `graph`."""
+    """Return a schedule of `bounded(graph, ...)` as a schedule of `graph`."""
     n_forward = len(graph.forward)
 
     def back(order: Iterable[int]) -> list[int]:
@@ -165,8 +166,8 @@ def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
 
 
 def thriftiest(graph: CDGraph, options: Options) -> Schedule:
-    """The least peak that is found where nothing is kept but what runs once and what is
-    returned."""
+    """Return the schedule with the least peak found that saves nothing but results of nodes that
+    run once, and what is returned."""
     return _schedule(_thriftiest(graph, options))
 
 
@@ -193,6 +194,7 @@ def _within(
     effort: ExchangeLimits,
     options: Options,
 ) -> Incumbent:
+    """Search the fastest schedule with at most these saved bytes and this peak."""
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
     incumbent = run(STAGES, goal, _limits(effort, options))
     if incumbent.schedule is None:
@@ -201,7 +203,7 @@ def _within(
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
-    """Of one search. There are no blocks inside of a block."""
+    """Return the limits of one search. (A block has no blocks inside.)"""
     check_names(options.without)
     return Limits(
         deadline=time.monotonic() + options.time_limit_s,
@@ -217,8 +219,8 @@ _Found = tuple[list[Schedule], bool]
 def _options(
     problem: Problem, what: str, options: Options, solved: Callable[[], _Found]
 ) -> list[BoundedOption]:
-    """What is in the cache under `what`, or what `solved` finds. What a time limit cut short is
-    found again under the same limit only."""
+    """Return the options in the cache under `what`, else those that `solved` finds. Schedules that
+    a time limit cut short are found in the cache only under the same limit."""
     graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
     schedules = _known(graph, keys, cache) if cache else None
@@ -238,7 +240,7 @@ def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, s
 
 
 def _known(graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache) -> list[Schedule] | None:
-    """What is in the cache under one of `keys`."""
+    """Return the schedules in the cache under the first of `keys` that is there."""
     for key in keys:
         known = cache.family(key, functools.partial(is_legal, graph))
         if known is not None:
@@ -247,18 +249,19 @@ def _known(graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache) -> list
 
 
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
-    """Bytes alive during each computation, 0 for frees."""
+    """Return the bytes alive during each event; 0 for frees."""
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     return [step.during_bytes if isinstance(event, Compute) else 0 for event, step in steps]
 
 
 def peak_of(option: BoundedOption) -> int:
-    """The most that a block needs at one time."""
+    """Return the larger of the forward and the backward peak."""
     return max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
 def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
-    """Results that the backward phase reads before it makes them again, if it does."""
+    """Return the results of the forward that the backward phase reads, other than those it has made
+    again."""
     returned: set[int] = set()
     made: set[int] = set()
     for node in (graph.nodes[i] for i in schedule.phases[1]):
@@ -268,5 +271,6 @@ def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
 
 
 def _output_bytes(graph: CDGraph) -> int:
+    """Return the bytes of what the forward returns."""
     sizes = GraphView(graph).sizes
     return sum(sizes[d] for d in graph.outputs)

@@ -18,8 +18,8 @@ from rockplan.values.schedule import keep_all
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Of plans for the smallest budget, and for others from the one at which nothing runs again
-    down, in equal ratios: most changes where memory is short."""
+    """Return the curve of plans for the smallest budget and for others, from the peak without
+    re-executions down in equal ratios (most changes where memory is short)."""
     graph = problem.constrained
     least = least_peak_of(problem, options)
     smallest = plan_within(problem, Budget(is_minimum=True), options, least)
@@ -45,18 +45,18 @@ def curve_of(problem: Problem, options: Options) -> Curve:
 
 
 POINTS = 16
-"""Of a curve: each is planned."""
+"""Budgets of a curve, each of which is planned."""
 
 SPARE = 0.05
-"""Of a budget on the curve: a plan that leaves more unused is asked for at what it needs. It leaves
-1 to 3 % on two layers of a transformer, and is the same plan then."""
+"""Share of a budget on the curve: a plan that leaves more unused is planned again within the bytes
+it needs. (On two layers of a transformer plans leave 1 to 3 %, and stay the same then.)"""
 
 
 def _settled(
     problem: Problem, budget_bytes: int, smallest: Plan, options: Options, least: LeastPeak
 ) -> Plan:
-    """The plan for a budget, or for a smaller one where it needs less: then for none between the
-    two is another one wanted."""
+    """Return the plan for a budget; if it leaves much unused, the plan for the bytes it needs, and
+    so on. (Budgets between the two are skipped.)"""
     while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, least)
         if plan.peak_bytes >= (1 - SPARE) * budget_bytes:

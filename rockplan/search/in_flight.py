@@ -1,13 +1,13 @@
 """In flight: the plan of a call of which several are between forward and backward at once, as in
 the schedules of a pipeline.
 
-takes: a Problem, a Budget, Options whose `in_flight` is k. returns: Plan. guarantees: its peak, and
-k - 1 times what it keeps between the phases, are within the budget together, as `simulate` finds
-them. Raises InfeasibleBudget where nothing that is found is.
+takes: a Problem, a Budget, Options whose `in_flight` is k. returns: Plan. guarantees: its peak plus
+k - 1 times its saved bytes, as `simulate` finds them, is within the budget. Raises InfeasibleBudget
+if no such plan is found.
 
-What a call keeps is paid for k times and its peak once, which a budget of one call cannot say. For
-some limits of what is kept, the fastest schedule within what is left for the peak is looked for, as
-for a block of a step (`search.boundary`), and once again near the best of them.
+The saved bytes of a call count k times and its peak once, which a budget of one call cannot say.
+For several limits of saved bytes, the fastest schedule within the remaining peak is searched, as
+for a block of a step (`search.boundary`), and again for limits near the best one.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from rockplan.values.progress import report
 from rockplan.values.schedule import keep_all
 
 FINE = 0.25
-"""Of the distance to the next limit: where limits beside the best one are."""
+"""Limits beside the best one lie at 1, 2 and 3 times this share of the distance to the next one."""
 
 
 def needed_bytes(one: Plan | Simulation, in_flight: int) -> int:
-    """Of so many calls like this one at once, one of which runs."""
+    """Return the bytes that so many calls like this one need at once, one of which runs."""
     return one.peak_bytes + (in_flight - 1) * one.saved_bytes
 
 
 def plan_in_flight(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """The fastest that is found. A share of the budget is one of what calls that keep everything
-    need together; the smallest budget is the least that a plan is found for."""
+    """Return the fastest plan found. A share of the budget is one of what calls that keep
+    everything need together; the smallest budget is the least for which a plan is found."""
     count = options.in_flight
     candidates = [plan for plan in _ends(problem, options, least) if plan is not None]
     smallest = min(candidates, key=lambda plan: needed_bytes(plan, count))
@@ -56,7 +56,7 @@ def plan_in_flight(
             best = min(found, key=lambda pair: pair[1].time_ns)[0]
             i = shares.index(best)
             beside = (shares[j] for j in (i - 1, i + 1) if 0 <= j < len(shares))
-            fine = [best + FINE * way * (other - best) for other in beside for way in (1, 2, 3)]
+            fine = [best + FINE * k * (other - best) for other in beside for k in (1, 2, 3)]
             found += _within(problem, most.saved_bytes, fine, size_bytes, options)
         fitting += [plan for _, plan in found]
     if not fitting:
@@ -72,7 +72,8 @@ def plan_in_flight(
 
 
 def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan | None]:
-    """Everything kept; nothing kept; the least peak."""
+    """Yield the plans that keep everything, that keep nothing, and that have the least peak; None
+    for one that is not legal."""
     graph = problem.constrained
     for schedule in (keep_all(graph), thriftiest(graph, options)):
         yield planning.plan_of(problem, schedule, MOST_BYTES)
@@ -82,10 +83,11 @@ def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterat
 def _within(
     problem: Problem, saved_bytes: int, shares: list[float], size_bytes: int, options: Options
 ) -> Iterator[tuple[float, Plan]]:
-    """For limits of what is kept, as shares of saved_bytes, the fastest that fits."""
+    """Yield (share, fastest plan that fits), for limits of saved bytes given as shares of
+    `saved_bytes`."""
     constrained = replace(problem, graph=problem.constrained)
     graph = constrained.graph
-    # What a plan keeps has its results in it, which a limit is beside.
+    # The saved bytes of a plan include the returned results, those of an option do not.
     kept = bounded_option(graph, keep_all(graph))
     returned_bytes = saved_bytes - kept.saved_bytes
     for number, share in enumerate(shares):

@@ -1,4 +1,4 @@
-"""Incumbent: the best schedule so far, what is proven, and which stage did what."""
+"""Incumbent: the best schedule so far, the proven bound, and a trace of the stages."""
 
 from __future__ import annotations
 
@@ -16,14 +16,17 @@ from rockplan.values.schedule import Schedule, first_executions
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Incumbent:
-    """schedule: legal, within the budget of the goal, of `time_ns` and `peak_bytes`; None at first.
-    bound_ns: no schedule within the budget is faster whose first executions come in `order`, which
-    is that of the schedule; () where it is the order of the graph. relaxation: the last one that
-    was solved in that order. starts: schedules from which the least peak may be reached.
-    is_complete: the deadline cut nothing short; is_exhausted: the last
-    construction ended for want of effort. trace: of the stages that ran. paged: a schedule in which
-    storages go to the host, faster than `schedule`, or where there is none; of it nothing is
-    proven but that every node takes its time."""
+    """The best of a search so far. schedule: legal, within the budget of the goal, of `time_ns` and
+    `peak_bytes`; None at first.
+
+    bound_ns: lower bound on the time of schedules within the budget whose first executions come in
+    `order`; order: the order of first executions of the schedule, () if it is that of the graph.
+    relaxation: the last one that was solved in that order. starts: schedules from which the search
+    for the least peak may begin. is_complete: the deadline cut nothing short; is_exhausted: the
+    last construction ran out of effort. trace: of the stages that ran. paged: a schedule with
+    storages on the host, if it is faster than `schedule` or there is no other; its bound is the
+    time without re-executions.
+    """
 
     bound_ns: int
     order: tuple[int, ...] = ()
@@ -38,8 +41,8 @@ class Incumbent:
     trace: tuple[StageTrace, ...] = ()
 
     def improved(self, goal: Goal, schedule: Schedule | None) -> Incumbent:
-        """With `schedule` where it is within the budget and better: faster, or, where the goal is
-        the least peak, smaller."""
+        """Return the incumbent with `schedule`, if that is within the budget and better: faster;
+        or, if the goal is the least peak, smaller. Else return it unchanged."""
         if schedule is None:
             return self
         simulation = simulate(goal.graph, schedule)
@@ -56,12 +59,12 @@ class Incumbent:
         order = _moved(goal.graph, schedule)
         if order == self.order:
             return better
-        # Nothing is proven in this order but that every node takes its time.
+        # In another order the only proven bound is the time of all nodes, once each.
         return replace(better, order=order, bound_ns=goal.graph.time_ns, relaxation=None)
 
     def is_near(self, goal: Goal, limits: Limits) -> bool:
-        """Is no schedule that is faster by more than the nearness of the limits? Where the goal is
-        the least peak, that ends nothing."""
+        """True if no schedule can be faster by more than the nearness of the limits. Always False
+        if the goal is the least peak."""
         if goal.budget_bytes is None:
             return False
         enough_ns = self.enough_ns(goal, limits)
@@ -70,10 +73,11 @@ class Incumbent:
         return self.schedule is not None and self.time_ns <= enough_ns
 
     def enough_ns(self, goal: Goal, limits: Limits) -> int:
+        """Return the time from which on a schedule counts as near the bound."""
         return self.bound_ns + int(limits.nearness * goal.graph.time_ns)
 
 
 def _moved(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
-    """The order of first executions; () where it is that of the graph."""
+    """Return the order of first executions; () if it is that of the graph."""
     order = tuple(i for i in first_executions(schedule) if not graph.nodes[i].optional)
     return () if order == required(graph.nodes) else order

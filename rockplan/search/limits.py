@@ -16,21 +16,24 @@ from rockplan.search.local.greedy_eviction import EvictionLimits
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """deadline: as of time.monotonic, after which only what leads to a first schedule runs.
-    nearness: share of the time of one iteration; a schedule that is proven to be so near the
-    fastest one is taken. proof_s: seconds for integer programs that raise the proven bound.
-    without: names of stages that do not run. combining_s: seconds beyond the deadline for the table
-    of a chain, which is nothing before it is filled. The others are in the currency of their
-    algorithm.
+    """How much one search may do.
 
-    Of the search for the least peak: missing: relaxations within less and less end with those that
-    lead to nothing, and this is the sum of their nodes; rungs: from how many of the others
-    exchanges begin; worth: how many times as much as the best start another one may need; again:
-    how often exchanges begin at a faster schedule within the best peak; ends: of the options of
+    deadline: as of time.monotonic; afterwards only stages that lead to a first schedule run.
+    nearness: share of the iteration time; a schedule that is proven to be so near the fastest ends
+    the search. proof_s: seconds for integer programs that raise the proven bound. without: names of
+    stages that do not run. combining_s: seconds beyond the deadline for the table of a chain, which
+    is useless until it is complete. exchange, squeeze, eviction, blocks, ends: limits of each
+    algorithm, in its own count of effort.
+
+    For the search of the least peak: missing: the sum of the nodes of relaxations that may find no
+    schedule; rungs: number of the smallest relaxed schedules from which exchanges begin; worth:
+    other starts may need up to so many times the peak of the best one; again: how often exchanges
+    begin again from a faster schedule within the best peak; ends: as `blocks`, for options of
     blocks.
 
-    paging: nodes of all graphs that are planned with storages on the host; paging_again: how often
-    for one amount, without what is late."""
+    paging: nodes of all graphs that are planned with storages on the host, in sum; paging_again:
+    how often for one amount, each time without storages that came late.
+    """
 
     deadline: float = math.inf
     nearness: float = 0.01

@@ -1,8 +1,8 @@
 """The smallest budget: the schedule with the least peak that is found.
 
 takes: a problem. returns: an Incumbent. guarantees: the schedule is legal; the same on every run
-unless the deadline strikes. What was measured counts only in the last stage, which looks where a
-plan for less would begin: times differ from run to run, and the smallest budget shall not.
+unless the deadline strikes. All stages but the last use the times of a reference machine, not
+measured ones: measured times differ from run to run, and the smallest budget must not.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from rockplan.values.progress import report
 from rockplan.values.schedule import Schedule, with_frees
 
 BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
-"""Of the machine on which the smallest peak is looked for."""
+"""The reference machine, whose times the search for the smallest peak uses."""
 
 
 @dataclass
 class LeastPeak:
-    """The schedule with the least peak of one problem: looked for when it is asked for first, kept
-    in the cache, and no larger than that of any plan that was made (`reach`)."""
+    """The schedule with the least peak of one problem: searched when it is first asked for, stored
+    in the cache, and no larger than the peak of any plan that was made (`reach`)."""
 
     goal: Goal
     without: frozenset[str] = frozenset()
@@ -45,7 +45,7 @@ class LeastPeak:
         self.known = self._stored()
 
     def find(self, limits: Limits) -> Incumbent:
-        """The best of this search, and of earlier ones that were cut short."""
+        """Return the best schedule of this search, and of earlier ones that were cut short."""
         if self.known is None or not self.known.is_complete:
             made = least_peak(self.goal, limits)
             known = self.known
@@ -56,7 +56,7 @@ class LeastPeak:
         return self.known
 
     def reach(self, schedule: Schedule) -> None:
-        """A plan has this schedule: the smallest budget is no larger."""
+        """Note the schedule of a plan: the least peak is not larger."""
         start = self.known or Incumbent(bound_ns=self.goal.graph.time_ns, is_complete=False)
         better = start.improved(self.goal, schedule)
         if better.schedule is not None and (
@@ -65,15 +65,16 @@ class LeastPeak:
             self._keep(better)
 
     def is_below(self, size_bytes: int) -> bool:
-        """Is a schedule known that needs less?"""
+        """True if a schedule is known whose peak is less than `size_bytes`."""
         return self.known is not None and self.known.peak_bytes < size_bytes
 
     def _key(self) -> dict[str, str]:
-        # What a search without some stages calls the least is not that of another one.
+        # A search with fewer stages finds another least peak.
         settings = " ".join(("the least peak without", *sorted(self.without)))
         return family_key(problem_digest(self.goal.graph), settings)
 
     def _stored(self) -> Incumbent | None:
+        """Return the incumbent in the cache, None if there is none."""
         graph, cache = self.goal.graph, self.goal.cache
         stored = cache.family(self._key(), functools.partial(is_legal, graph)) if cache else None
         if stored is None:
@@ -84,6 +85,7 @@ class LeastPeak:
         return start.improved(self.goal, schedule)
 
     def _keep(self, made: Incumbent) -> None:
+        """Note an incumbent, in the cache too."""
         self.known = made
         if self.goal.cache:
             assert made.schedule is not None
@@ -92,22 +94,20 @@ class LeastPeak:
             self.goal.cache.put_family(self._key(), family)
 
 
-def least_peak(
-    goal: Goal, limits: Limits, tuple_of_stages: Sequence[Stage] = LEAST_PEAK
-) -> Incumbent:
-    """Stages that see what was measured after all others, which go by the times of another
-    machine."""
+def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK) -> Incumbent:
+    """Find the schedule with the smallest peak. First run the stages that ignore measured times, on
+    the graph with the times of the reference machine, then those that use measured times."""
     report("looking for the smallest peak")
-    there = replace(goal, graph=elsewhere(goal.graph))
-    first = run([s for s in tuple_of_stages if not s.sees_measured], there, limits)
-    start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)
-    # Times and bounds of the other machine say nothing here.
+    reference_goal = replace(goal, graph=with_reference_times(goal.graph))
+    first = run([s for s in stages if not s.sees_measured], reference_goal, limits)
+    start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)  # trivial bound
+    # Times and bounds of the reference machine mean nothing on this one.
     trace = tuple(replace(t, time_ns=None, bound_ns=start.bound_ns) for t in first.trace)
-    here = replace(start.improved(goal, first.schedule), trace=trace)
-    return run([s for s in tuple_of_stages if s.sees_measured], goal, limits, here)
+    measured_start = replace(start.improved(goal, first.schedule), trace=trace)
+    return run([s for s in stages if s.sees_measured], goal, limits, measured_start)
 
 
-def elsewhere(graph: CDGraph) -> CDGraph:
-    """The graph with the times of the machine on which the smallest peak is looked for."""
+def with_reference_times(graph: CDGraph) -> CDGraph:
+    """Return the graph with the times of the reference machine."""
     times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
     return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))

@@ -1,6 +1,6 @@
-"""The pipeline: what a search is, as two tuples of stages over one incumbent.
+"""The pipeline: a search as two tuples of stages over one incumbent.
 
-Taking a line out of a tuple takes a mechanism out of the product; `Options(without=("name",))` does
+Removing a line of a tuple removes a mechanism from the product; `Options(without=("name",))` does
 so for one call. What each is worth: benchmarks/results/ablation.md.
 """
 
@@ -32,7 +32,8 @@ def not_near(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 
 def may_page(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
-    """Is there a host, and does something run again? What is proven near is so without one."""
+    """True if there is a host and the incumbent re-executes much: paging can be faster only down to
+    the time without re-executions."""
     least = replace(incumbent, bound_ns=goal.graph.time_ns)
     return goal.host is not None and not_near(goal, least, limits)
 
@@ -42,7 +43,7 @@ def nothing_fits(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 
 def is_short(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
-    """Did what made the incumbent end for want of effort?"""
+    """True if the last construction ran out of effort."""
     return incumbent.is_exhausted
 
 
@@ -56,8 +57,9 @@ def improvable(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """when: whether the stage runs at all, by what is known before it. sees_measured: of the search
-    for the least peak, whether it goes by the times of this machine (`minimum_peak`)."""
+    """A stage of a search. when: tells from the incumbent before it whether the stage runs;
+    sees_measured: in the search for the least peak, the stage uses the times of this machine
+    (`minimum_peak`)."""
 
     name: str
     run: Callable[[Goal, Incumbent, Limits], Incumbent]
@@ -74,10 +76,10 @@ STAGES = (
     Stage("exchange", stages.exchange, improvable),
     Stage("proof", stages.prove, improvable),
 )
-"""To the fastest schedule within a budget."""
+"""The search for the fastest schedule within a budget."""
 
 POLISH = tuple(stage for stage in STAGES if stage.when is improvable)
-"""What follows where nothing fits but the schedule with the least peak (`planning`)."""
+"""The stages that follow if only the schedule with the least peak fits (`planning`)."""
 
 LEAST_PEAK = (
     Stage("keep-all", stages.keep_everything, always),
@@ -87,26 +89,27 @@ LEAST_PEAK = (
     Stage("exchange", stages.exchange, something_fits),
     Stage("descent", stages.descend, something_fits, sees_measured=True),
 )
-"""To the schedule with the least peak."""
+"""The search for the schedule with the least peak."""
 
 NAMES = tuple(dict.fromkeys(stage.name for stage in (*STAGES, *LEAST_PEAK)))
-"""Of the stages."""
+"""Names of all stages."""
 
 
 @paused_collection()
 def run(
-    tuple_of_stages: Sequence[Stage],
+    stages_in_order: Sequence[Stage],
     goal: Goal,
     limits: Limits,
     incumbent: Incumbent | None = None,
 ) -> Incumbent:
-    """The incumbent after all stages; of those that did not run for want of time it says so."""
+    """Return the incumbent after all stages. Its `is_complete` is False if a stage lacked time to
+    run, or to finish."""
     incumbent = incumbent or Incumbent(bound_ns=goal.graph.time_ns)
-    for stage in tuple_of_stages:
+    for stage in stages_in_order:
         if stage.name in limits.without:
             continue
         if not stage.when(goal, incumbent, limits):
-            # Unless the incumbent is as good as it needs to be, the stage had no time.
+            # If the incumbent is not near the bound, the stage did not run for lack of time.
             is_due = stage.when in (not_near, improvable, something_fits)
             if is_due and limits.is_over and not incumbent.is_near(goal, limits):
                 incumbent = replace(incumbent, is_complete=False)
@@ -121,34 +124,35 @@ def run(
 
 
 def _trace(stage: Stage, incumbent: Incumbent, seconds: float) -> StageTrace:
-    is_there = incumbent.schedule is not None
+    has_schedule = incumbent.schedule is not None
     return StageTrace(
         stage.name,
-        incumbent.time_ns if is_there else None,
-        incumbent.peak_bytes if is_there else None,
+        incumbent.time_ns if has_schedule else None,
+        incumbent.peak_bytes if has_schedule else None,
         incumbent.bound_ns,
         seconds,
     )
 
 
-def diagram(tuple_of_stages: Sequence[Stage]) -> str:
-    """The stages from first to last: when each runs, and what it does by its docstring."""
-    names = max(len(stage.name) for stage in tuple_of_stages)
-    conditions = max(len(stage.when.__name__) for stage in tuple_of_stages)
+def diagram(stages_in_order: Sequence[Stage]) -> str:
+    """Return a line for each stage: its name, when it runs, and the first words of its
+    docstring."""
+    names = max(len(stage.name) for stage in stages_in_order)
+    conditions = max(len(stage.when.__name__) for stage in stages_in_order)
     return "\n".join(
         f"{stage.name:{names}}  {stage.when.__name__.replace('_', ' '):{conditions}}  "
         f"{_purpose(stage)}"
-        for stage in tuple_of_stages
+        for stage in stages_in_order
     )
 
 
 def _purpose(stage: Stage) -> str:
-    """What stands before the first colon, comma or full stop of the docstring."""
+    """Return the docstring of a stage up to the first colon, comma or full stop."""
     return re.split(r"[:.,]", " ".join((stage.run.__doc__ or "").split()))[0]
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises InvalidInput for a name that is neither one of a stage nor one of a pass."""
+    """Raise InvalidInput for a name that is neither a stage nor a pass."""
     unknown = sorted(set(names) - {*NAMES, *passes.NAMES})
     if unknown:
         raise InvalidInput(

@@ -1,9 +1,9 @@
 """A plan for a budget: from a priced graph to a certified schedule.
 
 takes: a Problem, a Budget, Options. returns: Plan. guarantees: the schedule is legal under the
-constraints of the options and within the budget as `simulate` finds it; what the cache holds is
-not solved again. The cache never changes which plan is found, but for the smallest budget, which is
-no larger than what any plan in it needs.
+constraints of the options and within the budget as `simulate` finds it; a plan in the cache is not
+solved again. The cache does not change which plan is found, except that the smallest budget is no
+larger than what any plan in it needs.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from rockplan.values.schedule import (
 
 
 def limits_of(options: Options) -> Limits:
-    """Raises InvalidInput where a stage or a solver is named that there is not."""
+    """Return the limits of a search. Raises InvalidInput for unknown names of stages or solvers."""
     check_names(options.without)
     check_solver(options.solver)
     usual = Limits()
@@ -62,7 +62,7 @@ def limits_of(options: Options) -> Limits:
 
 
 def least_peak_of(problem: Problem, options: Options) -> LeastPeak:
-    """What plans of one problem have in common: it is looked for once."""
+    """Return the least peak of a problem, which its plans share: it is searched only once."""
     goal = Goal(problem.constrained, problem.blocks, None, cache_of(options))
     return LeastPeak(goal, frozenset(options.without))
 
@@ -70,10 +70,11 @@ def least_peak_of(problem: Problem, options: Options) -> LeastPeak:
 def plan_within(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """The plan of the cache, or else a new one. Raises InfeasibleBudget.
+    """Return the plan in the cache, or else a new one. Raises InfeasibleBudget.
 
-    Where gradients wait, plans for less are asked for until one leaves the room for that; if none
-    does, nothing waits. The smallest budget is what the smallest plan needs with it.
+    If gradients wait (`Problem.waits`), plans for fewer bytes are made until waiting fits the
+    budget; if no plan leaves that room, no gradient waits. The smallest budget includes the bytes
+    of waiting.
     """
     if problem.waits:
         least = least or least_peak_of(problem, options)
@@ -82,7 +83,7 @@ def plan_within(
         return plain
     limit_bytes = plain.budget_bytes
     if budget.is_minimum and (waited := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
-        # As much may have a faster plan, whose gradients can wait as well.
+        # Within as many bytes there may be a faster plan whose gradients can wait, too.
         as_bytes = Budget(size_bytes=waited.peak_bytes)
         plan = plan_within(problem, as_bytes, options, least)
         if waiting(plan, problem.waits).peak_bytes <= plan.budget_bytes:
@@ -105,21 +106,23 @@ def plan_within(
 
 
 LESS = 0.03
-"""Of the budget, at least: what the next plan is asked to need less, to leave room for gradients
-that wait. On three blocks with gated layers (`tests/test_hooks.py`) the second one has it at 60 %;
-on two layers of an encoder the first."""
+"""Share of the budget by which the next plan has to be smaller, at least, to leave room for waiting
+gradients. On three blocks with gated layers (`tests/test_hooks.py`) at 60 % the second plan leaves
+it; on two layers of an encoder the first."""
 
 
 def waiting(plan: Plan, waits: Waits) -> Plan:
-    """`plan`, in which gradients wait; it may need more than its budget."""
+    """Return `plan` with gradients of hooked parameters waiting; it may need more than its
+    budget."""
     schedule = with_waits(plan.graph, plan.schedule, waits)
     peak_bytes = simulate(plan.graph, schedule).peak_bytes
     return replace(plan, schedule=schedule, peak_bytes=peak_bytes)
 
 
 def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
-    """`plan`, which was made for another budget. proven: made for the one that it has; its bound
-    holds where both run their nodes for the first time in the same order."""
+    """Return `plan`, which was made for another budget, with the certificate for this one. proven:
+    a plan made for this budget; its bound holds if both have their first executions in the same
+    order."""
     orders = {first_executions(p.schedule) for p in (plan, proven)}
     bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
     simulation = simulate(plan.graph, plan.schedule)
@@ -130,12 +133,14 @@ def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
 
 
 def _stopped(plan: Plan) -> Plan:
+    """Return the plan with the status that time was short."""
     return replace(plan, certificate=replace(plan.certificate, status=Status.TIME_LIMIT))
 
 
 def _without_waits(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None
 ) -> Plan:
+    """Return the plan of the cache, or a new one, without waiting gradients."""
     cache = cache_of(options)
     least = least or least_peak_of(problem, options)
     if cache is None:
@@ -160,12 +165,12 @@ def _without_waits(
 
 
 LARGE_SPREAD = 0.25
-"""Of the times of calls, as a share of them, from which on it is said. On an idle machine half of
-the repeats of a call are within a tenth or two."""
+"""Spread of repeated times, as a share of the time, from which on the plan mentions it. On an idle
+machine half of the repeats of a call are within 10 to 20 %."""
 
 
 def profile_source(profile: Profile) -> str:
-    """Where the prices come from, and whether they are to be trusted."""
+    """Say where the prices come from, and whether to distrust them."""
     source = f"{profile.source} on {profile.device}, torch {profile.torch_version}"
     if profile.spread < LARGE_SPREAD:
         return source
@@ -179,8 +184,8 @@ _BESIDE_THE_PLAN = frozenset(
 
 
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:
-    """All that a plan depends on. The graph stands for the model, shapes, dtypes, autocast and
-    device; an option that is new counts until it is named beside the plan."""
+    """Return everything that a plan depends on. The graph stands for the model, shapes, dtypes,
+    autocast and device; a new option counts until it is listed in `_BESIDE_THE_PLAN`."""
     deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
     return {
         "graph": problem.graph_digest,
@@ -198,7 +203,7 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | None:
     """Make a plan of `schedule`. Returns None if the schedule is illegal or exceeds the budget.
 
-    The plan proves no more than that no plan is faster than running each operation once.
+    Its bound is the time of running each operation once.
     """
     graph = problem.constrained
     try:
@@ -212,9 +217,10 @@ def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | N
 def plan_anew(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """The plan for the smallest budget is the one for as many bytes. Raises InfeasibleBudget.
+    """Search a plan. For the smallest budget it is the plan for as many bytes. Raises
+    InfeasibleBudget.
 
-    least: common to other plans of the problem, where there are any.
+    least: the least peak, shared with other plans of the problem; None: not known yet.
     """
     limits = limits_of(options)
     least = least or least_peak_of(problem, options)
@@ -242,13 +248,13 @@ def plan_anew(
     least.reach(incumbent.schedule)
     made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
     made = replace(made, trace=incumbent.trace)
-    # No plan within as many bytes may be faster; yet with more time they might be fewer.
+    # For the smallest budget a proof about time is not enough: with more time its bytes may shrink.
     is_proven = made.certificate.status is Status.OPTIMAL and not budget.is_minimum
     return made if incumbent.is_complete or is_proven else _stopped(made)
 
 
 def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) -> Incumbent:
-    """`incumbent`, which has no schedule, with the one that has the least peak."""
+    """Return `incumbent`, which has no schedule, with the schedule of the least peak."""
     goal = Goal(problem.constrained, problem.blocks, smallest.peak_bytes)
     return replace(
         incumbent.improved(goal, smallest.schedule),
@@ -260,13 +266,14 @@ def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) 
 def _too_small(
     problem: Problem, least: Incumbent, budget_bytes: int, options: Options
 ) -> InfeasibleBudget:
+    """Return the error for a budget below the least peak."""
     graph, schedule = problem.constrained, least.schedule
     assert schedule is not None
     peak = simulate(graph, schedule)
     event = schedule.events[peak.peak_event]
     where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
     if event == Compute(len(graph.forward) - 1):
-        # Of a plan it is no part: the peak that one states may be less.
+        # The peak that a plan states leaves this room out, and may be less.
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
@@ -299,7 +306,8 @@ def _finish(
     bound_ns: int,
     storages: Sequence[int] = (),
 ) -> Plan:
-    """storages: that go to the host; `best` is one of `with_copies` of them."""
+    """Make a plan of a legal schedule within the budget. storages: those that go to the host;
+    `best` is a schedule of the graph with their copies (`with_copies`)."""
     unplanned, turn = problem.unplanned, len(problem.graph.forward)
     graph, constrained = (
         with_copies(g, storages, problem.host.link.share(SHARE)) if problem.host else g
@@ -339,13 +347,15 @@ def _finish(
 
 
 def _certificate(graph: CDGraph, simulation: Simulation, bound_ns: int) -> Certificate:
-    """bound_ns: no schedule within the budget is faster; nor is any than `keep_all`."""
+    """Return the certificate of a schedule. bound_ns: proven lower bound; the time of running each
+    node once is one, too."""
     bound = min(max(bound_ns, graph.time_ns), simulation.time_ns)
     status = Status.OPTIMAL if bound == simulation.time_ns else Status.FEASIBLE
     return Certificate(status, simulation.time_ns, bound)
 
 
 def _compiled(graph: CDGraph) -> str:
+    """Return `Plan.compiled` of a graph."""
     if not graph.kernels:
         return ""
     return "near" if graph.kernels[0].keeps_roundings else "yes"

@@ -1,4 +1,4 @@
-"""Problem: what is planned, before a budget is known; goal: one budget of it.
+"""Problem: a captured graph to be planned, without a budget; Goal: one budget of it.
 
 takes: a captured graph, options. returns: Problem, with the prices of this machine.
 """
@@ -35,17 +35,17 @@ from rockplan.values.progress import report
 from rockplan.values.schedule import Waits, keep_all
 
 MARGIN = 0.2
-"""Of the memory of the host, or of a disk, that stays free where all that is left may be used."""
+"""Share of the host's memory, or of a disk, that stays free if paging may use all that is left."""
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """What is planned, before a budget is known.
+    """A graph to be planned, before a budget is known.
 
-    graph: with the prices of `profile`; constrained: the same under the constraints of the
-    options and with room for the caller's loss, of which `blocks` are the blocks. The digests are
-    those of graph and profile. unplanned: every node once, as eager does. waits: gradients of
-    parameters that have hooks. passes: those that made the graph. host: where storages may go.
+    graph: with the prices of `profile`; constrained: the same under the constraints of the options
+    and with room for the caller's loss; blocks: of `constrained`. unplanned: every node once, as in
+    eager execution. waits: gradients of parameters that have hooks. passes: traces of the passes
+    that made the graph. host: where storages may be paged, None if nowhere.
     """
 
     graph: CDGraph
@@ -62,9 +62,9 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """What the stages of a search work on: a graph, its blocks, and the bytes that a schedule may
-    need at most; None: as few as can be. cache: of options of blocks. host: where storages may
-    go."""
+    """What the stages of a search work on: a graph, its blocks, and the most bytes that a schedule
+    may need; None: as few as possible. cache: of options of blocks. host: where storages may be
+    paged."""
 
     graph: CDGraph
     blocks: tuple[Block, ...]
@@ -76,20 +76,20 @@ class Goal:
 def measured(
     lowered: Lowered, options: Options, waits: Waits = (), known: Profile | None = None
 ) -> Problem:
-    """The problem of a captured graph under costs that are measured here, or were. known: of
-    another graph, some calls of which it has."""
+    """Return the problem of a captured graph, with costs measured here, now or earlier. known: the
+    profile of another graph that has some of the same calls."""
     made = problem_of(lowered.graph, _profile(lowered, cache_of(options), known), options)
     return replace(made, waits=waits, passes=lowered.trace)
 
 
 def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
-    """The problem of a graph under a profile of its calls."""
+    """Return the problem of a graph under a profile of its calls."""
     return problem_of_priced(price(graph, profile), profile, options)
 
 
 @paused_collection()
 def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Problem:
-    """The problem of a graph that has its prices; profile: where they come from."""
+    """Return the problem of a graph that has its prices; profile: where they come from."""
     report("finding blocks")
     eager = as_eager(priced)
     unplanned = simulate(eager, keep_all(eager))
@@ -108,12 +108,12 @@ def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Pr
 
 
 def host_of(graph: CDGraph, options: Options) -> Host | None:
-    """Where storages of `graph` may go; None where the options keep them on the device. Raises
-    InvalidInput."""
+    """Return where storages of `graph` may be paged; None if the options keep them on the device.
+    Raises InvalidInput."""
     if options.host is None:
         return None
     made = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
-    # Scalars on the CPU are in many a graph of CUDA.
+    # Scalars do not count: many graphs of CUDA have some on the CPU.
     devices = {v.spec.device for v in graph.values if v.data in made and v.spec.shape}
     if len(devices) > 1:
         raise InvalidInput(
@@ -122,7 +122,7 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
         )
     device, path = devices.pop() if devices else "cpu", options.host_path
     folder = None if path is None else os.fspath(path)
-    pool_of(device, folder)  # raises where nothing can be paged
+    pool_of(device, folder)  # raises if nothing can be paged
     rate = options.link_bytes_per_s or _measured_rate(device, folder)
     place = folder if device.startswith("cuda") else folder or tempfile.gettempdir()
     return Host(options.host_bytes or _left_bytes(place), HostLink(rate, rate))
@@ -130,19 +130,20 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
 
 @functools.cache
 def _measured_rate(device: str, folder: str | None) -> int:
-    """Once in a process."""
+    """Return the bytes a second of the link, measured once in a process."""
     return in_two_digits(int(measured_link(device, folder)))
 
 
 def in_two_digits(measured: int) -> int:
-    """Rounded down: plans are in the cache under what was measured for them."""
+    """Round down to two significant digits, so that the cache finds plans again: the number is part
+    of their key."""
     unit: int = 10 ** max(len(str(measured)) - 2, 0)
     return measured // unit * unit
 
 
 def _left_bytes(folder: str | None) -> int:
-    """What the machine leaves for paged storages, with a margin for everything else. folder: of
-    their file; None where they are pinned."""
+    """Return the bytes that the machine has left for paged storages, less a margin. folder: of the
+    file they are paged to; None if they are pinned."""
     left = available_bytes()
     if folder is not None:
         free = _free_bytes(folder)
@@ -151,6 +152,7 @@ def _left_bytes(folder: str | None) -> int:
 
 
 def _free_bytes(folder: str) -> int:
+    """Return the free bytes of the disk of a folder. Raises HostMemoryError."""
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
@@ -161,12 +163,13 @@ def _free_bytes(folder: str) -> int:
 
 
 def cache_of(options: Options) -> Cache | None:
-    """None where the options do without."""
+    """Return the cache, None if the options do without."""
     return Cache(default_folder()) if options.cache else None
 
 
 def _profile(lowered: Lowered, cache: Cache | None, known: Profile | None) -> Profile:
-    """Measured costs of every call; what is known, or in the cache, is not measured again."""
+    """Return costs of every call; only calls that are neither in `known` nor in the cache are
+    measured."""
     key = {"profile": profile_key(lowered.graph)}
     known = (cache.profile(key) if cache else None) or known
     profile = measure(lowered.graph, lowered.samples, known=known)

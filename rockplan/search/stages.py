@@ -1,7 +1,7 @@
 """Stages of a search: each takes a goal, the incumbent and limits, and returns an incumbent.
 
-What is legal is checked where schedules are made (`verify`), what is within the budget where an
-incumbent takes one (`Incumbent.improved`): a stage can do no harm, and none needs another one.
+Schedules are verified where they are made (`verify`), and compared with the budget where an
+incumbent takes them (`Incumbent.improved`): so no stage can do harm, and none depends on another.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbe
 
 
 def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The relaxation of the whole graph at some moments: a bound, and a first schedule, with room
-    made where it needs more than the budget; for the least peak, within less and less."""
+    """The relaxation of the whole graph at some moments: a bound, and a first schedule, with
+    re-executions inserted if it exceeds the budget. For the least peak, within smaller and smaller
+    budgets."""
     report("solving the relaxation")
     if goal.budget_bytes is None:
         return _relax_down(goal, incumbent, limits)
@@ -59,8 +60,9 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Half of the way, in ratios, from what was reached to what every schedule needs, or to what
-    was not reached. The last schedules are starts: which leads furthest is not known before."""
+    """Ask for smaller and smaller budgets: each the geometric mean of the peak that was reached and
+    of a lower limit (what every schedule needs, or the last budget that failed). The smallest
+    schedules become starts, since the best start is not known before."""
     assert incumbent.schedule is not None
     until = _half_way(limits)
     least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
@@ -106,7 +108,7 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     incumbent = replace(incumbent, is_complete=is_complete)
     report("combining blocks")
     solver = ChainSolver(goal.graph, goal.blocks, known)
-    # A table takes 2 to 3.5 s from 100 blocks on, and is nothing before it is filled.
+    # A table takes 2 to 3.5 s from 100 blocks on, and is useless until it is complete.
     until = max(limits.deadline, time.monotonic() + limits.combining_s)
     if goal.budget_bytes is not None:
         schedule = solver.best_schedule(goal.budget_bytes, deadline=until)
@@ -117,8 +119,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
 
 
 def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Storages to the host and back, if that is faster: what takes longest to make for each byte,
-    as much as the link carries, planned with what runs again."""
+    """Storages to the host and back, if that is faster: those that take longest to recompute for
+    each byte, as many as the link carries, planned together with re-executions."""
     report("choosing what goes to the host")
 
     def planned(asked: Goal, start: Incumbent) -> Incumbent:
@@ -135,7 +137,7 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The local search: from the incumbent to a faster one, or to one with a smaller peak."""
+    """The local search: from the incumbent to a faster schedule, or to one with a smaller peak."""
     assert incumbent.schedule is not None
     report("exchanging re-executions")
     if goal.budget_bytes is None:
@@ -152,8 +154,8 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """What fits into a byte less than the least peak, then into less by a step of the search, and
-    twice as much at each: what is called the smallest budget shall be."""
+    """What fits into a byte less than the least peak, then into less by a step that doubles each
+    time: so that no plan is found below what is called the smallest budget."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
     begin = _beginning(limits)
@@ -174,7 +176,7 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The bound of schedules in the order of the incumbent, where that is not the graph's; and what
+    """The bound of schedules in the order of the incumbent, if that is not the graph's; and what
     integer programs add to it in the time that the limits give them."""
     assert incumbent.schedule is not None and goal.budget_bytes is not None
     report("proving a bound")
@@ -193,8 +195,8 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """A little from each start that needs not much more than the best one, for which leads further
-    is not known before; then from what came of that."""
+    """Squeeze a little from each start that needs not much more than the best (which one leads
+    furthest is not known before), then more from the best result."""
     assert incumbent.schedule is not None
     begin = _beginning(limits)
     peaks = {start: simulate(goal.graph, start).peak_bytes for start in incumbent.starts}
@@ -203,7 +205,7 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, begin))
     assert incumbent.schedule is not None
     incumbent = incumbent.improved(goal, _squeezed(goal.graph, incumbent.schedule, limits))
-    # What is faster within the same peak is another place to begin at.
+    # A faster schedule within the same peak is another place to begin at.
     for seed in range(1, limits.again + 1):
         assert incumbent.schedule is not None
         faster = annealed(
@@ -219,11 +221,13 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _beginning(limits: Limits) -> Limits:
-    """For one of several starts."""
+    """Return limits with the effort for one of several starts."""
     return replace(limits, squeeze=replace(limits.squeeze, effort=limits.squeeze.start))
 
 
 def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
+    """Lower the peak of a schedule, and leave out re-executions as long as that changes
+    anything."""
     lower = squeezed(graph, schedule, deadline=limits.deadline, limits=limits.squeeze)
     # Leaving something out may lower the peak as well.
     while not limits.is_over:
@@ -236,6 +240,6 @@ def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
 
 
 def _half_way(limits: Limits) -> float:
-    """A last stop for one stage, that leaves time for those after it."""
+    """Return the deadline of one stage, which leaves half of the time to later stages."""
     now = time.monotonic()
     return now + max(limits.deadline - now, 0.0) / 2
