@@ -1,7 +1,7 @@
-"""Run HiGHS on an integer program and say exactly what it proved.
+"""Run HiGHS on an integer program and report exactly what it proved.
 
 takes: a LinearProgram. returns: a SolveReport whose status and bound are HiGHS' own
-(`getModelStatus`, `getInfo`). A time limit is never called optimal.
+(`getModelStatus`, `getInfo`). A solve stopped by the time limit is never called optimal.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ every run."""
 
 
 PATIENCE_S = 1.0
-"""For which a solve may exceed its time limit. HiGHS does not look at the clock while it separates
-cuts: 25 s on a program of 4,000 columns for a loop (HiGHS 1.15.1, HighsModkSeparator)."""
+"""Seconds by which a solve may exceed its time limit. HiGHS does not look at the clock while it
+separates cuts: 25 s on a program of 4,000 columns for a loop (HiGHS 1.15.1, HighsModkSeparator)."""
 
 
 class SolverStatus(Enum):
@@ -68,9 +68,9 @@ class LinearProgram:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SolveReport:
-    """values: of the best solution, None without one; those of integer columns are rounded. bound:
-    no solution costs less (infinite if infeasible). iterations: of the simplex method, a measure of
-    work that is the same on every run."""
+    """What a solve found and proved. values: of the best solution, None without one; those of
+    integer columns are rounded. bound: no solution costs less (infinite if infeasible). iterations:
+    of the simplex method, a measure of work that is the same on every run."""
 
     status: SolverStatus
     bound: float
@@ -80,7 +80,7 @@ class SolveReport:
 
 @dataclass
 class ProgramBuilder:
-    """Collects columns and rows; local to the function that builds a LinearProgram."""
+    """Collects the columns and rows of a LinearProgram."""
 
     costs: list[float] = field(default_factory=list)
     column_lower: list[float] = field(default_factory=list)
@@ -93,10 +93,12 @@ class ProgramBuilder:
     coefficients: list[float] = field(default_factory=list)
 
     def binary(self, cost: float = 0.0) -> int:
+        """Add a column that is 0 or 1; return its index."""
         return self._column(cost, True)
 
     def fraction(self) -> int:
-        """A continuous column in [0, 1]; the rows must drive it to the integer it stands for."""
+        """Add a continuous column in [0, 1], which the rows must drive to the integer it stands
+        for."""
         return self._column(0.0, False)
 
     def _column(self, cost: float, integral: bool) -> int:
@@ -107,13 +109,15 @@ class ProgramBuilder:
         return len(self.costs) - 1
 
     def at_most(self, terms: Iterable[tuple[int, float]], upper: float) -> int:
-        """Add the row; returns its index, as `at_least` does."""
+        """Add the row `terms` (column, coefficient) <= upper; return its index."""
         return self._row(terms, -INFINITY, upper)
 
     def at_least(self, terms: Iterable[tuple[int, float]], lower: float) -> int:
+        """Add the row `terms` >= lower; return its index."""
         return self._row(terms, lower, INFINITY)
 
     def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
+        """Add a row; coefficients of a column that occurs twice are added up."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
             merged[column] = merged.get(column, 0.0) + coefficient
@@ -147,9 +151,9 @@ def solve(
 ) -> SolveReport:
     """Minimise `program`; optimal means within `absolute_gap` of the bound.
 
-    node_limit: of the search tree; None for MAX_NODE_ENTRIES. One HiGHS thread; the Python lock is
-    released while it runs. Where HiGHS goes on beyond the limit it is left to itself, and nothing
-    of it is known. Raises SolverError when HiGHS neither solves nor refutes the program.
+    node_limit: of the search tree; None for MAX_NODE_ENTRIES. HiGHS uses one thread, without
+    Python's lock. If it goes on beyond the time limit it is left running, and its result ignored.
+    Raises SolverError when HiGHS neither solves nor refutes the program.
     """
     nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
     try:
@@ -162,11 +166,11 @@ def solve(
 
 
 def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
-    """What `run`, which uses HiGHS, returns. Raises TimeoutError if it takes longer than
-    `patience_s`; the thread then ends when HiGHS does, which the end of the process waits for.
+    """Return what `run`, which uses HiGHS, returns. Raises TimeoutError if it takes longer than
+    `patience_s`; the thread then ends when HiGHS does, and the process waits for it at its end.
 
-    HiGHS keeps one scheduler for each thread, and its first run there fixes the scheduler's size:
-    a thread of our own neither meets nor leaves a scheduler of another size.
+    HiGHS keeps one scheduler for each thread, and its first run there fixes the scheduler's size: a
+    thread of our own neither meets nor leaves a scheduler of another size.
     """
     thread = ThreadPoolExecutor(max_workers=1)
     try:
@@ -201,7 +205,7 @@ def _solve(
 
 
 def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
-    """What a HiGHS instance that has run found and proved; integral: its integer columns."""
+    """Return what a HiGHS instance that has run found and proved; integral: its integer columns."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()
@@ -225,6 +229,7 @@ def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
 
 
 def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Round values to integers. Raises SolverError if one is not near an integer."""
     nearest = np.rint(values)
     if np.abs(values - nearest).max(initial=0.0) > 2 * INTEGRALITY_TOLERANCE:
         raise SolverError("HiGHS returned a solution that is not integral")
@@ -232,6 +237,7 @@ def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _highs_model(program: LinearProgram) -> highspy.HighsLp:
+    """Return the program as HiGHS takes it."""
     model = highspy.HighsLp()
     model.num_col_ = len(program.costs)
     model.num_row_ = len(program.row_lower)

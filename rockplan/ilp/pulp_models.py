@@ -1,10 +1,10 @@
-"""PuLP models: as arrays for HiGHS, and by whatever other solver PuLP finds.
+"""PuLP models: as arrays for HiGHS, or solved by another solver that PuLP finds.
 
 takes: an LpProblem. returns: LinearProgram, or a SolveReport as `highs.solve` does.
 
-HiGHS is run by `highs`, not through PuLP: PuLP has no bound, and calls what a time limit ended
-optimal. Of other solvers the bound is what they were asked to prove, and what they found when time
-was up is kept apart from what they finished.
+HiGHS is run by `highs`, not through PuLP: PuLP returns no bound, and calls a solution optimal when
+the time limit ended the solve. For other solvers, the bound is what they were asked to prove, and a
+solution found when time was up does not count as finished.
 """
 
 from __future__ import annotations
@@ -19,10 +19,11 @@ from rockplan.errors import InvalidInput, SolverError
 from rockplan.ilp.highs import INFINITY, LinearProgram, SolveReport, SolverStatus, rounded
 
 HIGHS = "HiGHS"
-"""The name of HiGHS through highspy, among those of PuLP."""
+"""Our name of HiGHS (run through highspy), beside the names of PuLP's solvers."""
 
 RELATIVE_GAP = 1e-4
-"""Of the objective, which other solvers may leave unproven: the one gap that all of them know."""
+"""Share of the objective that other solvers may leave unproven: the one gap that all of them
+know."""
 
 
 def arrays_of(
@@ -30,7 +31,8 @@ def arrays_of(
     columns: Mapping[pulp.LpVariable, int],
     rows: Sequence[pulp.LpConstraint],
 ) -> LinearProgram:
-    """columns: of all variables of `problem`, in order; rows: its constraints, in order."""
+    """Return the program as arrays. columns: variable -> index, for all variables of `problem`, in
+    order; rows: its constraints, in order."""
     lower, upper = {pulp.LpConstraintGE, pulp.LpConstraintEQ}, {pulp.LpConstraintLE}
     upper.add(pulp.LpConstraintEQ)
     costs = np.zeros(len(columns))
@@ -51,12 +53,12 @@ def arrays_of(
 
 
 def at_hand() -> list[str]:
-    """Names of the solvers that can run here."""
+    """List the names of the solvers that can run here."""
     return sorted({HIGHS, *pulp.listSolvers(onlyAvailable=True)})
 
 
 def check_solver(name: str) -> None:
-    """Raises InvalidInput where PuLP does not find the solver."""
+    """Raise InvalidInput if PuLP does not find the solver."""
     if name != HIGHS and name not in (names := at_hand()):
         known = "is not installed" if name in pulp.listSolvers() else "is none that PuLP knows"
         raise InvalidInput(f"the solver {name!r} {known}; at hand are {', '.join(names)}")
@@ -69,7 +71,8 @@ def solve_by(
     *,
     time_limit_s: float,
 ) -> SolveReport:
-    """`problem` by a solver of PuLP. values: of `variables`. Raises SolverError where it fails."""
+    """Solve `problem` by a solver of PuLP. The report has the values of `variables`. Raises
+    SolverError if the solver fails."""
     started = time.monotonic()
     solver = pulp.getSolver(name, msg=False, timeLimit=time_limit_s, gapRel=RELATIVE_GAP)
     try:
@@ -80,7 +83,7 @@ def solve_by(
     is_solved = problem.sol_status == pulp.LpSolutionOptimal and not is_late
     if status == pulp.LpStatusInfeasible and not is_late:
         return SolveReport(SolverStatus.INFEASIBLE, INFINITY, None, 0)
-    # Variables have the values of the program before where this one left none.
+    # A solver that found nothing may leave the variables with values of an earlier solve.
     found = problem.sol_status in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible)
     if not found or any(v.varValue is None for v in variables):
         return SolveReport(SolverStatus.STOPPED, -INFINITY, None, 0)

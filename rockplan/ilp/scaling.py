@@ -1,7 +1,8 @@
-"""Sizes as the solver sees them: small integers, tiny storages left out.
+"""Sizes as the solver sees them: small integers (units), with tiny storages left out.
 
-takes: a CDGraph. returns: Units. guarantees: sizes are rounded up and limits down, so what fits in
-units fits in bytes; exactly what fits, if the sizes of storages have a large common divisor.
+takes: a CDGraph. returns: Units. guarantees: sizes are rounded up and limits down, so that a
+schedule that fits in units fits in bytes; nothing is rounded if the sizes of storages have a large
+common divisor.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import keep_all
 
 MAX_UNITS = 1 << 16
-"""All sizes together stay about below this: HiGHS may leave each binary 1e-6 from an integer,
-which adds up to less than one unit; rounding one size up costs 1/65536 of all memory at most."""
+"""About the largest sum of all sizes. HiGHS may leave each binary 1e-6 from an integer, which adds
+up to less than one unit; rounding one size up costs 1/65536 of all memory at most."""
 
 TINY_SHARE = 1e-3
 """Storages that together stay within this share of the keep-all peak are left out (statistics
@@ -29,7 +30,8 @@ UNLIMITED = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """view: of the problem, in bytes, where tiny storages weigh nothing.
+    """A problem with sizes in units. view: of the problem, in bytes, in which tiny storages weigh
+    nothing.
 
     `count` units are `size_bytes` bytes. tiny: storages that a solver may take as always alive;
     they and their copies never need more than reserve_bytes.
@@ -46,15 +48,17 @@ class Units:
         return self.view.graph
 
     def up(self, amount_bytes: int) -> int:
+        """Convert bytes to units, rounded up."""
         return -(-amount_bytes * self.count // self.size_bytes)
 
     def down(self, amount_bytes: int) -> int:
+        """Convert bytes to units, rounded down."""
         return amount_bytes * self.count // self.size_bytes
 
 
 def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
-    """Leave out what is tiny, and choose the unit: a part of the common divisor of all amounts
-    (then nothing is rounded), else of the sizes of activations, else 1/MAX_UNITS of memory."""
+    """Leave out tiny storages, and choose the unit: a part of the common divisor of all sizes (then
+    nothing is rounded), else of the sizes of activations, else 1/MAX_UNITS of memory."""
     tiny, tiny_states, reserve_bytes = _tiny(problem, tiny_share)
     graph = replace(
         problem,
@@ -73,7 +77,8 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
 
 
 def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, int]:
-    """The tiny storages, whether generator states are tiny too, and the bytes they may need."""
+    """Return the tiny storages, whether generator states are tiny too, and the bytes they may
+    need."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     view = GraphView(problem)
     weights = [(_states_bytes(view), -1)]
@@ -94,6 +99,7 @@ def _activations(problem: CDGraph) -> list[int]:
 
 
 def _states_bytes(view: GraphView) -> int:
-    """Of generator states that may be alive at once: one a random node, one in a replay."""
+    """Return the bytes of generator states that may be alive at once: one for each random node, and
+    one during a replay."""
     states = view.state_bytes[: len(view.graph.forward)]
     return sum(states) + max(states, default=0)

@@ -1,7 +1,7 @@
-"""From a solution to an option of a block, priced by the simulator.
+"""Decode: a solution of the integer program -> an option of a block, priced by the simulator.
 
 takes: a StageModel and budgets, or a problem and an order of computations. returns: Solution,
-BlockOption. guarantees: an option is legal (`verify`); its bytes and time are the simulator's on
+BlockOption. guarantees: an option is legal (`verify`); its bytes and time are the simulator's, on
 the true sizes, never the solver's.
 """
 
@@ -49,7 +49,7 @@ def solve_stages(
     gap: float,
     solver: str = HIGHS,
 ) -> Solution:
-    """The fastest schedule of the stage formulation within the budgets (tiny storages aside);
+    """Find the fastest schedule of the stage formulation within the budgets (tiny storages aside);
     gap: share of the iteration time that HiGHS may leave unproven; solver: by its name in PuLP."""
     if solver == HIGHS:
         program = model.within(peak_bytes, saved_bytes)
@@ -68,9 +68,9 @@ def solve_stages(
 
 
 def proven_ns(bound: float, time_ns: int) -> int:
-    """Integer time that a bound in TIME_UNITs of time_ns proves.
+    """Return the integer time (ns) that a bound in TIME_UNITs of time_ns proves.
 
-    Times are integers: what is a little above one is no less than the next one.
+    Times are integers: a bound a little above one integer proves the next.
     """
     if not 0 < bound < INFINITY:
         return 0
@@ -78,7 +78,8 @@ def proven_ns(bound: float, time_ns: int) -> int:
 
 
 def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
-    """Forward once; at each stage its re-executions in order, then the backward nodes."""
+    """Return the orders of a solution: forward nodes once; at each stage its re-executions in
+    order, then the backward nodes."""
     graph = model.stages.units.graph
     n_forward = len(graph.forward)
     backward: list[int] = []
@@ -89,12 +90,12 @@ def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
         backward.append(stage.node)
         start = stage.node + 1
     backward += range(start, len(graph.nodes))
-    # A solution within the gap may hold idle ones.
+    # A solution within the gap may have re-executions whose results are unused.
     return Orders(*without_idle(graph, range(n_forward), backward))
 
 
 def price(problem: CDGraph, orders: Orders) -> BlockOption:
-    """The option that executes `orders`, checked by `verify` and measured by `simulate`."""
+    """Return the option that executes `orders`, checked by `verify` and measured by `simulate`."""
     schedule = with_frees(problem, orders.forward, orders.backward)
     verify(problem, schedule)
     simulation = simulate(problem, schedule)
@@ -111,16 +112,18 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
 
 
 def keep_all_orders(problem: CDGraph) -> Orders:
-    """Every node once, and again only what must be dropped between the phases."""
+    """Run every node once, and again only nodes whose results must be dropped between the
+    phases."""
     return Orders(*keep_all_order(problem))
 
 
 def peak_bytes(option: BlockOption) -> int:
+    """Return the larger of the two peaks."""
     return max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
 def dominates(a: BlockOption, b: BlockOption) -> bool:
-    """a needs no more than b of anything that the chain sees (and may be equal)."""
+    """True if `a` needs no more than `b` of bytes (saved, forward peak, backward peak) and time."""
     return (
         a.saved_bytes <= b.saved_bytes
         and a.forward_peak_bytes <= b.forward_peak_bytes
@@ -130,7 +133,8 @@ def dominates(a: BlockOption, b: BlockOption) -> bool:
 
 
 def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
-    """The options that no other dominates, fastest first; of equal ones the first by order."""
+    """Return the options that no other dominates, fastest first; of equal ones the first by
+    order."""
     ranked = sorted(
         set(options),
         key=lambda o: (

@@ -1,8 +1,8 @@
 """Pareto families of block options.
 
 takes: the problem of a block. returns: OptionFamily. guarantees: keep-all is in it; no option
-dominates another; every option is legal (`verify`) and priced by `simulate`; what is proven of
-the family is said in `pareto_search`.
+dominates another; every option is legal (`verify`) and priced by `simulate`; `pareto_search` says
+what is proven of the family.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ THREADS = 2
 
 
 def option_family(problem: CDGraph, *, settings: Settings = DEFAULT) -> OptionFamily:
-    """The Pareto options of one block, fastest first."""
+    """Return the Pareto options of one block, fastest first."""
     search = search_corners(problem, settings)
     options = pareto([price(problem, answer.orders) for answer in search.answers])
     return OptionFamily(options, search.solves, is_complete=not search.is_cut)
@@ -34,9 +34,9 @@ def option_family(problem: CDGraph, *, settings: Settings = DEFAULT) -> OptionFa
 def option_families(
     problems: Sequence[CDGraph], *, settings: Settings = DEFAULT
 ) -> tuple[OptionFamily, ...]:
-    """The family of each problem.
+    """Return the family of each problem.
 
-    Two at a time, small ones first; what they leave of the time limit goes to the large ones.
+    Two are solved at a time, small ones first; the time that they leave goes to the large ones.
     """
     order = sorted(range(len(problems)), key=lambda k: len(problems[k].nodes))
     deadline = time.monotonic() + settings.time_limit_s

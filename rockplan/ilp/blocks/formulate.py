@@ -1,19 +1,20 @@
-"""The stage formulation: which storages to keep and which nodes to run again, as a PuLP model.
+"""The stage formulation: which storages to keep and which nodes to re-execute, as a PuLP model.
 
 takes: Stages. returns: StageModel, an integer program whose solutions are the schedules of the
 class described in `stages` (a liveness refinement of Checkmate, MLSys 2020, and of Rockmate, ICML
-2023). `rockplan solve --write-lp` writes it down.
+2023). `rockplan solve --write-lp` writes it to a file.
 
 Variables, of storage d and node i before backward node n, which ends a stage:
     keep_d_before_n          binary: d is alive when the stage starts
-    again_i_before_n         binary: i runs again in it
-    use_d_from_i_before_n    in [0, 1]: d is used in it by i or later (liveness after its producer)
+    again_i_before_n         binary: i is re-executed in the stage
+    use_d_from_i_before_n    in [0, 1]: d is used in the stage by i or later (liveness after its
+                             producer)
 
-The state of a generator is a storage that the first execution of a node makes, others of it read,
-and nothing makes again.
+The saved state of a generator is a storage that the first execution of a node makes, later
+executions of the node read, and nothing makes again.
 
-Frees are not variables: in a schedule that is written out by `with_frees` a storage is alive
-exactly when its next event is a use, and this is what the constraints charge.
+Frees are not variables: `with_frees` frees each storage after its last use, so that a storage is
+alive exactly when its next event is a use; the constraints count just that.
 """
 
 from __future__ import annotations
@@ -35,9 +36,10 @@ Terms = list[tuple[LpVariable, int]]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MemoryRow:
-    """`step` times the terms of a constraint, in units, and `constant_bytes` must stay within a
-    budget. Terms move in whole steps, so the limit may be rounded down to one: this tightens the
-    relaxation. row: of the arrays of the model; free: a limit that nothing reaches."""
+    """A constraint on memory: `step` times its terms, in units, plus `constant_bytes` must stay
+    within a budget. Terms change in whole steps, so the limit may be rounded down to one: this
+    tightens the relaxation. row: index in the arrays of the model; free: a limit that no solution
+    reaches."""
 
     constraint: LpConstraint
     row: int
@@ -48,11 +50,12 @@ class MemoryRow:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StageModel:
-    """problem: minimises the time of re-executions, in TIME_UNIT; program: the same as arrays,
-    without budgets, so that another budget is another right-hand side.
+    """The integer program. problem: minimises the time of re-executions, in TIME_UNIT; program: the
+    same as arrays, without budgets, so that another budget is another right-hand side.
 
-    variables: as columns of the arrays; keep: (stage, data) -> column; rerun: (stage, node) ->
-    column. peak: what the peak budget limits; saved: what the save budget does.
+    variables: in the order of the columns of the arrays; keep: (stage, data) -> column; rerun:
+    (stage, node) -> column. peak: rows limited by the peak budget; saved: the row limited by the
+    budget of saved bytes.
     """
 
     stages: Stages
@@ -65,20 +68,21 @@ class StageModel:
     saved: MemoryRow
 
     def within(self, peak_bytes: int, saved_bytes: int) -> LinearProgram:
-        """The fastest schedule within these budgets (tiny storages aside)."""
+        """Return the program under these budgets (tiny storages aside)."""
         upper = self.program.row_upper.copy()
         for memory, limit in self._limits(peak_bytes, saved_bytes):
             upper[memory.row] = INFINITY if limit is None else limit
         return replace(self.program, row_upper=upper)
 
     def limited(self, peak_bytes: int, saved_bytes: int) -> LpProblem:
-        """The same as the PuLP model, of which there is one: its right-hand sides are changed."""
+        """Return the PuLP model under these budgets. (There is one model; its right-hand sides are
+        changed.)"""
         for memory, limit in self._limits(peak_bytes, saved_bytes):
             memory.constraint.changeRHS(memory.free if limit is None else limit)
         return self.problem
 
     def _limits(self, peak_bytes: int, saved_bytes: int) -> Iterable[tuple[MemoryRow, int | None]]:
-        """Of each memory constraint its right-hand side; None without a budget."""
+        """Yield each memory constraint with its right-hand side, None without a budget."""
         budgets = (*((row, peak_bytes) for row in self.peak), (self.saved, saved_bytes))
         for row, budget_bytes in budgets:
             units = self.stages.units.down(budget_bytes - row.constant_bytes)
@@ -87,7 +91,7 @@ class StageModel:
 
 @dataclass(slots=True)
 class _Model:
-    """The model while it is written. Terms of variables that there are not are empty."""
+    """The model while it is written. Methods return empty terms for variables that do not exist."""
 
     stages: Stages
     problem: LpProblem
@@ -98,29 +102,31 @@ class _Model:
     peak: list[MemoryRow] = field(default_factory=list)
 
     def before(self, s: int) -> str:
-        """Names stage s, by the backward node that ends it."""
+        """Return the name of stage s, from the backward node that ends it."""
         stages = self.stages.stages
         return f"before_n{stages[s].node}" if s < len(stages) else "at_the_end"
 
     def variable(self, name: str, category: str) -> LpVariable:
+        """Add a variable in [0, 1]."""
         made = self.problem.add_variable(name, 0, 1, category)
         self.variables.append(made)
         return made
 
     def require(self, name: str, constraint: LpConstraint) -> int:
-        """The constraint holds; returns its row. name: what it says, in words."""
+        """Add a constraint; return its row. name: what it says, in words."""
         self.problem += constraint, name
         self.rows.append(constraint)
         return len(self.rows) - 1
 
     def size(self, d: int) -> int:
-        """Units of storage d."""
+        """Return the units of storage d."""
         return self.stages.units.up(self.bytes(d))
 
     def bytes(self, d: int) -> int:
         return self.stages.units.view.sizes[d]
 
     def memory(self, name: str, terms: Terms, constant_bytes: int) -> MemoryRow:
+        """Add a constraint on memory, without a limit yet."""
         step = max(math.gcd(*(weight for _, weight in terms)), 1)
         alive = weighed((variable, weight // step) for variable, weight in terms)
         free = int(sum(alive.values()))
@@ -131,24 +137,26 @@ class _Model:
         self.peak.append(self.memory(name, terms, constant_bytes))
 
     def kept(self, s: int, d: int) -> Terms:
-        """Units of storage d where it is kept to stage s."""
+        """Return the term of storage d, in units, if it is kept to stage s; [] if it cannot be."""
         variable = self.keep.get((s, d))
         return [] if variable is None else [(variable, self.size(d))]
 
     def available(self, s: int, d: int) -> LpAffineExpression:
-        """1 if d can be read at stage s by what comes after its producer."""
+        """Return an expression that is 1 if d can be read at stage s by nodes after its
+        producer."""
         made = (self.rerun.get((s, i)) for i in self.stages.units.view.makers[d])
         return lpSum(v for v in (self.keep.get((s, d)), *made) if v is not None)
 
     def kept_units(self, s: int) -> Terms:
-        """Units of free storages alive when stage s starts."""
+        """Return the terms of free storages alive when stage s starts."""
         if s == len(self.stages.stages):
             return []
         return [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]
 
 
 def weighed(terms: Iterable[tuple[LpVariable, int]]) -> LpAffineExpression:
-    """The sum of variables times weights; one that occurs twice has both."""
+    """Return the sum of variables times weights; weights of a variable that occurs twice are added
+    up."""
     merged: dict[LpVariable, int] = {}
     for variable, weight in terms:
         merged[variable] = merged.get(variable, 0) + weight
@@ -156,12 +164,12 @@ def weighed(terms: Iterable[tuple[LpVariable, int]]) -> LpAffineExpression:
 
 
 def entries(stages: Stages) -> int:
-    """About how many matrix entries the program has."""
+    """Estimate the matrix entries of the program."""
     return sum(len(s.wanted) * (len(s.movable) + 1) for s in stages.stages)
 
 
 def formulate(stages: Stages) -> StageModel:
-    """Write the program for `stages`, of which there is at least one."""
+    """Write the program for `stages`, which has at least one stage."""
     model = _Model(stages, LpProblem("time_of_what_runs_again", LpMinimize))
     _add_variables(model)
     for s in range(len(stages.stages)):
@@ -187,6 +195,7 @@ def formulate(stages: Stages) -> StageModel:
 
 
 def _add_variables(model: _Model) -> None:
+    """Add the variables of keeping and of re-execution, and the objective."""
     graph, view = model.stages.units.graph, model.stages.units.view
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     stages = tuple(enumerate(model.stages.stages))
@@ -203,7 +212,7 @@ def _add_variables(model: _Model) -> None:
 
 
 def _add_reads(model: _Model, s: int) -> None:
-    """What is read is there: kept, or made again in the stage."""
+    """Require that an input is available: kept, or made again in the stage."""
     reads_again, stage = model.stages.units.view.reads_again, model.stages.stages[s]
     before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
@@ -216,7 +225,8 @@ def _add_reads(model: _Model, s: int) -> None:
 
 
 def _add_survival(model: _Model, s: int) -> None:
-    """What is kept to the next stage was there in this one; nothing that is there is made again."""
+    """Require that a storage kept to the next stage was available in this one, and that none is
+    both kept and made again."""
     before = model.before(s)
     for d in model.stages.stages[s].wanted:
         following = model.keep.get((s + 1, d))
@@ -228,8 +238,8 @@ def _add_survival(model: _Model, s: int) -> None:
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
-    """Memory while the backward node runs, and while those between the last stage and this one
-    do."""
+    """Limit memory while the backward node of the stage runs, and while backward nodes between the
+    last stage and this one run."""
     stage = model.stages.stages[s]
     there = set(stage.reads)
     needed_bytes = sum(model.bytes(d) for d in there)
@@ -243,7 +253,7 @@ def _add_backward_memory(model: _Model, s: int) -> None:
 
 
 def _add_rerun_memory(model: _Model, s: int) -> None:
-    """Memory while a node runs again in stage s."""
+    """Limit memory while a node is re-executed in stage s."""
     stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
     state_bytes = stages.units.view.state_bytes
@@ -266,10 +276,10 @@ def _add_rerun_memory(model: _Model, s: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Life:
-    """One storage within one stage.
+    """The life of one storage within one stage.
 
-    users: nodes that may run again here and read it, ascending; use: the variable of each (none
-    if the backward node reads the storage: then it is alive from its producer on).
+    users: nodes that may be re-executed here and read it, ascending; use: the variable of each
+    (none if the backward node reads the storage: then it is alive from its producer on).
     """
 
     data: int
@@ -280,7 +290,7 @@ class _Life:
     use: tuple[LpVariable, ...]
 
     def during(self, model: _Model, s: int, i: int) -> Terms:
-        """Units of the storage while i runs again."""
+        """Return the terms of the storage while i is re-executed."""
         if i < self.made_by:
             return model.kept(s, self.data)
         if i == self.made_by:
@@ -292,7 +302,8 @@ class _Life:
 
 
 def _add_life(model: _Model, s: int, d: int) -> _Life:
-    """A storage that is used by a node that runs again, or after it, is alive up to there."""
+    """Require that a storage is alive up to each re-executed node that uses it, and further if it
+    is used later."""
     reads_again, before = model.stages.units.view.reads_again, model.before(s)
     stage = model.stages.stages[s]
     is_read = d in stage.reads
@@ -311,7 +322,8 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Memory while forward nodes run: what is kept although the forward phase is done with it."""
+    """Limit memory while forward nodes run: storages that the forward phase no longer uses count if
+    kept."""
     stages = model.stages
     for i, during in enumerate(stages.forward_during):
         terms: Terms = []
@@ -323,7 +335,8 @@ def _add_forward_memory(model: _Model) -> None:
 
 
 def _add_start_memory(model: _Model) -> None:
-    """When the backward phase starts all tangents and outputs are alive, kept or not."""
+    """Limit memory at the start of the backward phase: tangents and outputs are alive, kept or
+    not."""
     outputs = model.stages.units.graph.outputs
     not_free = set(model.stages.units.graph.held)
     terms = [
@@ -337,7 +350,7 @@ def _add_start_memory(model: _Model) -> None:
 
 
 def _add_saved(model: _Model) -> MemoryRow:
-    """What is alive between the phases besides the outputs."""
+    """Limit the bytes alive between the phases besides outputs."""
     outputs = set(model.stages.units.graph.outputs)
     wanted = model.stages.stages[0].wanted
     terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]

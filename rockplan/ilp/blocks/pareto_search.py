@@ -10,10 +10,10 @@ same answers on every run unless the time limit strikes.
 
 ParetoSearch: the schedule found at a corner (P, S) is the best one for every tighter corner that it
 fits, and its time bounds every tighter corner from below. So a sweep at one peak starts without a
-limit on saved bytes; each corner is answered by a schedule in hand, if that is within eps of the
-bound, else by the solver; and the next corner is just below what the answer saves. The first
-sweeps have no limit on the peak, for it is these options that a chain mostly uses; those at
-limited peaks follow, the extremes and the middle first, as long as the effort lasts.
+limit on saved bytes; each corner is answered by a known schedule if that is within eps of the
+bound, else by the solver; and the next corner is just below the saved bytes of the answer. The
+first sweeps have no limit on the peak, since a chain mostly uses these options; sweeps at limited
+peaks follow, the extremes and the middle first, as long as the effort lasts.
 """
 
 from __future__ import annotations
@@ -32,30 +32,31 @@ from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 
 SOLVE_EFFORT = 300
-"""What setting up one solve costs, in iterations of the simplex method: 0.03 s against 10,000
-iterations a second."""
+"""Effort of setting up one solve (0.03 s), in iterations of the simplex method (10,000 a
+second)."""
 
 COARSE_DELTAS = (0.25, 0.1)
-"""Steps of the first sweeps: on a block whose sweep costs more than the effort they leave
-options all along it."""
+"""Steps of the first sweeps, as shares of the range of saved bytes: so that options are spread over
+the range even if the effort ends before a fine sweep does."""
 
 MAX_ENTRIES = 500_000
-"""Largest number of matrix entries of the stage formulation that is written down (some seconds
-in Python); larger problems have the seeds only."""
+"""Most matrix entries of a stage formulation that is solved (writing it takes some seconds in
+Python); larger problems have the seeds only."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """eps, gap: shares of the iteration time: how far an answer may be from the bound, and what
-    the solver may leave unproven at one corner. delta: share of the range of saved bytes.
+    """How to search a family. eps, gap: shares of the iteration time: how far an answer may be from
+    the bound, and what the solver may leave unproven at one corner. delta: share of the range of
+    saved bytes.
 
     effort: no new corner is solved once the solver has spent this much (iterations of the simplex
-    method, and SOLVE_EFFORT for each solve); the ends are found whatever they cost.
-    time_limit_s: for the whole call. solver: by its name in PuLP.
+    method, and SOLVE_EFFORT for each solve); the ends are found whatever they cost. time_limit_s:
+    for the whole call. solver: by its name in PuLP.
 
-    eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with
-    5 % lose up to 1.6 % (in the prototype of the chain). effort: three times as much was best for
-    plans of the chain alone; plans that begin at it hardly gain from more.
+    eps 0.5 % with delta 2 % lose at most 0.1 % of iteration time in the final schedule, 1 % with 5
+    % lose up to 1.6 % (in the prototype of the chain). Three times the effort was best for plans of
+    the chain alone; plans that only begin at it hardly gain from more.
     """
 
     eps: float = 0.005
@@ -67,12 +68,12 @@ class Settings:
 
 
 Corner = tuple[int, int]
-"""Peak and saved bytes, on the problem without tiny storages: what may be needed, or what is."""
+"""(peak bytes, saved bytes), without tiny storages: limits of a schedule, or its needs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """A schedule and what it needs."""
+    """A schedule, its needs and its time."""
 
     orders: Orders
     needs: Corner
@@ -83,10 +84,9 @@ class Answer:
 class ParetoSearch:
     """What is known about one problem so far.
 
-    answers: schedules found. bounds: (peak, saved, ns): nothing within that corner is faster.
-    infeasible: corners without a schedule of the class.
-    step: the finest distance of two corners of the sweeps, in bytes.
-    is_cut: the time limit struck.
+    answers: schedules found. bounds: (peak, saved, ns): no schedule within that corner is faster.
+    infeasible: corners without a schedule of the class. step: the finest distance of two corners of
+    the sweeps, in bytes. is_cut: the time limit struck.
     """
 
     units: Units
@@ -110,23 +110,27 @@ class ParetoSearch:
         return self.effort >= self.settings.effort or self.is_late()
 
     def add(self, orders: Orders) -> Answer:
+        """Note a schedule as an answer."""
         option = price(self.problem, orders)
         answer = Answer(orders, (peak_bytes(option), option.saved_bytes), option.time_ns)
         self.answers.append(answer)
         return answer
 
     def bound_ns(self, corner: Corner) -> int:
+        """Return the best proven bound for a corner."""
         return max(ns for p, s, ns in self.bounds if _covers((p, s), corner))
 
     def best(self, corner: Corner) -> Answer | None:
+        """Return the fastest answer within a corner, None if there is none."""
         fitting = [a for a in self.answers if _covers(corner, a.needs)]
         return min(fitting, key=lambda a: a.time_ns, default=None)
 
     def is_infeasible(self, corner: Corner) -> bool:
+        """True if it is proven that no schedule is within the corner."""
         return any(_covers(empty, corner) for empty in self.infeasible)
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
-        """Solve one corner and note what was proven; None if that found no schedule."""
+        """Solve one corner and note what was proven; None if no schedule was found."""
         if self.model is None or self.is_late():
             return None
         started, limit_s = time.monotonic(), self._solve_limit_s
@@ -142,12 +146,13 @@ class ParetoSearch:
         return None if answer.orders is None else self.add(answer.orders)
 
     def is_late(self) -> bool:
+        """True if the time limit has struck."""
         self.is_cut = self.is_cut or time.monotonic() >= self.deadline
         return self.is_cut
 
     @property
     def _solve_limit_s(self) -> float:
-        """No corner takes more than a quarter of the time that is left."""
+        """Seconds for one corner: a quarter of the remaining time."""
         return max(self.deadline - time.monotonic(), 0.0) / 4
 
 
@@ -171,19 +176,20 @@ def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
     if fits_solver:
         _fill(search, _find_ends(search))
     elif not stages.stages:
-        # Nothing to keep or to make again: all schedules of the class need the same.
+        # There is no choice: all schedules of the class need the same.
         peak, saved = search.answers[0].needs
         search.infeasible += [(peak - 1, UNLIMITED), (UNLIMITED, saved - 1)]
     return search
 
 
 def _covers(outer: Corner, inner: Corner) -> bool:
+    """True if `inner` is within `outer`."""
     return inner[0] <= outer[0] and inner[1] <= outer[1]
 
 
 def _find_ends(search: ParetoSearch) -> list[Corner]:
-    """The corners at the four ends of the family: the least peak and the least saved bytes, each
-    alone and followed by the other."""
+    """Return the corners at the four ends of the family: the least peak and the least saved bytes,
+    each alone and followed by the other."""
     peak = _smallest(search, 0, UNLIMITED)
     saved = _smallest(search, 1, UNLIMITED)
     return [
@@ -195,11 +201,12 @@ def _find_ends(search: ParetoSearch) -> list[Corner]:
 
 
 def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
-    """The smallest peak (axis 0) or saved bytes (axis 1) of a schedule that stays within `other`
-    on the other axis.
+    """Return the smallest peak (axis 0) or saved bytes (axis 1) of a schedule that stays within
+    `other` on the other axis.
 
-    Bisection, but values are few (sums of a few sizes): the one in hand is often the smallest,
-    so every other trial is just below it. A time limit ends it with the smallest one found.
+    Bisection, but there are few possible values (sums of a few sizes): the smallest known one is
+    often the least, so every other trial is just below it. A time limit ends it with the smallest
+    one found.
     """
 
     def corner(limit: int) -> Corner:
@@ -221,7 +228,7 @@ def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
 
 
 def _least(search: ParetoSearch, axis: int) -> int:
-    """What every schedule needs at the least."""
+    """Return what every schedule needs on this axis, at least."""
     assert search.model is not None
     if axis == 1:
         return search.model.saved.constant_bytes
@@ -246,7 +253,7 @@ def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
 
 
 def _from_coarse_to_fine(last: int) -> list[int]:
-    """0 to last, so that every beginning of the list covers the range evenly."""
+    """Order 0 to last so that every beginning of the list covers the range evenly."""
     order = dict.fromkeys([0, last])
     stride = last
     while len(order) <= last:
@@ -266,7 +273,7 @@ def _sweep(search: ParetoSearch, peak_bytes: int, step: int) -> None:
 
 
 def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
-    """The best schedule in hand for a corner, if it is good enough; else the solver's."""
+    """Return the best known schedule for a corner, if it is good enough; else the solver's."""
     best = search.best(corner)
     eps_ns = int(search.settings.eps * search.problem.time_ns)
     is_good = best is not None and best.time_ns <= search.bound_ns(corner) + eps_ns

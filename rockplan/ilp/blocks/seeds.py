@@ -1,4 +1,4 @@
-"""Schedules without a solver: keep some storages, make the others again where they are read.
+"""Schedules without a solver: keep some storages, make the others again when they are read.
 
 takes: a problem. returns: a few orders, from keep-all to keep-nothing. They are the first answers
 of a search, and all the answers for a problem that is too large for the solver.
@@ -15,17 +15,18 @@ from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 PREFIXES = 16
-"""How many sets of dropped storages are tried between keep-all and keep-nothing."""
+"""Sets of dropped storages that are tried between keep-all and keep-nothing."""
 
 LONGEST = 50_000
-"""Executions after which a seed is given up: to make everything again for each reader takes the
-square of a loop's steps (of 250, 5690 nodes, 1.7 million executions)."""
+"""Executions after which a seed is given up. Making everything again for each reader takes the
+square of a loop's steps (250 steps, 5690 nodes: 1.7 million executions)."""
 
 
 def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
-    """Keep-all first; then more and more is dropped, what is cheapest for its size first. The
-    last one makes everything again for each reader, if that is not too long: the least that stays
-    alive in between. After the deadline, as of time.monotonic, only these and what drops all."""
+    """Return keep-all, then orders that drop more and more storages, those with the least recompute
+    time for their size first. The last one makes everything again for each reader (unless that is
+    too long), which keeps the fewest bytes alive. After the deadline, as of time.monotonic, only
+    the first, the last and the one that drops all are made."""
     view = GraphView(problem)
     read = {d for node in problem.backward for d in node.reads}
     droppable = [
@@ -49,7 +50,7 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
 
 
 def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
-    """Forward once; before each backward node, what it needs and is not there."""
+    """Run forward nodes once; before each backward node, make its missing inputs again."""
     phase = _phase(view, dropped)
     for node in view.graph.backward:
         phase.execute(node.index)
@@ -57,8 +58,8 @@ def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
-    """The same where nothing that was made again for one backward node is there for the next; none
-    if that is too long."""
+    """Do the same, but free what was made again for one backward node before the next; [] if that
+    is too long."""
     phase = _phase(view, dropped)
     for node in view.graph.backward:
         phase.nodes += [*phase.makers(node.reads), node.index]
@@ -72,8 +73,8 @@ def _orders(problem: CDGraph, backward: list[int]) -> Orders:
 
 
 def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
-    """The start of the backward phase: of what forward nodes make and can make again, what is not
-    held, and not read in the backward phase or dropped, is missing."""
+    """Begin the backward phase. Results of forward nodes that can be made again are missing if they
+    are not held, and dropped or not read in the backward phase."""
     problem = view.graph
     kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
     made = {d for node in problem.forward for d in node.writes} - view.held

@@ -2,13 +2,14 @@
 
 takes: Units. returns: Stages. The schedule class: forward nodes run once in order, then backward
 nodes once in order; at a stage, directly before a backward node that reads forward storages,
-forward nodes may run again, in order.
+forward nodes may be re-executed, in order.
 
-A storage is *free* if the solver decides when it lives: made by a forward node, neither held nor
-tiny, or the state of a generator. A free storage is *transient* if it is only a step to another one
-that is no larger: no backward node reads it, one node does, which reads no other free storage and
-writes no more bytes than that; such a storage is never kept, its reader's result is (on written-out
-attention a fifth of the solver's time, and no optimum changes: benchmarks/ilp_blocks.py).
+A storage is *free* if the solver decides when it is alive: made by a forward node and neither held
+nor tiny, or the state of a generator. A free storage is *transient* if it is only a step to another
+one that is no larger: no backward node reads it, one node does, which reads no other free storage
+and writes no more bytes than that; such a storage is never kept, its reader's result is (on
+written-out attention a fifth of the solver's time, and no optimum changes:
+benchmarks/ilp_blocks.py).
 """
 
 from __future__ import annotations
@@ -25,14 +26,13 @@ from rockplan.values.schedule import Compute, Schedule, with_frees
 
 @dataclass(frozen=True, slots=True)
 class TurnStage:
-    """What may happen directly before one backward node, and that node.
+    """One stage: the re-executions directly before one backward node, and that node.
 
-    node: the backward node. reads: free storages that it reads. wanted: free storages that this
-    or a later stage may use: the closure of their reads under re-execution.
-    movable: nodes that may run again here. before: bytes alive besides free storages when the
-    stage starts. during: the same while the node runs, with its results and workspace. gap: the
-    largest `during` of the backward nodes between the previous stage and this one, 0 without any.
-    All indices ascend.
+    node: the backward node. reads: free storages that it reads. wanted: free storages that this or
+    a later stage may use: the closure of their reads under re-execution. movable: nodes that may be
+    re-executed here. before: bytes alive besides free storages when the stage starts. during: the
+    same while the node runs, with its results and workspace. gap: the largest `during` of the
+    backward nodes between the previous stage and this one, 0 without any. All indices ascend.
     """
 
     node: int
@@ -46,11 +46,11 @@ class TurnStage:
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """stages: in the order of the backward phase. tail: the largest `during` after the last one.
+    """All stages of a problem. stages: in the order of the backward phase. tail: the largest
+    `during` after the last one.
 
-    transient: free storages that are never kept.
-    last_use: data of the forward phase -> the last forward node that makes or reads it; None for
-    what lives to the end of that phase anyway.
+    transient: free storages that are never kept. last_use: data of the forward phase -> the last
+    forward node that makes or reads it; None if it lives to the end of that phase anyway.
     forward_during: bytes alive during each forward node if nothing were kept for the backward
     phase. held: bytes of held forward storages that are not outputs. start_bytes: alive besides
     free storages when the backward phase starts.
@@ -67,7 +67,7 @@ class Stages:
 
 
 def find_stages(units: Units) -> Stages:
-    """Sets and constants for `formulate`; every result has a storage of its own."""
+    """Return the sets and constants for `formulate`; no result takes over a storage."""
     graph = without_takes(units.graph)
     view, free = units.view, _free(units)
     order = range(len(graph.nodes))
@@ -91,6 +91,7 @@ def find_stages(units: Units) -> Stages:
 
 
 def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
+    """Return the stages. during: node -> bytes alive besides free storages while it runs."""
     graph = view.graph
     before = {n.index: during[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
@@ -121,6 +122,7 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
 
 
 def _free(units: Units) -> frozenset[int]:
+    """Return the free storages."""
     view = units.view
     states = (state for i, state in view.states.items() if view.state_bytes[i])
     activations = (d.index for d in units.graph.data if d.kind is DataKind.ACTIVATION)
@@ -128,13 +130,13 @@ def _free(units: Units) -> frozenset[int]:
 
 
 def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
-    """`graph` where free storages weigh nothing."""
+    """Return `graph` in which free storages weigh nothing."""
     data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
     return replace(graph, data=data)
 
 
 def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
-    """node -> bytes alive while it runs; every node runs at most once in `schedule`."""
+    """Return node -> bytes alive while it runs; every node runs at most once in `schedule`."""
     return {
         event.node: step.during_bytes
         for event, step in zip(schedule.events, timeline(graph, schedule), strict=True)
@@ -145,6 +147,7 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
 def _transient(
     view: GraphView, free: frozenset[int], stages: tuple[TurnStage, ...]
 ) -> frozenset[int]:
+    """Return the transient storages (see the module)."""
     graph = view.graph
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
@@ -158,13 +161,13 @@ def _transient(
         made_bytes = view.bytes_of(w for w in user.writes if w in wanted)
         return made_bytes <= view.sizes[d] and free & set(user.reads) == {d}
 
-    # An output is there when the backward phase starts whether it is kept or not.
+    # Outputs do not count: they are alive at the start of the backward phase, kept or not.
     steps = {d for d in users if view.maker(d) is not None} - set(graph.outputs)
     return frozenset(d for d in steps if len(users[d]) == 1 and is_step(d, users[d][0]))
 
 
 def _last_forward_use(view: GraphView) -> dict[int, int | None]:
-    """data of the forward phase -> the last forward node that makes or reads it; None for what
+    """Return data of the forward phase -> the last forward node that makes or reads it; None if it
     lives to the end of that phase anyway."""
     stay = view.held.union(view.graph.outputs)
     n_forward = len(view.graph.forward)
@@ -173,5 +176,5 @@ def _last_forward_use(view: GraphView) -> dict[int, int | None]:
         for d, made_by in view.producer.items()
         if made_by < n_forward
     }
-    # A state is there while its node runs only if that runs again.
+    # A generator state is needed while its node runs only if that runs again.
     return last_use | {state: i - 1 for i, state in view.states.items()}

@@ -1,29 +1,30 @@
-"""The program of a whole graph at some moments: small, and short of the truth only where none is.
+"""The program of a whole graph with memory rows at some moments only: a small relaxation.
 
-takes: a CDGraph, Moments, a budget. returns: Program. guarantees: whatever order `verify` accepts
-and `simulate` finds within the budget, if it executes every node for the first time in the order of
-the graph, is a solution that costs at most what its re-executions take: the optimum is a lower
+takes: a CDGraph, Moments, a budget. returns: Program. guarantees: every order that `verify`
+accepts, that `simulate` finds within the budget, and whose first executions are in the order of the
+graph, is a solution that costs at most what its re-executions take. So the optimum is a lower
 bound, and a solution whose schedule (`orders_of`) keeps the budget is optimal.
 
-Moments are first executions. In the interval up to a moment, what is read for the first time is
-alive from before, or made again, or made for the first time; what is made again needs its own
-inputs in the same way, and what draws again the generator's state from before its first draw; what
-is alive after a moment was alive before it or made in the interval. At each moment, and at the
-start of the backward phase (the *turn*), there is the memory of what is alive. Without moments in
-the forward phase intervals begin at the turn, where anything that was made may be alive; with some,
-one interval ends at the turn.
+Moments are first executions. In the interval up to a moment, an input of a first execution is alive
+from before, or made again, or made for the first time; a re-execution needs its own inputs in the
+same way, and a re-executed random node needs the generator's state from before its first draw; a
+storage alive after a moment was alive before it or made in the interval. At each moment, and at the
+start of the backward phase (the *turn*), a row limits the memory of live storages. Without moments
+in the forward phase, intervals begin at the turn, where anything that was made may be alive; with
+some, one interval ends at the turn.
 
-What holds in an interval is said of some unions of intervals too (`ProgramRows.span`): of those
-from each interval to the end, and of those that were split. It follows from the rows of the parts,
-but not in the linear relaxation, in which half of a re-execution in one interval and half in
-another need half of each input: without these rows every moment makes the relaxation weaker.
+The rows of an interval are also written for some unions of intervals (`ProgramRows.span`): for
+those from each interval to the end, and for intervals that were split. They follow from the rows of
+the parts, but not in the linear relaxation, in which half of a re-execution in one interval and
+half in another need half of each input: without these rows every moment makes the relaxation
+weaker.
 
 Columns, for interval s, storage d, node i:
     keep[s, d]    binary: d is alive when interval s starts
-    reruns[s][i]  binary: i runs again in it
+    reruns[s][i]  binary: i is re-executed in it
 
-Thousands of columns, anew for each moment, are arrays at once: PuLP models, as those of blocks are,
-take three times as long to write (6 ms instead of 2 for 195 columns).
+Thousands of columns, anew for each moment, are written as arrays at once: PuLP models, as blocks
+have them, take three times as long to write (6 ms instead of 2 for 195 columns).
 
 `benchmarks/bounds` has programs that look at more than first executions, for offline proofs.
 """
@@ -46,23 +47,23 @@ from rockplan.values.order import BackwardPhase, Orders, without_idle
 
 Terms = list[tuple[int, int]]
 Runs = dict[int, int]
-"""Node -> column: it runs again in a span of intervals."""
+"""Node -> column that is 1 if the node is re-executed in a span of intervals."""
 
 MAX_UNITS = 1 << 22
-"""Of memory in one program: what HiGHS may leave each binary from an integer, 1e-6, is a kilobyte
-of a GiB then. With 1 << 16, DenseNet at its least peak seemed to fit in a schedule that needs 192
-bytes more, and takes 2 % of an iteration less."""
+"""Units of memory in one program. HiGHS may leave each binary 1e-6 from an integer, a kilobyte of a
+GiB. With 1 << 16 units, DenseNet at its least peak seemed to fit in a schedule that needs 192 bytes
+more, and takes 2 % of an iteration less."""
 
 BEGINNING, TURN = -2, -1
-"""In place of a first execution: the start of the forward phase, and that of the backward phase."""
+"""Stand for a moment: the start of the forward phase, and that of the backward phase."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moments:
-    """Where the program looks.
+    """First executions at which the program limits memory.
 
-    ends: nodes, the last one among them. spans: of unions of intervals, the end of the interval
-    before, and of the last one; where none is before, the turn or the beginning.
+    ends: nodes, the last one among them. spans: unions of intervals, as (end of the interval
+    before, end of the last one); if there is none before, TURN or BEGINNING.
     """
 
     ends: frozenset[int]
@@ -71,12 +72,12 @@ class Moments:
 
 @dataclass(frozen=True, slots=True)
 class Interval:
-    """From one moment to the next: of the nodes from `first` to before `stop`, which run for the
-    first time there, up to the first execution of the last of them, its `end`; or to the turn,
-    which may come some re-executions later.
+    """The nodes from `first` to before `stop`, which run for the first time in this interval. It
+    ends at the first execution of the last of them, `end`, or at the turn (which some re-executions
+    may precede).
 
-    wanted: open storages (not held, made before `first`) that these or later nodes read, or that
-    are read to make those again; reads: of these nodes.
+    wanted: open storages (see `Facts`) made before `first` that these or later nodes read, or that
+    re-executions making those may read; reads: those read by nodes of the interval.
     """
 
     first: int
@@ -89,11 +90,10 @@ class Interval:
 class Facts:
     """What the programs of one graph have in common.
 
-    is_open: storages that may be dropped: after they were made, or tangents and generator states,
-    which nothing makes again; of no size only where they have to be dropped. producer: -1 for
-    tangents and states.
-    born: the same, but for states the node that draws from them first. again: nodes that may run
-    again.
+    is_open: storages that may be freed while still needed: results that are not held, tangents, and
+    generator states; storages of no size only if they have to be dropped at the turn. producer:
+    node -> -1 for tangents and states. born: the same, but for a state the node that draws from it
+    first. again: nodes that may be re-executed.
     """
 
     def __init__(self, graph: CDGraph) -> None:
@@ -110,8 +110,8 @@ class Facts:
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
-        """Storage -> first and last node at which it is alive in every schedule: tangents, and
-        what is held."""
+        """Storage -> first and last node at which it is alive in every schedule: tangents and held
+        storages."""
         read_by, start = self.view.readers, len(self.graph.forward)
         alive = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
@@ -121,7 +121,7 @@ class Facts:
 
     @functools.cached_property
     def always_bytes(self) -> list[int]:
-        """Of each node: what is always there at its first execution."""
+        """Bytes that are always alive at the first execution of each node."""
         changes = [0] * (len(self.graph.nodes) + 1)
         for d, (low, high) in self.always.items():
             changes[low] += self.sizes[d]
@@ -130,25 +130,27 @@ class Facts:
 
     @functools.cached_property
     def forced_bytes(self) -> list[int]:
-        """Of each node: alive for certain at its first execution: what is always there then, its
-        workspace, what it makes and reads, without what its result may take over."""
+        """Bytes alive in every schedule at the first execution of each node: the always alive ones,
+        its workspace, its inputs and results, less the operands that a result may take over."""
         return [
             b + (0 if n.optional else self.own_bytes(n, n.reads, n.index))
             for b, n in zip(self.always_bytes, self.graph.nodes, strict=True)
         ]
 
     def own_bytes(self, node: ComputeNode, reads: Iterable[int], moment: int) -> int:
-        """Alive for certain while `node` runs, besides what is always there at `moment`."""
+        """Return the bytes alive in every schedule while `node` runs, besides those always alive at
+        `moment`."""
         own = {d for d in (*reads, *node.writes) if not self.is_always(d, moment)}
         taken_bytes = self.view.taken_bytes[node.index]
         return sum(self.sizes[d] for d in own) + node.workspace_bytes - taken_bytes
 
     def is_always(self, d: int, moment: int) -> bool:
+        """True if d is alive at `moment` in every schedule."""
         low, high = self.always.get(d, (1, 0))
         return low <= moment <= high
 
     def closure(self, seeds: Iterable[int]) -> set[int]:
-        """`seeds`, and every open storage that making them again may read."""
+        """Return `seeds`, and every open storage that making them again may read."""
 
         def open_reads(node: int) -> list[int]:
             return [r for r in self.view.reads_again[node] if r in self.is_open]
@@ -156,10 +158,11 @@ class Facts:
         return closure(open_reads, self.view.makers, seeds)
 
     def backward_phase(self) -> BackwardPhase:
-        """Its start: what has to be dropped is missing."""
+        """Begin the backward phase, without the storages that must be dropped."""
         return BackwardPhase(self.graph, self.view.remaker, self.view.dropped)
 
     def intervals(self, moments: Moments) -> list[Interval]:
+        """Return the intervals between the moments, in order."""
         turn = len(self.graph.forward)
         stops = [(end + 1, end) for end in sorted(moments.ends)]
         first = turn
@@ -175,7 +178,7 @@ class Facts:
                 unborn = self.tangents
             nodes = [n for n in self.graph.nodes[first:stop] if not n.optional]
             read = {d for n in nodes for d in n.reads if d in self.is_open}
-            # What is made for the first time from here on is there for what comes after it.
+            # A storage first made from here on is available to later nodes: only older ones count.
             older = {d for d in wanted | read if self.born[d] < first} - unborn
             wanted = self.closure(older)
             reads = frozenset(read & older)
@@ -185,7 +188,8 @@ class Facts:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Program:
-    """linear: minimises the time of re-executions, in TIME_UNIT; see the module for its columns."""
+    """An integer program. linear: minimises the time of re-executions, in TIME_UNIT; see the module
+    for its columns."""
 
     facts: Facts
     intervals: list[Interval]
@@ -205,13 +209,13 @@ class Program:
 
 
 def turn_of(intervals: Sequence[Interval]) -> int:
-    """The number of the first one in the backward phase."""
+    """Return the number of the first interval in the backward phase."""
     turns = (s + 1 for s, part in enumerate(intervals) if part.end == TURN)
     return next(turns, 0)
 
 
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
-    """Sizes are rounded down and the budget up, so that no schedule is lost."""
+    """Write the program. Sizes are rounded down and the budget up, so that no schedule is lost."""
     unit_bytes = max(-(-budget_bytes // MAX_UNITS), 1)
     rows = ProgramRows(facts, moments, unit_bytes)
     for terms, alive_bytes in rows.memory:
@@ -220,8 +224,8 @@ def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
 
 
 class ProgramRows:
-    """A program while it is written. memory: terms, in units rounded down, and bytes that are alive
-    besides, for each moment at which the budget holds."""
+    """A program while it is written. memory: for each moment, the terms (in units, rounded down)
+    and the bytes that are alive besides."""
 
     def __init__(self, facts: Facts, moments: Moments, unit_bytes: int) -> None:
         self.facts = facts
@@ -246,7 +250,7 @@ class ProgramRows:
         self.memory = [self._turn(turn), *map(self._moment, ends)]
 
     def may_run(self, part: Interval) -> set[int]:
-        """Nodes that may run again in the interval."""
+        """Return the nodes that may be re-executed in the interval."""
         return {i for d in part.wanted for i in self.facts.view.makers[d]}
 
     def _units(self, d: int) -> int:
@@ -257,7 +261,8 @@ class ProgramRows:
         return [] if column is None else [(column, self._units(d))]
 
     def _spans(self, split: Collection[tuple[int, int]]) -> None:
-        """The rows of each interval, of what was split, and of all from each one to the end."""
+        """Write the rows of each interval, of the spans that were split, and of the span from each
+        interval to the end."""
         later: Runs = {}
         end = len(self.intervals) - 1
         for s in reversed(range(end + 1)):
@@ -266,7 +271,7 @@ class ProgramRows:
         number = {BEGINNING: -1, TURN: -1}
         number |= {part.end: s for s, part in enumerate(self.intervals)}
         spans = ((number[before] + 1, number[last]) for before, last in split)
-        # The largest spans so far that each interval is in; these form a tree.
+        # The largest span so far that contains each interval; the spans form a tree.
         widest = list(self.reruns)
         for s, e in sorted(spans, key=lambda span: (span[1] - span[0], span)):
             within = [
@@ -276,9 +281,9 @@ class ProgramRows:
                 widest[s : e + 1] = [self.span(s, e, within)] * (e + 1 - s)
 
     def span(self, s: int, end: int, within: Sequence[Runs]) -> Runs:
-        """What is read in the intervals from s to `end` is there; what is kept to their end was
-        there or is made. within: of the spans that this one consists of; the result is that of
-        this one, for nodes before it."""
+        """Write the rows of the span of intervals from s to `end`: inputs are available; storages
+        kept to its end were available or are made in it. within: node -> column of each span that
+        it consists of. Returns the same of this span, for nodes before it."""
         builder, makers = self.builder, self.facts.view.makers
         wanted = set(self.intervals[s].wanted)
         runs: Runs = {}
@@ -307,7 +312,8 @@ class ProgramRows:
         return runs
 
     def _turn(self, s: int) -> tuple[Terms, int]:
-        """Where the backward phase starts, with interval s: outputs are there, kept or not."""
+        """Return the memory where interval s starts the backward phase: outputs are alive, kept or
+        not."""
         graph = self.facts.graph
         made_forward = {d for n in graph.forward for d in n.writes}
         there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
@@ -317,11 +323,12 @@ class ProgramRows:
         return terms, sum(self.facts.sizes[d] for d in there)
 
     def _moment(self, s: int) -> tuple[Terms, int]:
-        """What outlives the moment was alive at it."""
+        """Return the memory at the moment that ends interval s: a storage that outlives the moment
+        was alive at it."""
         facts, node = self.facts, self.facts.graph.nodes[self.intervals[s].end]
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
-        # Nothing is taken over from what is kept; another operand may be in its place, unless the
-        # largest takeover takes all that any does.
+        # An operand that is kept is not taken over, but another takeover may apply then; only if
+        # the largest takeover includes all others may its operands be counted.
         takes = [frozenset(t.operands) for t in facts.view.takes[node.index]]
         largest = takes[0] if takes and all(t <= takes[0] for t in takes) else frozenset()
         own = {*node.reads, *node.writes} - largest
@@ -331,9 +338,9 @@ class ProgramRows:
 
 
 def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
-    """The order that a solution stands for: what it does not keep runs again when it is read next,
-    with what that needs. In the forward phase nothing runs again. Legal whatever the solution is.
-    """
+    """Return the order that a solution stands for: a storage that it does not keep is made again
+    when it is read next, together with its missing inputs. The forward phase re-executes nothing.
+    The order is legal whatever the solution is."""
     facts = made.facts
     phase = facts.backward_phase()
     turn = len(facts.graph.forward)

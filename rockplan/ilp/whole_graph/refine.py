@@ -1,14 +1,13 @@
-"""A lower bound on the time of the legal schedules within a budget, and what leads to one.
+"""A lower bound on the time of legal schedules within a budget, and a schedule near it.
 
 takes: a CDGraph, a budget. returns: Refined, nanoseconds. guarantees: no schedule that `verify`
-accepts, that executes every node for the first time in the order of the graph, and that `simulate`
-finds within the budget is faster, whatever it executes again, forward or backward, however often
-and in whatever order.
+accepts, whose first executions are in the order of the graph, and that `simulate` finds within the
+budget is faster, whatever it re-executes, in either phase, however often and in whatever order.
 
-The program (`program`) begins with one moment. The schedule that its solution stands for is
-simulated, and where a first execution needs most above the budget there is a moment in the next
-program: of relaxations first, then of integer programs. One whose schedule keeps the budget at
-first executions ends it.
+The program (`program`) begins with one moment. The schedule of its solution is simulated, and the
+first execution that exceeds the budget most becomes a moment of the next program: first of
+relaxations, then of integer programs. It ends with a schedule that keeps the budget at all first
+executions.
 
 Few moments suffice, four to eight here. Bound over one execution of every node (roofline prices,
 operations in eager's order), against moments in equal parts of the backward phase without the rows
@@ -33,24 +32,24 @@ from rockplan.values.order import Orders
 from rockplan.values.schedule import Compute, with_frees
 
 ITERATIONS = 4000
-"""Of the simplex method in one relaxation, after which none with more moments follows: a quarter of
-a second on transformers. Columns say less: the first relaxation of a loop of 300 steps has 6,000
-and takes 0.04 s."""
+"""A relaxation that took more iterations of the simplex method (a quarter of a second on
+transformers) is the last one. The number of columns says less: the first relaxation of a loop of
+300 steps has 6,000 and takes 0.04 s."""
 
 PATIENCE = 3
-"""Moments without a gain in the bound, after which no relaxation follows."""
+"""After so many moments in a row that do not raise the bound, no relaxation follows."""
 
 GAP = 1e-4
 """Share of the iteration time that an integer program may leave unproven."""
 
 NODE_LIMIT = 1 << 30
-"""None: the time limit ends the search."""
+"""Practically none: the time limit ends the search."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Refined:
-    """The last relaxation that was solved. bound: the largest of all, in TIME_UNIT; 0 if no
-    schedule fits, as far as the relaxations see."""
+    """The last relaxation that was solved. bound: the largest of all, in TIME_UNIT; 0 if the
+    relaxations see no schedule that fits."""
 
     budget_bytes: int
     moments: Moments
@@ -60,7 +59,7 @@ class Refined:
 
     @property
     def orders(self) -> Orders | None:
-        """Near a fast schedule within the budget, though it may need more."""
+        """A fast schedule that may exceed the budget; None if there is no solution."""
         return None if self.relaxed.values is None else orders_of(self.program, self.relaxed.values)
 
     @property
@@ -69,8 +68,8 @@ class Refined:
 
 
 def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | None:
-    """None if nothing need be made again, nothing can, or there was no time. deadline: as of
-    time.monotonic."""
+    """Solve relaxations with more and more moments. Returns None if no re-execution is needed or
+    possible, or if there was no time. deadline: as of time.monotonic."""
     facts = Facts(graph)
     moments = Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
     best: Refined | None = None
@@ -95,7 +94,8 @@ def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | 
 
 
 def proved_ns(start: Refined, *, deadline: float) -> int:
-    """What integer programs prove before the deadline, the first at the moments of `start`."""
+    """Return the bound that integer programs prove before the deadline, the first at the moments of
+    `start`."""
     graph, facts = start.program.facts.graph, start.program.facts
     bound, moments = start.bound, None if start.bound == 0 else start.moments
     while moments is not None and (remaining_s := deadline - time.monotonic()) > 0:
@@ -119,8 +119,8 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
 def looking_closer(
     made: Program, moments: Moments, orders: Orders, budget_bytes: int
 ) -> Moments | None:
-    """With the moment at which the schedule needs most above the budget, of the first executions
-    that are none yet; None if there is none."""
+    """Add the moment at which the schedule exceeds the budget most, among first executions that are
+    none yet; None if there is no such."""
     graph = made.facts.graph
     schedule = with_frees(graph, orders.forward, orders.backward)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)

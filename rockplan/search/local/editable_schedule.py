@@ -1,13 +1,14 @@
-"""A schedule that changes: computations inserted and left out, memory known after each change.
+"""An editable schedule: computations are inserted and removed, and memory is known after each
+change.
 
 takes: a priced CDGraph, an order of computations whose forward phase runs every node once.
 guarantees: the bytes at each computation are those that `simulate` finds for the same order with
 the frees of `schedule.with_frees`; storages of `graph.dropped` that are alive between the phases
 count as more than any budget. A change costs what it touches, not the length of the schedule.
 
-A storage is alive from each computation that makes it to the last read before it is made again:
-a copy. So an insertion needs nothing else to be legal: what it reads stays alive up to it, and
-what it makes need not have stayed alive before it.
+A copy of a storage is alive from the computation that makes it to the last read before the storage
+is made again. So an insertion is legal by itself: what it reads stays alive up to it, and what it
+makes need not have stayed alive before it.
 """
 
 from __future__ import annotations
@@ -24,22 +25,23 @@ from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
-"""Positions of the backward phase for each computation of the order that a draft begins with: many,
-so that insertions find one, but of a long order not so many that their sum takes long."""
+"""Positions of the backward phase for each computation that a draft begins with, at most and at
+least, and positions in all: many, so that insertions find an empty one, but in a long order few
+enough to sum up fast."""
 
 APART = 2
-"""Positions from one computation to the next, at least."""
+"""Least distance between two computations, in positions."""
 
 EMPTY = -1
-"""In place of a node: nothing runs at the position."""
+"""Stands for the node of a position at which nothing runs."""
 
 _FORBIDDEN = 1 << 60
 _NOWHERE = -1
 
 
 class _Gaps:
-    """Spans in which a storage is alive and unused, as rows (storage, last use, next read); of a
-    row that is free the next read is nowhere."""
+    """Spans of positions in which a storage is alive and unused, as rows (storage, last use, next
+    read). In a free row, the next read is `_NOWHERE`."""
 
     def __init__(self) -> None:
         self._data: NDArray[np.int64] = np.full(0, _NOWHERE)
@@ -48,7 +50,7 @@ class _Gaps:
         self._free: list[int] = []
 
     def replace(self, data: int, gaps: Sequence[tuple[int, int]]) -> None:
-        """From now on these (last use, next read) are the gaps of the storage."""
+        """Set the gaps of a storage: (last use, next read)."""
         rows = self._rows.setdefault(data, [])
         while len(rows) > len(gaps):
             row = rows.pop()
@@ -64,15 +66,15 @@ class _Gaps:
             self._last_use[row], self._next_read[row] = last_use, next_read
 
     def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Storages with a gap strictly around `position`, ascending, and where each is read next;
-        a storage has one gap there at most."""
+        """Return the storages with a gap strictly around `position`, ascending, and the position at
+        which each is read next. (A storage has at most one such gap.)"""
         rows = ((self._last_use < position) & (self._next_read > position)).nonzero()[0]
         data = self._data[rows]
         ascending = data.argsort()
         return data[ascending], self._next_read[rows[ascending]]
 
     def move(self, moved: NDArray[np.int64]) -> None:
-        """Positions are others: what was at p is at moved[p]."""
+        """Renumber positions: p becomes moved[p]."""
         used = self._next_read != _NOWHERE
         self._last_use[used] = moved[self._last_use[used]]
         self._next_read[used] = moved[self._next_read[used]]
@@ -88,7 +90,7 @@ class _Gaps:
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """`node` was inserted at `position`, or removed there."""
+    """An undo entry: `node` was inserted at `position`, or removed there."""
 
     position: int
     node: int
@@ -97,18 +99,18 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class _Going:
-    """What is left out together: positions of re-executions, and the copies that they read, each a
-    storage and where it is made."""
+    """What leaving out a re-execution would remove: positions of computations, and the copies that
+    they read, as (storage, position of its maker)."""
 
     positions: set[int]
     copies: set[tuple[int, int]]
 
 
 class Draft:
-    """One order of computations at positions; see the module.
+    """One order of computations at positions, an editable schedule (see the module).
 
-    nodes: of each position. The forward phase has the positions before `boundary`, where the
-    backward phase starts.
+    nodes: the node of each position. Positions before `boundary` are the forward phase; the
+    backward phase starts at `boundary`.
     """
 
     def __init__(
@@ -119,8 +121,8 @@ class Draft:
         movable: frozenset[int] = frozenset(),
         slots: int | None = None,
     ) -> None:
-        """movable: nodes whose first execution may go where another one is left. slots: positions
-        for each computation, if not by how many there are."""
+        """movable: nodes whose first execution may be moved or replaced by a later one. slots:
+        positions for each computation; None: by the number of computations."""
         self.graph = graph
         self.movable = movable
         self.view = view = GraphView(graph)
@@ -130,7 +132,7 @@ class Draft:
         self._is_optional = [n.optional for n in graph.nodes]
         self._takers = {d for takes in view.takes for t in takes for d in t.operands}
         self._uses = [{d for d in (*n.reads, *n.writes) if d in view.may_go} for n in graph.nodes]
-        # Beside what is alive they take the same wherever they run, but for a generator's state.
+        # Nodes that need the same bytes beside storages at any position, a generator state aside.
         self._is_plain = [
             not view.takes[n.index] and self._held.isdisjoint(n.writes) for n in graph.nodes
         ]
@@ -141,16 +143,18 @@ class Draft:
         self._lay_out(forward, backward)
 
     def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
+        """Put the computations at positions."""
         graph = self.graph
         self.boundary = len(forward)
         self.end = self.boundary + self._slots * (len(backward) + 1)
         self.nodes = [EMPTY] * self.end
         self.time_ns = 0
-        # Bytes of storages and saved generator states at each position, and those beside them.
+        # At each position: bytes of live storages and saved generator states; bytes of the
+        # computation beside these.
         self._bytes = np.zeros(self.end, dtype=np.int64)
         self._beside = np.full(self.end, -_FORBIDDEN, dtype=np.int64)
         self._beside[self.boundary] = 0
-        # Positions, ascending, that make and that read each storage, and that run each node.
+        # Positions, ascending, at which each storage is made and read, and each node runs.
         self._made: list[list[int]] = [[] for _ in graph.data]
         self._read: list[list[int]] = [[] for _ in graph.data]
         self._runs: list[list[int]] = [[] for _ in graph.nodes]
@@ -166,7 +170,7 @@ class Draft:
 
     @property
     def orders(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """The computations of both phases."""
+        """The computations of the forward and of the backward phase, in order."""
         nodes, boundary = self.nodes, self.boundary
         return (
             tuple(n for n in nodes[:boundary] if n != EMPTY),
@@ -174,23 +178,23 @@ class Draft:
         )
 
     def worst(self) -> tuple[int, int]:
-        """The first position at which the most bytes are alive, and how many."""
+        """Return the first position at which the most bytes are alive, and these bytes."""
         during = self._bytes + self._beside
         position = int(during.argmax())
         return position, int(during[position])
 
     def during_bytes(self) -> list[int]:
-        """Of each computation, in order."""
+        """Return the bytes alive during each computation, in order."""
         during = (self._bytes + self._beside).tolist()
         return [b for b, node in zip(during, self.nodes, strict=True) if node != EMPTY]
 
     def reruns(self) -> list[int]:
-        """Positions of what runs again, by node."""
+        """Return the positions of re-executions, by node."""
         runs_of = zip(self._is_optional, self._runs, strict=True)
         return [p for optional, runs in runs_of for p in (runs if optional else runs[1:])]
 
     def insert(self, position: int, node: int) -> None:
-        """Runs `node` at an empty position."""
+        """Run `node` at an empty position."""
         before = self._state_span(node)
         insort(self._runs[node], position)
         if self._state_bytes[node]:
@@ -206,7 +210,7 @@ class Draft:
         self._changes.append(_Change(position, node, inserted=True))
 
     def remove(self, position: int) -> None:
-        """Runs nothing there."""
+        """Run nothing at a position."""
         node = self.nodes[position]
         before = self._state_span(node)
         self._runs[node].remove(position)
@@ -224,11 +228,11 @@ class Draft:
 
     @property
     def changes(self) -> int:
-        """How many can be undone."""
+        """The number of changes that can be undone."""
         return len(self._changes)
 
     def undo(self, changes: int) -> None:
-        """Takes back what was done last, until so many changes are left."""
+        """Undo the latest changes, until only `changes` of them are left."""
         for change in reversed(self._changes[changes:]):
             if change.inserted:
                 self.remove(change.position)
@@ -241,7 +245,7 @@ class Draft:
         self._changes.clear()
 
     def leave_out(self, position: int) -> None:
-        """Removes a re-execution, and whatever may go of which nothing is read then."""
+        """Remove a re-execution, and others whose results are unused then."""
         pending = [position]
         while pending:
             position = pending.pop()
@@ -253,14 +257,15 @@ class Draft:
             pending += [p for p in makers if self._is_spare(p) and self._is_idle(p)]
 
     def delay(self, node: int) -> None:
-        """Removes the first execution of a node that runs again, if it may go and nothing is read
-        of it: so the node comes later."""
+        """Remove the first execution of a node that runs again, if it may be removed and its
+        results are unused: then the node runs later."""
         first = self._runs[node][0]
         if self._is_spare(first) and self._is_idle(first):
             self.leave_out(first)
 
     def is_delayed(self, node: int, position: int) -> bool:
-        """Could that be, if the node ran again at `position`?"""
+        """True if a re-execution of the node at `position` would make its first execution
+        needless."""
         first, *others = self._runs[node]
         if node not in self.movable or (others and others[0] < position):
             return False
@@ -268,14 +273,15 @@ class Draft:
         return not any(read and read[0] < position for read in made)
 
     def hasten(self, first: int, position: int) -> None:
-        """Moves the first execution of a node that is at `first` to before `position`."""
+        """Move the first execution of a node from position `first` to before `position`."""
         node = self.nodes[first]
         slot = self.slot_before(position)
         self.insert(slot, node)
         self.remove(self._runs[node][1])
 
     def hastened_bytes(self, first: int, position: int) -> int:
-        """How much less is alive at `position` for that; 0 if it cannot be."""
+        """Return how many bytes fewer would be alive at `position` if the node at `first` ran
+        before it; 0 if it cannot."""
         node = self.nodes[first]
         if node not in self.movable or self._runs[node][0] != first:
             return 0
@@ -291,15 +297,16 @@ class Draft:
         return bytes_
 
     def around(self, position: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Storages that may go and are alive at `position`, unused, and next read in the backward
-        phase, ascending; and where each is read next."""
+        """Return the storages that may be freed, are alive and unused at `position`, and next read
+        in the backward phase, ascending; and the position at which each is read next."""
         for d in self._changed:
             self._gaps.replace(d, self._gaps_of(d))
         self._changed.clear()
         return self._gaps.around(position)
 
     def _gaps_of(self, d: int) -> list[tuple[int, int]]:
-        """From each use of a copy to its next read, if that is in the backward phase."""
+        """Return the gaps of a storage: (last use, next read), for next reads in the backward
+        phase."""
         made, read = self._made[d], self._read[d]
         gaps: list[tuple[int, int]] = []
         first = bisect_right(read, self.boundary)
@@ -312,7 +319,8 @@ class Draft:
         return gaps
 
     def outliving(self, position: int) -> Callable[[int], bool]:
-        """Is a storage, made before `position`, alive there and read later?"""
+        """Return a function that tells if a storage, made before `position`, is alive there and
+        read later."""
         made_at, read_at, held = self._made, self._read, self._held
 
         def outlives(d: int) -> bool:
@@ -331,8 +339,8 @@ class Draft:
         return outlives
 
     def slot_before(self, position: int) -> int:
-        """An empty position after whatever runs before `position`. It may move what is at others:
-        those that were known, but for changes that can be undone, no longer hold."""
+        """Return an empty position between `position` and the computation before it. This may
+        renumber positions: earlier ones are invalid then, except those in the undo log."""
         previous = self._previous(position)
         if position - previous < 2 * APART:
             position = self._spread(position)
@@ -340,20 +348,21 @@ class Draft:
         return (previous + position + 1) // 2
 
     def _previous(self, position: int) -> int:
-        """Where something runs before, or the boundary."""
+        """Return the position of the computation before, or the boundary."""
         position -= 1
         while self.nodes[position] == EMPTY and position > self.boundary:
             position -= 1
         return position
 
     def _spread(self, position: int) -> int:
-        """Moves apart what is in use; returns where what was at `position` is then."""
+        """Move positions in use apart; return the new number of `position`."""
         known = (*(p for runs in self._runs for p in runs), *(c.position for c in self._changes))
         used = {p for p in known if p > self.boundary}
         old = np.array([*range(self.boundary + 1), *sorted(used)])
         room = np.where(old < self.boundary, 1, self._slots)
         new = np.cumsum(room) - room
-        # Where nothing runs all is as it is after what runs before: APART leaves one such position.
+        # An empty position has the memory of the one right after the computation before it; APART
+        # leaves one such position to copy from.
         before = old.tolist()
         nodes = [self.nodes[p] for p in before]
         after = np.where((np.array(nodes) == EMPTY) & (old != self.boundary), old, old + 1)
@@ -374,12 +383,14 @@ class Draft:
         return now[position]
 
     def fits_without(self, position: int, budget_bytes: int) -> bool:
-        """False only if the re-execution there cannot be left out within the budget: where most is
-        alive, what it makes would not fit in place of what is alive there for it alone.
+        """Return False only if leaving out the re-execution at `position` exceeds the budget for
+        certain: at the position with the most bytes, what the re-execution makes would not fit in
+        place of what is alive only for it.
 
-        Of 5679 questions about 2+2 layers of T5 at the smallest budget it says True to 47, and none
-        of them is wrong; BERT, 68 of 3763, ten wrong. Without a look at the position where most is
-        alive 4388 were True, and to try those took as long as all else in the exchanges.
+        Of 5679 questions about 2+2 layers of T5 at the smallest budget the answer is True to 47,
+        always rightly; of 3763 about BERT to 68, ten times wrongly. Without the look at the
+        position with the most bytes 4388 were True, and trying those took as long as all other
+        exchanges.
         """
         goes: _Going | None = None
         for d in self.graph.nodes[self.nodes[position]].writes:
@@ -404,12 +415,12 @@ class Draft:
         return True
 
     def _going(self, position: int) -> _Going:
-        """With a re-execution that is left out."""
+        """Return all that goes with a re-execution that is left out."""
         positions: set[int] = set()
         copies: set[tuple[int, int]] = set()
         pending = [-position]
         while pending:
-            # The last one first: all that might read what it makes was looked at.
+            # Latest position first: all readers of its results have been looked at.
             p = -heappop(pending)
             if p in positions or (positions and not self._is_idle(p, positions)):
                 continue
@@ -423,7 +434,7 @@ class Draft:
         return _Going(positions, copies)
 
     def _freed(self, goes: _Going, at: int) -> int:
-        """Bytes that are alive at `at` for what goes alone, or may be taken over there then."""
+        """Return the bytes alive at position `at` only for what goes."""
         freed_bytes = 0
         for p in goes.positions:
             freed_bytes += self._state_bytes[self.nodes[p]]
@@ -435,23 +446,25 @@ class Draft:
         return freed_bytes
 
     def _reads_of(self, d: int, maker: int) -> list[int]:
-        """Where the copy of d is read that is made at `maker`."""
+        """Return the reads of the copy of d that is made at position `maker`."""
         made, read = self._made[d], self._read[d]
         k = bisect_right(made, maker)
         j = bisect_left(read, maker)
         return read[j : bisect_left(read, made[k]) if k < len(made) else len(read)]
 
     def _maker(self, d: int, position: int) -> int:
-        """Where the d is made that is read at `position`."""
+        """Return the position at which the copy of d is made that is read at `position`."""
         return self._made[d][bisect_left(self._made[d], position) - 1]
 
     def _is_rerun(self, position: int) -> bool:
+        """True if the computation at a position is a re-execution (or of an optional node)."""
         node = self.nodes[position]
         return node != EMPTY and (self._is_optional[node] or self._runs[node][0] != position)
 
     def _is_spare(self, position: int) -> bool:
-        """Does what runs there run elsewhere, too, and may that be for the first time? Or need it
-        not run at all?"""
+        """True if the computation at a position may be removed as far as its own node goes: the
+        node is optional, or also runs elsewhere (and this is a re-execution, or a first execution
+        that may move)."""
         node = self.nodes[position]
         if node != EMPTY and self._is_optional[node]:
             return True
@@ -467,6 +480,7 @@ class Draft:
         return True
 
     def _make(self, d: int, position: int) -> None:
+        """Note that d is made at `position`, and count its bytes."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             if not made:
@@ -486,6 +500,7 @@ class Draft:
             self._alive(d, position, position + 1, 1)
 
     def _unmake(self, d: int, position: int) -> None:
+        """Note that d is no longer made at `position`."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             return
@@ -498,20 +513,22 @@ class Draft:
             self._alive(d, position, position + 1, -1)
 
     def _add_read(self, d: int, position: int) -> None:
+        """Note a read of d; the copy lives up to it."""
         k, j, is_last = self._reading(d, position)
         self._read[d].insert(j, position)
         if is_last:
             self._settle(d, k - 1, j, position + 1, 1)
 
     def _drop_read(self, d: int, position: int) -> None:
+        """Remove a read of d; the copy lives to the read before."""
         self._read[d].remove(position)
         k, j, is_last = self._reading(d, position)
         if is_last:
             self._settle(d, k - 1, j, position + 1, -1)
 
     def _reading(self, d: int, position: int) -> tuple[int, int, bool]:
-        """How many copies and reads of d are before `position`; is nothing of the copy that is
-        alive read from there on?"""
+        """Return the number of copies of d made before `position`, the number of reads before it,
+        and whether no read of the live copy remains from `position` on."""
         made, read = self._made[d], self._read[d]
         k, j = bisect_left(made, position), bisect_left(read, position)
         if not k or d in self._held:
@@ -519,35 +536,37 @@ class Draft:
         return k, j, j == len(read) or (k < len(made) and read[j] >= made[k])
 
     def _settle(self, d: int, k: int, j: int, end: int, sign: int) -> None:
-        """Copy k of d is alive, or no longer is, from its last use, the j-th read or its making,
-        up to `end`."""
+        """Count copy k of d as alive (sign 1), or not (-1), from its last use (its making, or the
+        read before read j) up to position `end`."""
         made, read = self._made[d][k], self._read[d]
         last = max(made, read[j - 1] if j else EMPTY)
         self._alive(d, last + 1, end, sign, since=made)
         self._stops(d, last)
 
     def _alive(self, d: int, start: int, end: int, sign: int, since: int | None = None) -> None:
-        """d, made at `since`, else at `start`, is alive from `start` before `end`, or no longer."""
+        """Count d as alive (sign 1), or not (-1), at positions from `start` to before `end`. since:
+        where the copy is made, if not at `start`."""
         self._bytes[start:end] += sign * self.sizes[d]
         made = start if since is None else since
         if d in self._dropped and start <= self.boundary < end and made < self.boundary:
             self._bytes[self.boundary] += sign * _FORBIDDEN
 
     def _stops(self, d: int, position: int) -> None:
-        """The last use of d is there, or was: its storage may be taken over."""
+        """Weigh the position of a last use anew: the storage may be taken over there."""
         if d in self._takers:
             self._weigh(position)
 
     def _state_span(self, node: int) -> tuple[int, int]:
-        """From where to before where the generator state of a node that draws more than once is
-        saved; empty for others."""
+        """Return the positions (from, to before) between which the generator state of a node that
+        runs more than once is saved; an empty span if it need not be."""
         if not self._state_bytes[node] or not self._runs[node]:
             return 0, 0
         runs = self._runs[node]
         return runs[0], runs[-1] + 1 if len(runs) > 1 else runs[0]
 
     def _weigh_state(self, node: int, before: tuple[int, int]) -> None:
-        """Only where the spans differ: they may be as long as the draft."""
+        """Count the saved generator state of a node over its new span instead of `before`, only
+        where the two differ: they may be as long as the draft."""
         after, size_bytes = self._state_span(node), self._state_bytes[node]
         for (start, end), others, sign in ((before, after, -1), (after, before, 1)):
             low, high = (min(max(o, start), end) for o in others)
@@ -555,7 +574,7 @@ class Draft:
             self._bytes[high:end] += sign * size_bytes
 
     def _weigh(self, position: int) -> None:
-        """What runs there needs beside the storages that are alive."""
+        """Set the bytes that the computation at a position needs beside live storages."""
         index = self.nodes[position]
         if index == EMPTY:
             return
@@ -571,9 +590,11 @@ class Draft:
         self._beside[position] = beside if again else beside - self._taken_bytes(index, position)
 
     def _taken_bytes(self, index: int, position: int) -> int:
-        """Of operands that die there, and in whose storages the node writes results."""
+        """Return the bytes of operands that die at `position` and whose storages take the
+        results."""
         taken = self.view.taken(index, lambda d: self._dies(d, position))
         return self.view.bytes_of(taken.operands) if taken else 0
 
     def _dies(self, d: int, position: int) -> bool:
+        """True if the copy of d is read for the last time at `position`."""
         return self._reading(d, position + 1)[2]

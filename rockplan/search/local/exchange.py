@@ -1,17 +1,17 @@
-"""Exchange: one local search over schedules, whose objective is time or peak.
+"""Exchange: one local search over schedules, which minimizes time or peak.
 
 takes: a priced CDGraph, a legal schedule within a budget. returns: a schedule. guarantees: legal,
 within the budget as `simulate` finds it, no slower; the same on every run unless the deadline
 strikes: effort is counted, and random numbers are drawn from fixed seeds.
 
-Moves: a re-execution is left out (`Draft.leave_out`), which costs memory before it. While more is
-alive at some moment than the budget allows, a storage that nothing uses there goes and is made
-again directly before its next read; a first execution of the backward phase that frees more than it
-makes is hastened; one whose result nothing reads before it runs again is delayed. What goes takes
-least time to make again, with all that has to be made again for it, per byte and distance to its
-next read, as in `greedy_eviction`. Exchanges that gain are kept, and by simulated annealing
-(Kirkpatrick, Gelatt, Vecchi 1983) some that lose. Where nothing gains any more, other rounds begin
-hotter at the incumbent. What each operator is worth: benchmarks/results/ablation.md.
+An exchange leaves out a re-execution (`Draft.leave_out`), which costs memory before it. While some
+position exceeds the budget, a storage that is unused there is freed and made again directly before
+its next read; a first execution of the backward phase that frees more than it makes is hastened;
+one whose result is unused before the node runs again is delayed. The storage chosen has the least
+time of recomputation, with all that must be recomputed for it, per byte and distance to its next
+read, as in `greedy_eviction`. Exchanges that gain are kept, and by simulated annealing
+(Kirkpatrick, Gelatt, Vecchi 1983) some that lose. When none gains any more, further rounds begin
+hotter at the incumbent. What each move is worth: benchmarks/results/ablation.md.
 """
 
 from __future__ import annotations
@@ -40,23 +40,23 @@ class ExchangeLimits:
 
     effort: of one round, in storages weighed, about a million in a second; inserting, leaving_out,
     positions: what an insertion, an attempt to leave something out, and a look at the memory of so
-    many positions count. rounds: in a row that do not gain `gain` of the iteration time, after
-    which no other begins; up to most_rounds, one for each `point` that might be gained. work: of
-    all rounds but the first, effort times positions of a draft: what is weighed takes longer where
-    it is long.
-    hot, hotter, cold: temperatures, of the time for re-executions, at the start of the first round
-    and of others, and at the end.
+    many positions count. rounds: after so many in a row without a gain of `gain` of the iteration
+    time, no other begins; up to most_rounds, one for each `point` that might be gained. work: of
+    all rounds but the first, effort times positions of a draft (weighing takes longer in a long
+    one).
+    hot, hotter, cold: temperatures, as shares of the time for re-executions: at the start of the
+    first round, at the start of others, and at the end.
     moves: first executions of the backward phase are delayed and hastened.
-    distance_powers: of the distance to the next read in the score, one drawn for each exchange;
-    noise: share by which scores are raised at random. depth: storages that must be made again for
-    one another, beyond which none is weighed. patience: exchanges without a gain for each
-    re-execution, after which a round ends. insertions: made at most so that a schedule fits;
-    repeats: of one storage for one node among them: more would take turns for ever.
-    coarse, step: of a search for a smaller peak, the share by which it has to get smaller at first,
-    which is halved where that fails, and at least; attempts, between: attempts in a row that fail,
-    and exchanges between two of them; longest: executions of everything, more than which no
-    schedule takes. start: effort for each of several schedules that it begins at, after which the
-    best one has all that is left.
+    distance_powers: exponents of the distance to the next read in the score, one drawn for each
+    exchange; noise: share by which scores are raised at random. depth: storages that must be
+    recomputed for one another, beyond which a storage is not weighed. patience: a round ends after
+    so many exchanges without a gain for each re-execution. insertions: most of them in one
+    exchange; repeats: of one storage for one node among them (more might alternate for ever).
+    coarse, step: in a search for a smaller peak, the share by which it has to shrink at first
+    (halved at each failure), and the least such share; attempts, between: failures in a row before
+    the end, and exchanges between two attempts; longest: most time of a schedule, as a multiple of
+    all nodes once. start: effort for each of several first schedules; the best one has all that is
+    left.
     """
 
     effort: int = 600_000
@@ -89,7 +89,7 @@ class ExchangeLimits:
 DEFAULT = ExchangeLimits()
 
 Spans = tuple[NDArray[np.int64], NDArray[np.int64]]
-"""Storages that are alive and unused at some position, and where each is read next."""
+"""Storages that are alive and unused at some position, and the position of each one's next read."""
 
 
 def exchanged(
@@ -101,8 +101,8 @@ def exchanged(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule:
-    """`schedule` or a faster one within `budget_bytes`, by rounds that each begin at the incumbent.
-    enough_ns: nothing faster than this is looked for; deadline: as of time.monotonic."""
+    """Return `schedule` or a faster one within `budget_bytes`, by rounds that each begin at the
+    incumbent. enough_ns: a schedule this fast ends the search; deadline: as of time.monotonic."""
     best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
     best_ns = simulate(graph, best).time_ns
     seed = without_gain = 0
@@ -130,8 +130,8 @@ def annealed(
     limits: ExchangeLimits = DEFAULT,
     seed: int = 0,
 ) -> Schedule:
-    """One round: `schedule` or a faster one. seed: of the random numbers; the first round is cold,
-    and first executions stay where they are in it."""
+    """Run one round; return `schedule` or a faster one. seed: of the random numbers; the round of
+    seed 0 begins cold, and moves no first executions."""
     if time.monotonic() >= deadline:
         return schedule
     may_move = movable(graph) if seed and limits.moves else frozenset()
@@ -147,8 +147,8 @@ def repaired(
     *,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule | None:
-    """`schedule`, which needs more than the budget, with room made and one round of exchanges; None
-    if no room is found."""
+    """Make room in `schedule`, which exceeds the budget, and run one round of exchanges; None if no
+    room is found."""
     search = _ExchangeSearch(graph, budget_bytes, Draft(graph, *schedule.phases), NEVER, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
@@ -156,7 +156,7 @@ def repaired(
 
 
 def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Sequence[int]]:
-    """The orders of the fastest schedule of one round. hot: temperature at its start."""
+    """Return the orders of the fastest schedule of one round. hot: temperature at its start."""
     graph, limits, deadline = search.graph, search.limits, search.deadline
     effort = limits.effort
     search.prune()
@@ -182,8 +182,8 @@ def fitted(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule | None:
-    """The computations, legal but for the budget, with re-executions that make room; None if none
-    are found before the deadline, as of time.monotonic."""
+    """Insert re-executions into these orders (legal up to the budget) until they fit it; None if
+    that fails before the deadline, as of time.monotonic."""
     search = _ExchangeSearch(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
@@ -198,10 +198,10 @@ def squeezed(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule:
-    """`schedule` or one whose peak is smaller; deadline: as of time.monotonic.
+    """Return `schedule` or one whose peak is smaller; deadline: as of time.monotonic.
 
-    Room is made for a smaller budget, whatever it costs; where none is found, some exchanges within
-    the budget in hand lead elsewhere.
+    Room is made for a smaller budget, whatever time it costs; if that fails, some exchanges within
+    the present budget change the schedule, and it is tried again.
     """
     if time.monotonic() >= deadline:
         return schedule
@@ -234,8 +234,8 @@ def squeezed(
 def pruned(
     graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float = math.inf
 ) -> Schedule:
-    """`schedule` without re-executions that the budget does not ask for, most expensive first: what
-    they make may as well have stayed alive. deadline: as of time.monotonic."""
+    """Return `schedule` without re-executions that the budget does not need, most expensive first:
+    their results stay alive instead. deadline: as of time.monotonic."""
     if time.monotonic() >= deadline:
         return schedule
     draft = Draft(graph, *schedule.phases)
@@ -245,7 +245,8 @@ def pruned(
 
 
 def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
-    """One attempt to leave out each re-execution; was any, and is there time for another?"""
+    """Try once to leave out each re-execution. Returns True if any was left out and time
+    remains."""
     times_ns = [n.time_ns for n in draft.graph.nodes]
     is_shorter = False
     for position in sorted(draft.reruns(), key=lambda p: (-times_ns[draft.nodes[p]], p)):
@@ -263,6 +264,7 @@ def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
 
 
 def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Schedule:
+    """Return the legal schedule of these orders."""
     made = with_frees(graph, *orders)
     verify(graph, made)
     return made
@@ -270,9 +272,9 @@ def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Sch
 
 @dataclass(frozen=True, slots=True)
 class _ExchangeRule:
-    """Of one exchange. distance_power: of the scores; never: what was left out, which is not to
-    run again for others; made: how often it was inserted, by storage and the node that reads it;
-    hastened: how often a node was."""
+    """The rule of one exchange. distance_power: exponent in the scores; never: the node that was
+    left out, which is not re-executed again; made: how often a storage was made again, by (storage,
+    node that reads it); hastened: how often a node was moved."""
 
     distance_power: float
     never: int | None
@@ -281,8 +283,8 @@ class _ExchangeRule:
 
 
 class _ExchangeSearch:
-    """spent: storages weighed. deadline: after which no room is made, and nothing left out, as of
-    time.monotonic."""
+    """The state of one search. spent: storages weighed; deadline: as of time.monotonic, after which
+    no room is made and nothing is left out."""
 
     def __init__(
         self,
@@ -301,23 +303,24 @@ class _ExchangeSearch:
         self.limits = limits
         self.spent = 0
         self.sizes = np.array(draft.sizes, dtype=np.float64)
-        # What makes it again may only be moved.
+        # Least time to make each storage again: 0 if its maker may only have to be moved.
         times_ns = [0 if n.index in draft.movable else n.time_ns for n in graph.nodes]
         self.least_ns = 1.0 + np.array(times_ns, dtype=np.float64)
         makers = [draft.view.maker(d.index) for d in graph.data]
         self.recompute = RecomputeCosts(draft.view, makers, limits.depth)
-        # Of each storage, -1 where nothing makes it again; as an array, too.
+        # The node that makes each storage again, -1 if none does; as an array, too.
         self.maker = [-1 if i is None else i for i in makers]
         self.makers = np.array(self.maker)
 
     def prune(self) -> None:
+        """Leave out re-executions that the budget does not need, and commit."""
         self.spent += self.limits.leaving_out * len(self.draft.reruns())
         prune(self.draft, self.budget_bytes, self.deadline)
         self.draft.settle()
 
     def exchange_any(self, temperature_ns: float) -> None:
-        """Leaves out a re-execution, if a schedule comes of it that is faster, or slower by what
-        the temperature allows."""
+        """Leave out a random re-execution, if that leads to a schedule that is faster, or slower by
+        no more than the temperature allows."""
         position = self.random.choice(self.draft.reruns())
         limit_ns = self.draft.time_ns + self.random.expovariate(1.0) * temperature_ns
         node = self.draft.nodes[position]
@@ -328,8 +331,8 @@ class _ExchangeSearch:
             self.draft.undo(0)
 
     def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
-        """Inserts re-executions, none of the node `never`, until the budget is kept; False, and
-        nothing is inserted, if the schedule would take `limit_ns`, nothing helps, or time is up."""
+        """Insert re-executions, none of the node `never`, until the budget is kept. Returns False,
+        and inserts nothing, if the schedule would take `limit_ns`, nothing helps, or time is up."""
         draft = self.draft
         rule = _ExchangeRule(self.random.choice(self.limits.distance_powers), never)
         before = draft.changes
@@ -347,8 +350,8 @@ class _ExchangeSearch:
         return False
 
     def _hastens(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Moves what reads something for the last time to before `position`, if less is alive there
-        then; False if nothing does."""
+        """Move a first execution that reads something for the last time to before `position`, if
+        fewer bytes are alive there then. Returns False if there is none."""
         draft = self.draft
         if not draft.movable or position <= draft.boundary:
             return False
@@ -371,7 +374,8 @@ class _ExchangeSearch:
         return True
 
     def _makes_again(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Has what is cheapest go at `position`; False if nothing can."""
+        """Free the cheapest storage at `position` and make it again before its next read. Returns
+        False if there is none."""
         draft = self.draft
         cheapest = self._cheapest(position, gaps, rule)
         if cheapest is None:
@@ -383,14 +387,17 @@ class _ExchangeSearch:
         return True
 
     def _noise(self) -> float:
+        """Return a random factor for a score."""
         return 1.0 + self.limits.noise * self.random.random()
 
     def _worst(self) -> tuple[int, int]:
+        """Return the position with the most bytes, and these; count the effort."""
         self.spent += 1 + self.draft.end // self.limits.positions
         return self.draft.worst()
 
     def _cheapest(self, position: int, gaps: Spans, rule: _ExchangeRule) -> tuple[int, int] | None:
-        """The storage that goes at `position`, and where it is read next."""
+        """Return the storage that is cheapest to free at `position`, and the position of its next
+        read; None if there is none."""
         draft = self.draft
         self.spent += self.limits.inserting
         data, next_read = gaps
@@ -402,9 +409,9 @@ class _ExchangeSearch:
         columns = at_least.tolist(), data.tolist(), next_read.tolist(), weights.tolist()
         best, least = None, NEVER
         for k in at_least.argsort(kind="stable").tolist():
-            # Of numpy each of these would be an object of its own.
+            # Lists, not arrays: numpy would make an object of each element.
             at_least_ns, d, read, weight = (column[k] for column in columns)
-            # The others cost more already without what has to be made again for them.
+            # All others cost more even without what must be recomputed for them.
             if at_least_ns >= least:
                 break
             if rule.made.get((d, draft.nodes[read]), 0) >= self.limits.repeats:
@@ -419,8 +426,8 @@ class _ExchangeSearch:
         return best
 
     def _cost_ns(self, d: int, position: int, limit_ns: float) -> float:
-        """Time to make `d` again before `position`, with what has to be made again for it; NEVER if
-        it is not less than the limit."""
+        """Return the time to make `d` again before `position`, with all that must be recomputed for
+        it; NEVER if it is not less than the limit."""
         known: dict[int, float] = {}
         try:
             return self.recompute.time_ns(d, self.draft.outliving(position), known, limit_ns)

@@ -1,19 +1,20 @@
-"""Schedules by eviction: run in order, drop what matters least where memory is short, make it
-again when it is read.
+"""Schedules by eviction: run in order, free the cheapest storages where memory is short, and
+recompute them when they are read.
 
 takes: a priced CDGraph, budgets. returns: schedules, or None. guarantees: legal (`verify`), within
 the budget as `simulate` finds it; the forward phase runs every node once, in order, the backward
-phase runs every node for the first time in order; the same on every run unless a deadline strikes:
-effort is counted, not seconds.
-source: DTR (Kirisame et al., ICLR 2021) with the future known: its score, what it costs to make a
-storage again over its size and the time it was not used, has here the time until it is read next,
-as in Belady's rule. What a node lacks is made in the order of Sethi and Ullman (JACM 1970), what
-takes most memory beyond its own size first; what the node has already may go meanwhile.
+phase has first executions in order; the same on every run unless a deadline strikes: effort is
+counted, not seconds. source: DTR (Kirisame et al., ICLR 2021) with the future known: its score
+(recompute cost over size and staleness) has the time until the next read in place of staleness, as
+in Belady's rule. The missing inputs of a node are made in the order of Sethi and Ullman (JACM
+1970): the one that takes most memory beyond its own size first; inputs that are alive may be freed
+meanwhile.
 
-Backward nodes run again as forward ones do, which the stage formulation does not allow; where
-memory is shortest this is what fits. The order decides: with the most expensive or the first one
-first, and what a node has kept meanwhile, least peaks were (of `testing.priced`, MiB) 32.0 for
-GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00 (`benchmarks/bounds/pebbles`).
+Backward nodes are re-executed as forward ones are, which the stage formulation does not allow;
+where memory is shortest this is what fits. The order of inputs decides: with the most expensive or
+the first one first, and alive inputs kept meanwhile, least peaks (of `testing.priced`, MiB) were
+32.0 for GPT-2 and BERT instead of 30.03, where no schedule goes below 30.00
+(`benchmarks/bounds/pebbles`).
 """
 
 from __future__ import annotations
@@ -38,12 +39,12 @@ from rockplan.values.schedule import Schedule, keep_all, with_frees
 
 @dataclass(frozen=True, slots=True)
 class EvictionLimits:
-    """How much evictions may do. effort: storages weighed for one budget; attempt, attempts: for
-    one attempt at the least peak, and what all of them may weigh as a multiple of it; weighed:
-    share of the square of the nodes that one attempt may weigh where that is more. executions: an
-    attempt fails once it runs this many times as many nodes as the graph has; depth: storages that
-    have to be made for one another, beyond which it does. steps: of the least peak, from coarse to
-    fine."""
+    """How much evictions may do. effort: storages weighed for one budget; attempt: for one attempt
+    at the least peak; attempts: what all of them may weigh, as a multiple of `attempt`; weighed:
+    one attempt may weigh this share of the squared number of nodes, if that is more. executions: an
+    attempt fails once it has run this many times the nodes of the graph; depth: it fails beyond so
+    many storages that must be made for one another. steps: shares by which the peak is lowered,
+    from coarse to fine."""
 
     effort: int = 200_000
     attempt: int = 150_000
@@ -57,13 +58,14 @@ class EvictionLimits:
 DEFAULT = EvictionLimits()
 
 FAR = 1_000_000
-"""Positions until a storage is read that no later node reads: it may serve to make others."""
+"""Distance to the next read of a storage that no later node reads (re-executions may read it)."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvictionRule:
-    """score = cost ** cost_power / (size * distance ** distance_power); the least one goes, after
-    what cannot be made again and no later node reads (it might serve to make others again)."""
+    """The score of a storage: cost ** cost_power / (size * distance ** distance_power). Storages
+    that nothing can make again and no later node reads are freed first, then those with the least
+    score."""
 
     cost_power: float
     distance_power: float
@@ -71,25 +73,26 @@ class EvictionRule:
 
 RULES = (EvictionRule(0.5, 0.5), EvictionRule(1.0, 1.0))
 """With the first alone BERT's smallest budget is 3.4 % larger (benchmarks/results/ablation.md); six
-others that were tried gained nothing once exchanges followed."""
+other rules gained nothing once exchanges followed."""
 
 
 class _Failed(Exception):
-    """What was tried does not fit; seen by this module only."""
+    """The budget does not suffice; caught in this module."""
 
 
 class _GaveUp(Exception):
-    """An attempt takes too much; seen by this module only."""
+    """An attempt takes too much effort; caught in this module."""
 
 
 @dataclass
 class _Effort:
-    """left: storages that may still be weighed, until the deadline, as of time.monotonic."""
+    """left: storages that may still be weighed; deadline: as of time.monotonic."""
 
     left: int
     deadline: float = NEVER
 
     def spend(self, weighed: int) -> None:
+        """Count storages weighed; raises _GaveUp if nothing is left."""
         self.left -= weighed
         if self.left <= 0 or time.monotonic() >= self.deadline:
             raise _GaveUp
@@ -97,8 +100,8 @@ class _Effort:
 
 @dataclass(frozen=True, slots=True)
 class Thriftiest:
-    """schedules: of each rule, the one with the least peak first; is_exhausted: effort or time
-    ended the search."""
+    """The result of a search for the least peak. schedules: of each rule, the smallest peak first;
+    is_exhausted: effort or time ended the search."""
 
     schedules: tuple[Schedule, ...]
     is_exhausted: bool
@@ -111,10 +114,10 @@ class Thriftiest:
 def thriftiest(
     graph: CDGraph, *, deadline: float = NEVER, limits: EvictionLimits = DEFAULT
 ) -> Thriftiest:
-    """The schedules with the least peaks that the rules lead to, of those with equal ones the
-    fastest first; the same on every run, so a budget that is too small always is. deadline: as of
-    time.monotonic; if nothing is found by then, the first rule is tried all the same, for as long
-    as for one budget."""
+    """Return the schedules with the least peaks that the rules find; of equal peaks the fastest
+    first. The result is the same on every run, so that a budget that is too small always is.
+    deadline: as of time.monotonic; if nothing is found by then, the first rule is tried all the
+    same, with the effort for one budget."""
     most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
     total = limits.attempts * min(most_weighed, limits.attempt)
     effort = _Effort(max(total, most_weighed), deadline)
@@ -141,8 +144,9 @@ def _thriftiest_by(
     most_weighed: int,
     limits: EvictionLimits,
 ) -> Schedule:
-    """Smaller and smaller peaks: first, in ratios, half-way to what every schedule needs. Where a
-    small step fails a larger one may not. most_weighed: by one attempt."""
+    """Lower the peak step by step: the first step goes at least to the geometric mean of the peak
+    and what every schedule needs. A step size is repeated until it fails. most_weighed: by one
+    attempt."""
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
     for step in limits.steps:
         while effort.left > 0 and time.monotonic() < effort.deadline:
@@ -165,7 +169,8 @@ def _thriftiest_by(
 def within(
     graph: CDGraph, budget_bytes: int, *, limits: EvictionLimits = DEFAULT
 ) -> Schedule | None:
-    """The fastest schedule found whose peak is within `budget_bytes`; None without any."""
+    """Return the fastest schedule found whose peak is within `budget_bytes`; None if there is
+    none."""
     effort = _Effort(limits.effort)
     tried = [_attempt(graph, budget_bytes, rule, effort, limits) for rule in RULES]
     fitting = [schedule for schedule in tried if schedule is not None]
@@ -179,12 +184,12 @@ def _attempt(
     effort: _Effort,
     limits: EvictionLimits,
 ) -> Schedule | None:
-    """A schedule within the budget by `rule`, if it leads to one."""
+    """Return the schedule within the budget that `rule` leads to, None if it fails."""
     run = _Run(graph, budget_bytes, rule, effort, limits)
     try:
         run.execute_all()
     except (_Failed, _GaveUp, TooDeep, RecursionError):
-        # The last one where the caller's own stack is deep: `depth` leaves room for 300 frames.
+        # RecursionError if the caller's own stack is deep: `depth` leaves room for 300 frames.
         return None
     schedule = with_frees(graph, *without_idle(graph, run.forward, run.backward))
     if simulate(graph, schedule).peak_bytes > budget_bytes:
@@ -195,10 +200,10 @@ def _attempt(
 
 @dataclass
 class _Run:
-    """One attempt; local to it. locks, waited_for: storages that running or waiting nodes read, and
-    that have to stay, or may go and be made again. costs: of storages, as far as they are known.
-    first: of what a node reads, made before the rest, since it failed otherwise; tried: all such
-    pairs."""
+    """One attempt. locks: storages that running nodes read, which must stay; waited_for: storages
+    that waiting nodes read, which may be freed and made again. costs: ns to make a storage again,
+    as far as known. first: node -> the input that is made before the others, since another order
+    failed; tried: all such (node, input)."""
 
     graph: CDGraph
     budget_bytes: int
@@ -222,10 +227,10 @@ class _Run:
         self.sizes, self.readers = view.sizes, view.readers
         self.n_forward = len(graph.forward)
         self.handed = frozenset(graph.handed)
-        # Of each node: what it reads that can go, and the bytes that it takes beside that.
+        # Of each node: inputs that can be freed, and the bytes that it needs beside its inputs.
         self.inputs = view.reads
         self.beside_bytes = [view.own_bytes(n) for n in graph.nodes]
-        # Of each storage: the node that makes it again, None if none does.
+        # The node that makes each storage again, None if none does.
         self.maker = [_worth(view, view.maker(d.index)) for d in graph.data]
         self.recompute = RecomputeCosts(view, self.maker, self.limits.depth)
         self._is_there = self.alive.__contains__
@@ -237,7 +242,7 @@ class _Run:
         self.outputs = frozenset(graph.outputs)
 
     def execute_all(self) -> None:
-        """Every node in order, with re-executions in between."""
+        """Run every node in order, with re-executions in between."""
         for node in self.graph.nodes:
             self.position = node.index
             if node.index == self.n_forward:
@@ -251,6 +256,7 @@ class _Run:
                     self._remove(d)
 
     def _start_backward(self) -> None:
+        """Begin the backward phase: free dropped storages, and add the tangents."""
         for d in self.dropped:
             self._remove(d)
         for d in self.tangents:
@@ -258,7 +264,8 @@ class _Run:
         self._make_room(0)
 
     def _execute(self, index: int) -> None:
-        """Run a node, and first what it reads and is not there."""
+        """Run a node, and before it the makers of its missing inputs. (A stack of generators:
+        recursion would be too deep.)"""
         waiting = [self._executing(index)]
         failed: _Failed | None = None
         while waiting:
@@ -277,7 +284,8 @@ class _Run:
             raise failed
 
     def _executing(self, index: int) -> Generator[int, None, None]:
-        """Yields nodes that have to run before it goes on; each may raise _Failed there."""
+        """Run a node. Yields nodes that have to run before it goes on; _Failed may be thrown in
+        there."""
         node = self.graph.nodes[index]
         mine: list[int] = []
         self.waited_for.update(self.inputs[index])
@@ -292,9 +300,9 @@ class _Run:
             self._add(d)
 
     def _collecting(self, node: ComputeNode, mine: list[int]) -> Generator[int, None, None]:
-        """All that the node reads is there, and locked as `mine`. What takes most memory beyond its
-        own is made first, when the least is locked; where that was wrong, the other is from then
-        on."""
+        """Make all inputs of the node and lock them, as `mine`. Yields the makers of missing
+        inputs, the one that takes most memory beyond its own size first, while few inputs are
+        locked. If making an input fails, it becomes the first one from then on."""
         reads = self.inputs[node.index]
         while missing := [d for d in reads if d not in self.alive]:
             d = self.first.get(node.index, -1)
@@ -317,6 +325,7 @@ class _Run:
         mine += others
 
     def _most_needed(self, missing: Sequence[int]) -> int:
+        """Return the missing input whose making needs most memory beyond its own size."""
         if len(missing) == 1:
             return missing[0]
         known: dict[int, float] = {}
@@ -326,6 +335,8 @@ class _Run:
         return best
 
     def _maker_of(self, d: int) -> int:
+        """Return the node that makes d again. Raises _Failed if there is none, _GaveUp if too many
+        nodes ran."""
         maker = self.maker[d]
         if maker is None:
             raise _Failed
@@ -338,7 +349,7 @@ class _Run:
         return self.forward if self.position < self.n_forward else self.backward
 
     def _cost(self, d: int) -> float:
-        """Nanoseconds to make `d`."""
+        """Return the ns to make `d` again, with all that must be recomputed for it."""
         known = self.costs.get(d)
         if known is None:
             known = self.costs[d] = self.recompute.time_ns(d, self._is_there, self.costs)
@@ -356,8 +367,8 @@ class _Run:
                         changed.append(w)
 
     def _make_room_for(self, node: ComputeNode) -> None:
-        """For what the node makes, if need be in the storage of an operand, which may have to be
-        made again then."""
+        """Make room for the results of a node; if need be in the storage of an operand, which may
+        have to be made again later."""
         needed_bytes = self.beside_bytes[node.index]
 
         def is_free(d: int) -> bool:
@@ -379,17 +390,18 @@ class _Run:
             self._make_room(needed_bytes)
 
     def _taken(self, node: ComputeNode, dies: Callable[[int], bool]) -> frozenset[int]:
-        """Operands in whose storages the node writes results, if these are all that die."""
+        """Return the operands whose storages take results of the node, if those that `dies` accepts
+        die."""
         takeover = self.view.taken(node.index, dies)
         return frozenset(takeover.operands if takeover else ())
 
     def _take(self, operands: Iterable[int]) -> None:
-        """All of them go, or nothing is written in their storages."""
+        """Free operands: the node writes its results over them."""
         for d in operands:
             self._remove(d)
 
     def _is_read_last(self, d: int, node: ComputeNode) -> bool:
-        """It is not read later, though it might serve to make others again."""
+        """True if no later node reads d (re-executions may)."""
         return all(u < self.position or u == node.index for u in self.readers[d])
 
     def _add(self, d: int) -> None:
@@ -405,12 +417,12 @@ class _Run:
             self._forget_costs(d)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Drop storages until so many bytes more fit."""
+        """Free storages until so many more bytes fit."""
         if self.live_bytes + needed_bytes <= self.budget_bytes:
             return
         candidates = list(self._candidates())
         self.effort.spend(len(candidates))
-        # Once they are gone they cannot be made again, as things are.
+        # Free those first that nobody reads later and that cannot be made again now.
         lost = [d for d, use in candidates if use is None and self._cost(d) == NEVER]
         self._drop(lost, needed_bytes)
         self._drop(self._scored(candidates), needed_bytes)
@@ -418,9 +430,9 @@ class _Run:
             raise _Failed
 
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Those that can be made again, in the order in which they go: what waiting nodes read
-        counts as the next to be read, or a network of n residual additions would be made 2 ** n
-        times."""
+        """Return the candidates that can be made again, the least score first. A storage that a
+        waiting node reads counts as read next: otherwise a network of n residual additions would be
+        made 2 ** n times."""
         scores: list[tuple[float, int]] = []
         for d, use in candidates:
             if d in self.alive and (cost := self._cost(d)) < NEVER:
@@ -433,15 +445,15 @@ class _Run:
         return [d for _, d in sorted(scores)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
-        """The first of `data`, as many as must go."""
+        """Free the first of `data`, as many as needed."""
         for d in data:
             if self.live_bytes + needed_bytes <= self.budget_bytes:
                 return
             self._remove(d)
 
     def _candidates(self) -> Iterator[tuple[int, int | None]]:
-        """Storages that may be dropped here, with the node that reads each next. The forward
-        phase runs nothing again: what it still reads stays, and so do outputs."""
+        """Yield (storage, node that reads it next) for storages that may be freed now. In the
+        forward phase, which re-executes nothing, outputs and storages that it still reads stay."""
         in_forward = self.position < self.n_forward
         for d in sorted(self.alive):
             if self.sizes[d] == 0 or self.locks[d] > 0 or d in self.stay:
@@ -458,7 +470,8 @@ class _Run:
 
 
 def _worth(view: GraphView, maker: int | None) -> int | None:
-    """Nothing is gained where the generator's state, kept meanwhile, is as large."""
+    """Return `maker`; None if it saves nothing, because its generator state is as large as what it
+    makes."""
     if maker is None or 0 < view.made_bytes[maker] <= view.state_bytes[maker]:
         return None
     return maker

@@ -1,13 +1,14 @@
-"""Placing: where copies of a schedule stand, so that computations wait as little as can be.
+"""Placing: the positions of copies to and from the host in a schedule, so that computations wait
+little.
 
 takes: a graph, storages that may be paged, orders of `with_fetches` of both, a link, a budget.
 returns: the orders of `with_copies`. guarantees: legal; no more bytes than the given orders need,
-or than the budget; once, without a search.
+or than the budget; one pass, without a search.
 
 At first a copy out stands before the last read of the forward phase, and a copy in before the read
-it is for: that needs no byte more. Then copies out, in the order in which they begin, stand as late
-as they need to be done and as there is room; copies in, the last one first, as early as they need
-to be there in time and as there is room. What is late then is waited for.
+it is for: that needs no extra byte. Then copies out, in the order in which they begin, move later,
+up to when they are done and as far as there is room; copies in, the last one first, move earlier,
+until they are in time and as far as there is room. Copies that are late even so are waited for.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ Orders = tuple[tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """storages: those that are paged, ascending; schedule: of `graph`, which is `with_copies` of
-    them; time_ns: as `simulate` finds it."""
+    """A schedule with copies. storages: the paged ones, ascending; schedule: of `graph`, the graph
+    with their copies (`with_copies`); time_ns: as `simulate` finds it."""
 
     storages: tuple[int, ...]
     graph: CDGraph
@@ -43,21 +44,22 @@ class Placed:
 def placed(
     graph: CDGraph, storages: Sequence[int], orders: Orders, link: HostLink, budget_bytes: int
 ) -> Placed:
-    """orders: of `with_fetches(graph, storages)`."""
-    turn, all_of_them = len(graph.forward), sorted(set(storages))
-    fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(all_of_them)})
-    used = [all_of_them[k] for k in fetched]
+    """Place the copies of paged storages. orders: of `with_fetches(graph, storages)`, nodes of both
+    phases."""
+    turn, given = len(graph.forward), sorted(set(storages))
+    fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(given)})
+    used = [given[k] for k in fetched]
     made = with_copies(graph, used, link)
     pages = {p.data: p for p in paged(made)}
 
-    def there(i: int) -> int:
+    def renumbered(i: int) -> int:
         if i < turn:
             return i
-        if i < turn + len(all_of_them):
-            return pages[all_of_them[i - turn]].fetch
-        return i - len(all_of_them) + 2 * len(used)
+        if i < turn + len(given):
+            return pages[given[i - turn]].fetch
+        return i - len(given) + 2 * len(used)
 
-    forward, backward = (tuple(map(there, order)) for order in orders)
+    forward, backward = (tuple(map(renumbered, order)) for order in orders)
     if used:
         forward, backward = _Placing(made, forward, backward, budget_bytes).orders()
     schedule = with_frees(made, forward, backward)
@@ -65,8 +67,9 @@ def placed(
 
 
 class _Placing:
-    """Positions are those of computations on their own queue; a copy has that before which it
-    stands. bytes: alive at each; starts_ns: when each begins, as far as copies are placed."""
+    """The copies of one schedule. A position is an index into the computations (`computed`); a copy
+    stands before the computation of its position. bytes: alive at each position; starts_ns: when
+    each computation begins, as far as copies are placed."""
 
     def __init__(
         self, graph: CDGraph, forward: Sequence[int], backward: Sequence[int], budget_bytes: int
@@ -76,7 +79,7 @@ class _Placing:
         self.pages = {p.data: p for p in paged(graph)}
         self.computed = [i for i in (*forward, *backward) if not graph.nodes[i].optional]
         self.turn = len(forward)
-        # Of each copy in, in order: its storage, and the position that it stands before.
+        # (storage, position) of each copy in, in order.
         self.fetches: list[tuple[int, int]] = []
         done = len(forward)
         for i in backward:
@@ -91,12 +94,14 @@ class _Placing:
         self.starts_ns: NDArray[np.int64] = np.cumsum([0, *times])
 
     def orders(self) -> Orders:
+        """Place all copies; return the orders of both phases."""
         self._place_stores()
         self._place_fetches()
         return self._written()
 
     def _uses(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Where each paged storage is made first, and where it is used, ascending."""
+        """Return storage -> position that makes it first, and storage -> positions that make or
+        read it, ascending."""
         made: dict[int, int] = {}
         used: dict[int, list[int]] = {d: [] for d in self.pages}
         for position, i in enumerate(self.computed):
@@ -111,8 +116,8 @@ class _Placing:
         return made, used
 
     def _first_place(self, d: int) -> int:
-        """Before the last read of the forward phase; at its end, where the backward phase reads the
-        storage before it is fetched."""
+        """Return the first position of a copy out: before the last read of the forward phase; at
+        the turn if the backward phase reads the storage before it is fetched."""
         fetched = min(position for storage, position in self.fetches if storage == d)
         used = [p for p in self.read[d] if p < fetched]
         if used[-1] >= self.turn:
@@ -120,7 +125,8 @@ class _Placing:
         return max(used[-1], self.made[d] + 1)
 
     def _written(self) -> Orders:
-        """Copies that stand before the same computation come in the order in which they begin."""
+        """Return the orders with copies. Copies out at the same position come in the order in which
+        they begin."""
         before: dict[int, list[int]] = {}
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             before.setdefault(self.stores[d], []).append(self.pages[d].store)
@@ -138,7 +144,8 @@ class _Placing:
         return tuple(forward), tuple(backward)
 
     def _memory(self) -> tuple[NDArray[np.int64], dict[int, frozenset[int]]]:
-        """Bytes at each computation; of those whose results are written over operands, which."""
+        """Return the bytes at each position; and position -> operands over which its results are
+        written."""
         graph = self.graph
         schedule = with_frees(graph, *self._written())
         taken = taken_over(graph, schedule)
@@ -154,6 +161,7 @@ class _Placing:
         return np.array(during), takes
 
     def _place_stores(self) -> None:
+        """Move copies out later, up to when they are done."""
         free_ns = 0
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             page = self.pages[d]
@@ -166,10 +174,10 @@ class _Placing:
                 self.starts_ns[place:] += late_ns
 
     def _later(self, d: int, wanted: int) -> int:
-        """The last place up to `wanted` for the copy out, for which there is room."""
+        """Return the last position up to `wanted` at which there is room for the copy out of d."""
         first, size = self.stores[d], self.sizes[d]
         last = max(p for p in self.read[d] if p < self.turn)
-        # There it is, unless a result is written over it.
+        # Up to its last use the storage is alive anyway, unless a result is written over it there.
         longer = last if d in self.takes.get(last, ()) else last + 1
         if wanted <= longer:
             return max(first, wanted)
@@ -179,6 +187,7 @@ class _Placing:
         return max(first, end)
 
     def _place_fetches(self) -> None:
+        """Move copies in earlier, until they are in time."""
         next_ns = 1 << 62
         for k in reversed(range(len(self.fetches))):
             d, read = self.fetches[k]
@@ -191,7 +200,8 @@ class _Placing:
         self.fetches.sort(key=lambda f: f[1])
 
     def _earlier(self, d: int, read: int, wanted: int) -> int:
-        """The first place from `wanted` on for the copy in, for which there is room."""
+        """Return the first position from `wanted` on at which there is room for the copy in of
+        d."""
         used = self.read[d]
         last = bisect_right(used, read - 1) - 1
         least = max(self.turn, used[last] + 1 if last >= 0 else 0, wanted)
