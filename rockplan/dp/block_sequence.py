@@ -1,12 +1,12 @@
-"""Options of the blocks of a step: a dynamic program over what the blocks before keep.
+"""Options of the blocks of a step: a dynamic program over the bytes that earlier blocks save.
 
-takes: a family of options for each block, the moments of a step, a budget. returns: the options by
-which the blocks take least time within the budget, or None. guarantees: the peak of every moment
-(`StepMoment.peak_bytes`) is within the budget; where no more than LABELS sums of kept bytes are of
-use, no other choice is faster.
+takes: a family of options for each block, the moments of a step, a budget. returns: the options
+with which the blocks take least time within the budget, or None. guarantees: the peak of every
+moment (`StepMoment.peak_bytes`) is within the budget; no other choice is faster, if no more than
+LABELS sums of saved bytes are useful.
 
-Blocks are chosen in the order in which their forwards run. Of two choices for the first ones, the
-one that keeps no more and takes no longer is as good for all that follow.
+Blocks are chosen in the order in which their forwards run. Of two choices for the first blocks, one
+that saves no more and takes no longer is as good for all that follow.
 """
 
 from __future__ import annotations
@@ -17,24 +17,24 @@ from dataclasses import dataclass
 from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
 
 LABELS = 4000
-"""Sums of kept bytes that are looked at further; of more, every so many-th goes on."""
+"""Most sums of saved bytes that are continued; of more, evenly spaced ones are."""
 
 Families = Sequence[Sequence[BoundedOption]]
 
 LIMITS = 24
-"""Of what the blocks of a call keep, that are looked at where several calls are in flight."""
+"""Limits of the saved bytes of a call that are tried if several calls are in flight."""
 
 
 @dataclass(frozen=True, slots=True)
 class Others:
     """Further calls that are between forward and backward while one runs. returned_bytes: what each
-    holds beside what its blocks keep."""
+    holds beside what its blocks save."""
 
     count: int = 0
     returned_bytes: int = 0
 
     def needed_bytes(self, options: Sequence[BoundedOption]) -> int:
-        """By all of them."""
+        """Return the bytes of all of them, with these options."""
         return self.count * (self.returned_bytes + sum(o.saved_bytes for o in options))
 
 
@@ -44,8 +44,8 @@ NO_OTHERS = Others()
 def cases(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int, others: Others
 ) -> Iterator[tuple[Sequence[StepMoment], int]]:
-    """What is left to the call that runs, for some limits of what each call keeps: the moments of a
-    step, one of which is that limit, and their budget."""
+    """Yield (moments of a step, budget) for the call that runs, for some limits of the bytes that
+    each call saves; the limit is one more moment."""
     if not others.count:
         yield moments, budget_bytes
         return
@@ -57,7 +57,7 @@ def cases(
 
 @dataclass(frozen=True, slots=True)
 class _Label:
-    """A choice for the first blocks."""
+    """A choice for the first blocks: its last option, and the choice before."""
 
     saved_bytes: int
     time_ns: int
@@ -67,8 +67,9 @@ class _Label:
 
 @dataclass(frozen=True, slots=True)
 class _BytesLeft:
-    """What a budget leaves. forward, backward: for the block and all that those before it keep;
-    kept: for what it and those before keep."""
+    """What a budget leaves at each block. forward, backward: for the block while it runs and the
+    saved bytes of the blocks before it; kept: for the saved bytes of it and the blocks before
+    it."""
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
@@ -81,7 +82,7 @@ def fastest_options(
     budget_bytes: int,
     others: Others = NO_OTHERS,
 ) -> tuple[BoundedOption, ...] | None:
-    """The choice that takes least time within the budget; None where there is none."""
+    """Return the choice that takes least time within the budget; None if there is none."""
     found = (_fastest(families, *case) for case in cases(families, moments, budget_bytes, others))
     choices = (choice for choice in found if choice is not None)
     return min(choices, key=lambda choice: sum(o.time_ns for o in choice), default=None)
@@ -90,6 +91,7 @@ def fastest_options(
 def _fastest(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int
 ) -> tuple[BoundedOption, ...] | None:
+    """Return the fastest choice for one call, None if there is none."""
     limits = _limits(families, moments, budget_bytes)
     labels = [_Label(0, 0)] if _begins(moments, budget_bytes) else []
     for position, family in enumerate(families):
@@ -108,17 +110,17 @@ def _fastest(
 def least_budget(
     families: Families, moments: Sequence[StepMoment], others: Others = NO_OTHERS
 ) -> int:
-    """The least bytes within which there is a choice."""
+    """Return the least bytes within which there is a choice."""
 
     def has_choice(budget_bytes: int) -> bool:
         several = cases(families, moments, budget_bytes, others)
         return any(_has_choice(families, *case) for case in several)
 
-    # One that keeps as little as possible so far leaves most to what follows.
+    # Options that save the least leave most to later blocks.
     thrifty = [min(f, key=lambda o: (o.saved_bytes, o.backward_peak_bytes)) for f in families]
     low = 0
     high = max(step_peak_bytes(moments, thrifty) + others.needed_bytes(thrifty), 1)
-    # Where blocks run backward in another order, what is needed may be less than what is counted.
+    # If blocks run backward in another order, the limits may ask for more than the peak.
     while not has_choice(high):
         low, high = high + 1, 2 * high
     while low < high:
@@ -131,6 +133,7 @@ def least_budget(
 
 
 def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> bool:
+    """True if there is a choice within the budget."""
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
     if not _begins(moments, budget_bytes):
         return False
@@ -143,13 +146,14 @@ def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes:
 
 
 def _begins(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
-    """Does what runs before any block keeps something fit?"""
+    """True if the moments before any block saves something fit."""
     return all(
         m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None
     )
 
 
 def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
+    """Return the bytes that the budget leaves at each block."""
     count = len(families)
     forward, backward, kept = ([budget_bytes] * count for _ in range(3))
 
@@ -164,7 +168,7 @@ def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int
         elif m.keeping <= m.running + 1:
             lower(backward if m.is_backward else forward, m.running, left_bytes)
         else:
-            # Blocks after it keep something: what it needs beyond what it keeps is theirs to leave.
+            # Later blocks save something meanwhile: they must leave what it needs beyond its own.
             beyond = max(
                 (o.backward_peak_bytes if m.is_backward else o.forward_peak_bytes) - o.saved_bytes
                 for o in families[m.running]
@@ -174,6 +178,7 @@ def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int
 
 
 def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedOption) -> bool:
+    """True if an option fits at this position, after blocks that save `before_bytes`."""
     return (
         before_bytes + option.forward_peak_bytes <= limits.forward[position]
         and before_bytes + option.backward_peak_bytes <= limits.backward[position]
@@ -182,7 +187,8 @@ def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedO
 
 
 def _useful(labels: Iterable[_Label]) -> list[_Label]:
-    """Those that no other one beats or equals, by what they keep."""
+    """Return the labels that no other beats or equals in bytes and time, fewest saved bytes
+    first."""
     useful: list[_Label] = []
     for label in sorted(labels, key=lambda one: (one.saved_bytes, one.time_ns)):
         if not useful or label.time_ns < useful[-1].time_ns:
@@ -191,6 +197,7 @@ def _useful(labels: Iterable[_Label]) -> list[_Label]:
 
 
 def _thinned(labels: list[_Label]) -> list[_Label]:
+    """Return at most LABELS of the labels, evenly spaced."""
     if len(labels) <= LABELS:
         return labels
     last = len(labels) - 1
@@ -198,6 +205,7 @@ def _thinned(labels: list[_Label]) -> list[_Label]:
 
 
 def _options(label: _Label | None) -> tuple[BoundedOption, ...]:
+    """Return the options of a label, first block first."""
     options: list[BoundedOption] = []
     while label is not None and label.option is not None:
         options.append(label.option)

@@ -1,12 +1,12 @@
 """Search: the fastest stitched schedule whose simulated peak fits a budget.
 
 takes: graph, blocks, families, a budget. returns: a verified Schedule. guarantees: the simulated
-peak of the whole graph is within the budget, whatever the chain believes; the answer depends on
-the budget only, not on what was asked before.
+peak of the whole graph is within the budget, whatever the chain predicts; the answer depends on the
+budget only, not on earlier questions.
 
-The chain does not know everything: saved generator states raise the peak, storages that die
-before their block is done lower it. So the recurrence is asked for limits around the budget, and
-what it answers is stitched and simulated.
+The chain's prediction is not exact: saved generator states raise the peak, storages that die before
+the end of their block lower it. So the recurrence is asked for limits around the budget, and its
+answers are stitched and simulated.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ missed 12 times with 1, 7 times with 8 or 24."""
 
 
 class ChainSolver:
-    """Answers any number of budgets for one chain; keeps tables and simulations between them."""
+    """Solves one chain for any number of budgets; keeps tables and simulations between them."""
 
     def __init__(
         self, graph: CDGraph, blocks: Sequence[Block], families: Sequence[OptionFamily]
@@ -63,10 +63,10 @@ class ChainSolver:
         return simulate(self._graph, least).peak_bytes
 
     def thriftiest(self, *, deadline: float = math.inf) -> Schedule | None:
-        """The schedule with the smallest simulated peak found for limits near the least that the
-        chain needs; None without time for one. deadline: as of time.monotonic."""
-        schedule = self._looked_at(self._least_sequences(deadline), deadline)
-        best = min(schedule, key=lambda o: self._simulate(o).peak_bytes, default=None)
+        """Return the schedule with the smallest simulated peak found for limits near the least that
+        the chain needs; None if there was no time for one. deadline: as of time.monotonic."""
+        simulated = self._simulated(self._least_sequences(deadline), deadline)
+        best = min(simulated, key=lambda o: self._simulate(o).peak_bytes, default=None)
         if best is None:
             return None
         if self._simulate(best).peak_bytes > self._everything.peak_bytes:
@@ -74,19 +74,19 @@ class ChainSolver:
         return self._stitch(best)
 
     def best_schedule(self, budget_bytes: int, *, deadline: float = math.inf) -> Schedule | None:
-        """The fastest schedule found whose simulated peak is within budget_bytes, or None.
+        """Return the fastest schedule found whose simulated peak is within budget_bytes, or None.
         deadline: as of time.monotonic."""
         if self._everything.peak_bytes <= budget_bytes:
             return keep_all(self._graph)
         for sequences in (self._around(budget_bytes, deadline), self._least_sequences(deadline)):
-            schedule = self._looked_at(sequences, deadline)
-            fitting = [o for o in schedule if self._simulate(o).peak_bytes <= budget_bytes]
+            simulated = self._simulated(sequences, deadline)
+            fitting = [o for o in simulated if self._simulate(o).peak_bytes <= budget_bytes]
             if fitting:
                 return self._stitch(min(fitting, key=self._time_and_peak))
         return None
 
-    def _looked_at(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
-        """Those that are simulated before the deadline."""
+    def _simulated(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
+        """Simulate sequences until the deadline; return those."""
         distinct: list[Operations] = []
         with suppress(OutOfTime):
             for operations in sequences:
@@ -97,7 +97,7 @@ class ChainSolver:
         return distinct
 
     def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
-        """Sequences for limits that close in on the largest one whose schedule fits."""
+        """Yield sequences for limits that close in on the largest one whose schedule fits."""
         table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
             yield (operations := decode(table, table.grid.limit_bytes))
@@ -113,13 +113,13 @@ class ChainSolver:
             low, high = (limit, high) if spare_bytes >= 0 else (low, limit)
             if high - low <= table.grid.unit_bytes:
                 break
-            # The peak moves about as much as the limit does; every other round halves.
+            # The peak changes about as much as the limit; every other round halves the interval.
             limit += spare_bytes
             if round_ % 2 or not low < limit < high:
                 limit = (low + high) // 2
 
     def _least_sequences(self, deadline: float) -> Iterator[Operations]:
-        """Sequences for the least limit and for those just above it."""
+        """Yield sequences for the least limit and for those just above it."""
         table = self._table(self._least, deadline)
         for i in range(NEAR_MINIMUM):
             yield decode(table, self._least + i * table.grid.unit_bytes)
@@ -129,10 +129,10 @@ class ChainSolver:
         return simulate(self._graph, keep_all(self._graph))
 
     def _table(self, limit_bytes: int, deadline: float) -> Table:
-        """The table of the smallest scale that reaches well above limit_bytes.
+        """Return the table of the smallest scale that reaches well above limit_bytes.
 
-        Scales halve from the limit at which the chain gains nothing more, so that buckets are
-        fine where memory is short, and every budget of one scale shares a table.
+        Scales halve from the limit beyond which the chain gains nothing, so that buckets are fine
+        where memory is short, and budgets of one scale share a table.
         """
         wanted = max(self._least, limit_bytes) * 5 // 4
         scale = self._fastest

@@ -13,14 +13,14 @@ from dataclasses import dataclass
 MINIMUM_BUCKETS = 500
 BUCKETS_PER_BLOCK = 10
 TABLE_BYTES = 320 * 2**20
-"""Ceiling for all tables at a time; one alone meets it only for hundreds of blocks that are all
-different."""
+"""Most bytes of all tables at a time; a single table needs as many only for hundreds of blocks that
+all differ."""
 
 ENTRY_BYTES = 16
-"""A time and a spare, 8 bytes each."""
+"""Bytes of a table entry: a time and spare bytes, 8 each."""
 
 STRIDE = 32
-"""Buckets from one that is tried with every choice to the next; 16 and 64 take about as long."""
+"""Distance of the buckets at which every choice is tried; 16 and 64 take about as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,19 +36,19 @@ class Grid:
 
 
 def bucket_count(blocks: int, segments: int) -> int:
-    """How many buckets to use for a chain of `blocks` with so many distinct `segments`."""
+    """Return the number of buckets for a chain of `blocks` with so many distinct `segments`."""
     wanted = max(MINIMUM_BUCKETS, BUCKETS_PER_BLOCK * blocks)
     return max(1, min(wanted, TABLE_BYTES // (ENTRY_BYTES * segments)))
 
 
 def tables_at_once(segments: int, buckets: int) -> int:
-    """How many tables of that size may be kept."""
+    """Return the number of tables of that size that may be kept."""
     return max(1, TABLE_BYTES // (ENTRY_BYTES * segments * buckets))
 
 
 def grid(limit_bytes: int, buckets: int) -> Grid:
-    """About `buckets` buckets that reach limit_bytes: a multiple of STRIDE of them, of one byte
-    each where that is enough."""
+    """Return a grid of about `buckets` buckets that reaches limit_bytes: a multiple of STRIDE of
+    them, of one byte each if that suffices."""
     strides = -(-buckets // STRIDE)
     unit_bytes = max(1, -(-limit_bytes // (strides * STRIDE)))
     return Grid(unit_bytes, -(-limit_bytes // (unit_bytes * STRIDE)) * STRIDE)

@@ -1,13 +1,13 @@
 """Links: what the dynamic program knows of each block; operations: what it decides.
 
-takes: blocks in chain order with the options of each. returns: one Link per block, equal for
-blocks that the program cannot tell apart. guarantees: every cost is simulated on the problem of
-the block, as `rockplan.dp.stitch` will execute it.
+takes: blocks in chain order with the options of each. returns: one Link per block, equal for blocks
+that the program cannot tell apart. guarantees: every cost is simulated on the problem of the block,
+as `rockplan.dp.stitch` will execute it.
 
 Costs of a block leave out its input and its background; peaks include its output while that is
-alive. Beyond Rockmate (appendix C), which holds every input until its block has run backward,
-there are costs for an input that is dropped after its last use: they are what the block needs
-beside the bytes of an input held to the end, so they are lower, and may be negative.
+alive. Rockmate (appendix C) holds every input until its block has run backward; here there are also
+costs for an input that is dropped after its last use. They too are counted beside an input that is
+held to the end, so they are lower, and may be negative.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from rockplan.values.schedule import with_frees
 
 @dataclass(frozen=True, slots=True)
 class OptionCost:
-    """One run of a block, forward and backward, with `family.options[option]`.
+    """The cost of one run of a block, forward and backward, with `family.options[option]`.
 
-    saved_bytes: alive between the two besides input and output; time_ns: of both.
-    reads_output: does the backward half read the output as the forward half left it?
+    saved_bytes: alive between the two besides input and output; time_ns: of both. reads_output:
+    True if the backward half reads the output that the forward half made.
     """
 
     option: int
@@ -42,7 +42,8 @@ class OptionCost:
 
 @dataclass(frozen=True, slots=True)
 class OptionCosts:
-    """Options without dominated ones, fastest first; by what becomes of the block's input."""
+    """Options without dominated ones, fastest first: if the block's input is held to the end, or
+    dropped after its last use."""
 
     held: tuple[OptionCost, ...]
     dropped: tuple[OptionCost, ...]
@@ -50,9 +51,9 @@ class OptionCosts:
 
 @dataclass(frozen=True, slots=True)
 class ForwardCost:
-    """One run of a block forward that leaves only its output.
+    """The cost of one run of a block forward that leaves only its output.
 
-    peak_bytes: the input is held; dropped_peak_bytes: it is dropped after its last use.
+    peak_bytes: with the input held; dropped_peak_bytes: with the input dropped after its last use.
     """
 
     peak_bytes: int
@@ -64,9 +65,9 @@ class ForwardCost:
 class Link:
     """One block as the recurrence sees it; equal links are one class.
 
-    first, first_forward: runs in which every forward node executes for the first time.
-    again, again_forward: the block ran before: what only an earlier run needed is left out.
-    closing: again, and nobody but the block itself reads its output.
+    first, first_forward: runs in which every forward node executes for the first time. again,
+    again_forward: later runs, without the nodes that need not run again. closing: as `again`, if
+    only the block itself reads its output.
     """
 
     digest: str
@@ -81,7 +82,7 @@ class Link:
 
     @property
     def may_drop_input(self) -> bool:
-        """Does it ever matter for a run with an option whether the input may be dropped?"""
+        """True if dropping the input changes the cost of any option."""
         return any(c.held != c.dropped for c in (self.first, self.again, self.closing))
 
 
@@ -105,7 +106,7 @@ Operation = RunForward | RunOption
 
 
 def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Link, ...]:
-    """One Link per block; blocks with equal problems and options are simulated once."""
+    """Return one Link per block; blocks with equal problems and options are simulated once."""
     made: dict[tuple[object, ...], Link] = {}
     chain: list[Link] = []
     for block, family in zip(blocks, families, strict=True):
@@ -118,12 +119,15 @@ def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Li
 
 
 class _Role(Enum):
+    """The role of a run of a block (see `Link`)."""
+
     FIRST = "first"
     AGAIN = "again"
     CLOSING = "closing"
 
 
 def _link(block: Block, family: OptionFamily) -> Link:
+    """Return the link of a block."""
     if not family.options:
         raise ValueError(f"block {block.index} ({block.name}) has no options")
     return Link(
@@ -140,6 +144,8 @@ def _link(block: Block, family: OptionFamily) -> Link:
 
 
 def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCosts:
+    """Return the costs of a block's options in this role. In the closing role outputs are no longer
+    held."""
     problem = block.problem
     if role is _Role.CLOSING:
         problem = replace(problem, outputs=())
@@ -152,6 +158,7 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
 
 
 def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
+    """Simulate one option on `problem`."""
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
     output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return OptionCost(
@@ -165,6 +172,7 @@ def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> 
 
 
 def _forward_cost(block: Block, role: _Role) -> ForwardCost:
+    """Simulate a forward run in this role."""
     problem = block.problem
     order = _order(problem, [n.index for n in problem.forward], (), role)
     schedules = [
@@ -178,15 +186,15 @@ def _forward_cost(block: Block, role: _Role) -> ForwardCost:
 def _order(
     problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role
 ) -> Orders:
-    """What a run in `role` executes."""
+    """Return what a run in `role` executes."""
     if role is _Role.FIRST:
         return Orders(tuple(forward), tuple(backward))
     return Orders(*without_idle(problem, forward, backward, executed=_repeatable(problem)))
 
 
 def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
-    """`problem`, whose input is dropped after its last use: simulated bytes are beside those of
-    an input that is held, since nothing there makes it."""
+    """Return `problem` with its input freed after its last use. (No node makes the input, so
+    simulated bytes are those beside a held input.)"""
     if block.input is None:
         return problem
     data = tuple(
@@ -197,7 +205,7 @@ def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
 
 
 def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
-    """Do `nodes`, in this order, read `data` before one of them makes it?"""
+    """True if `nodes`, in this order, read `data` before one of them makes it."""
     for index in nodes:
         if data in problem.nodes[index].reads:
             return True
@@ -207,16 +215,17 @@ def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
 
 
 def _repeatable(problem: CDGraph) -> frozenset[int]:
-    """Forward nodes of which a later run of the block makes nothing that it could not drop.
+    """Return the forward nodes that a later run may leave out: those that may run again, and those
+    that make nothing.
 
-    A node that may run only once keeps its results; they are counted where it runs, as if every
-    run made them.
+    A node that may run only once keeps its results; they are counted where it runs, as if every run
+    made them.
     """
     return frozenset(n.index for n in problem.forward if n.recomputable or not n.writes)
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    """Options that no other one equals or beats in everything, fastest first."""
+    """Return the options that no other equals or beats in everything, fastest first."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
     undominated: list[OptionCost] = []
     for cost in ordered:

@@ -3,11 +3,11 @@
 takes: Segments, a Grid. returns: a Table of the best times. guarantees: a sequence decoded for a
 limit needs no more than the limit, exactly, in the convention of `rockplan.dp.segments`; it is at
 least as fast as the table says; there is one whenever the limit is at least the minimum need.
-source: Rockmate, algorithms 2 and 3, with buckets that know the exact need of what they hold.
+source: Rockmate, algorithms 2 and 3, with buckets that know the exact need of their sequence.
 
-A bucket holds the best time found within its limit, and how much of the limit it spares. To take
-a bytes off bucket j, look into bucket j - floor(a / unit): if what it spares makes up for the
-rounding, it serves, else the next lower one does. Sizes are never rounded, so errors do not add
+A bucket holds the best time found within its limit, and how many bytes of the limit it spares. To
+take `a` bytes off bucket j, look into bucket j - floor(a / unit): if its spare bytes make up for
+the rounding, it serves, else the next lower one does. Sizes are never rounded, so errors do not add
 up along the chain.
 """
 
@@ -26,19 +26,20 @@ from rockplan.dp.segments import EMPTY, Choices, Integers, Segments, choices
 from rockplan.values.graph import Phase
 
 NEVER = 2**60
-"""Time of what does not fit; three of them still add up to an int64."""
+"""The time of a sequence that does not fit; the sum of three still fits into an int64."""
 
 
 class OutOfTime(Exception):
-    """A table is not filled before the deadline; seen by this package only."""
+    """A table is not filled before the deadline; caught in this package."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Table:
-    """times_ns[id, j + 1], spare_bytes[id, j + 1]: bucket j of a segment.
+    """The best times of all segments. times_ns[id, j + 1], spare_bytes[id, j + 1]: of bucket j of a
+    segment.
 
-    minimum_bytes[id]: the exact minimum need. One column below its first feasible bucket a
-    segment stores the thriftiest sequence, which needs just that: there the spare is negative.
+    minimum_bytes[id]: the exact minimum need. The column below its first feasible bucket stores the
+    thriftiest sequence of a segment, which needs just that: there the spare is negative.
     """
 
     segments: Segments
@@ -49,7 +50,7 @@ class Table:
 
 
 def minimum_needs(segments: Segments) -> Integers:
-    """Fewest bytes with which each segment can run, by id; exact."""
+    """Return the fewest bytes with which each segment can run, by id; exact."""
     needs = np.zeros(len(segments.spans), dtype=np.int64)
     for segment in range(1, len(segments.spans)):
         needs[segment] = choices(segments, segment).need_bytes(needs).min()
@@ -57,13 +58,13 @@ def minimum_needs(segments: Segments) -> Integers:
 
 
 def fastest_need(segments: Segments) -> int:
-    """Bytes with which every block runs once with its fastest option."""
+    """Return the bytes with which every block runs once with its fastest option."""
     steps: list[tuple[int, int]] = []
     segment = segments.whole
     while segment != EMPTY:
-        ways = choices(segments, segment)
-        steps.append((int(ways.peak_bytes[0]), int(ways.held_bytes[0])))
-        segment = int(ways.inner[0])
+        alternatives = choices(segments, segment)
+        steps.append((int(alternatives.peak_bytes[0]), int(alternatives.held_bytes[0])))
+        segment = int(alternatives.inner[0])
     need = 0
     for peak_bytes, held_bytes in reversed(steps):
         need = max(peak_bytes, held_bytes + need)
@@ -85,6 +86,7 @@ def solve(
 
 
 def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Table:
+    """Return a table with only the empty segment filled."""
     shape = (len(segments.spans), grid.count + 2)
     table = Table(segments, grid, minimum_bytes, np.full(shape, NEVER), np.full(shape, -NEVER))
     table.times_ns[EMPTY] = 0
@@ -93,10 +95,10 @@ def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Tabl
 
 
 def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
-    """A sequence that needs at most limit_bytes, which must be at least the minimum need.
+    """Return a sequence that needs at most limit_bytes, which must be at least the minimum need.
 
-    Every choice is made anew for the exact bytes that are left, which can only be faster than
-    what the table holds. Raises ValueError if the limit is below the minimum need.
+    Every choice is made anew for the exact bytes that are left, which can only be faster than what
+    the table holds. Raises ValueError if the limit is below the minimum need.
     """
     minimum = int(table.minimum_bytes[table.segments.whole])
     if limit_bytes < minimum:
@@ -122,51 +124,55 @@ class _Part:
 
 
 def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
+    """Make the best choice for a part; return its operations and smaller parts, in order."""
     if part.segment == EMPTY:
         return []
-    ways = choices(table.segments, part.segment)
-    k = int(np.argmin(_times_within(table, ways, part.limit_bytes)))
-    inner, rest_bytes = int(ways.inner[k]), part.limit_bytes - int(ways.held_bytes[k])
-    option = int(ways.option[k])
+    alternatives = choices(table.segments, part.segment)
+    k = int(np.argmin(_times_within(table, alternatives, part.limit_bytes)))
+    inner, rest_bytes = (
+        int(alternatives.inner[k]),
+        part.limit_bytes - int(alternatives.held_bytes[k]),
+    )
+    option = int(alternatives.option[k])
     if option >= 0:
         return [
             RunOption(part.first, option, Phase.FORWARD),
             _Part(part.first + 1, inner, rest_bytes),
             RunOption(part.first, option, Phase.BACKWARD),
         ]
-    split = part.first + int(ways.ahead[k])
+    split = part.first + int(alternatives.ahead[k])
     return [
         *(RunForward(block) for block in range(part.first, split)),
         _Part(split, inner, rest_bytes),
-        _Part(part.first, int(ways.left[k]), part.limit_bytes),
+        _Part(part.first, int(alternatives.left[k]), part.limit_bytes),
     ]
 
 
 def _fill(table: Table, segment: int) -> None:
     """Compute the row of `segment` from those of its parts."""
-    ways = choices(table.segments, segment)
+    alternatives = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)
-    best, chosen = best_choices(table, ways)
+    best, chosen = best_choices(table, alternatives)
     table.times_ns[segment, 1:] = best
-    table.spare_bytes[segment, first + 1 :] = _spare_bytes(table, ways, best, chosen, first)
-    table.times_ns[segment, first] = _times_within(table, ways, minimum).min()
+    table.spare_bytes[segment, first + 1 :] = _spare_bytes(table, alternatives, best, chosen, first)
+    table.times_ns[segment, first] = _times_within(table, alternatives, minimum).min()
     table.spare_bytes[segment, first] = (first - 1) * unit_bytes - minimum
 
 
-def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
-    """For each bucket the least time, and a choice that takes it.
+def best_choices(table: Table, alternatives: Choices) -> tuple[Integers, Integers]:
+    """Return for each bucket the least time, and a choice that takes it.
 
-    The time of a choice falls as the limit grows. So between two buckets only those choices can
-    matter that take less at the upper one than the best takes at the lower one: few, if the two
-    are near each other.
+    The time of a choice falls as the limit grows. So between two buckets only choices can matter
+    that take less at the upper one than the best takes at the lower one: few, if the two are near
+    each other.
     """
-    fits = ways.need_bytes(table.minimum_bytes) <= table.grid.limit_bytes
+    fits = alternatives.need_bytes(table.minimum_bytes) <= table.grid.limit_bytes
     able, ends = np.flatnonzero(fits), np.arange(0, table.grid.count + 1, STRIDE)
-    times = _times(table, ways, able, np.zeros_like(able), len(ends), STRIDE)
+    times = _times(table, alternatives, able, np.zeros_like(able), len(ends), STRIDE)
     place = times.argmin(axis=0)
     least = times[place, np.arange(len(ends))]
-    # What is best at a lower end fits at all buckets up to the next end.
+    # The best choice at a lower end fits at all buckets up to the next end.
     best = np.repeat(least, STRIDE)[: table.grid.count + 1]
     chosen = np.repeat(able[place], STRIDE)[: table.grid.count + 1]
     interval, place = np.nonzero(times.T[1:] < least[:-1, np.newaxis])
@@ -174,7 +180,7 @@ def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
         return best, chosen
 
     k, lower = able[place], ends[interval]
-    times = _times(table, ways, k, lower + 1, STRIDE - 1, 1)
+    times = _times(table, alternatives, k, lower + 1, STRIDE - 1, 1)
     heads = np.concatenate([[0], (interval[1:] != interval[:-1]).nonzero()[0] + 1])
     fastest = _fastest_rows(times, heads)
     times_here = times[fastest, np.arange(STRIDE - 1)]
@@ -186,8 +192,8 @@ def best_choices(table: Table, ways: Choices) -> tuple[Integers, Integers]:
 
 
 def _fastest_rows(times: Integers, heads: Integers) -> Integers:
-    """For each run of rows (from one of `heads` to the next) and each column the last row with
-    the least time. (`np.minimum.reduceat` along rows takes three times as long.)"""
+    """Return, for each run of rows (from one of `heads` to the next) and each column, the last row
+    with the least time. (`np.minimum.reduceat` along rows takes three times as long.)"""
     rows: Integers = np.empty((len(heads), times.shape[1]), dtype=np.int64)
     tails = np.append(heads[1:], len(times))
     for run, (head, tail) in enumerate(zip(heads.tolist(), tails.tolist(), strict=True)):
@@ -196,23 +202,24 @@ def _fastest_rows(times: Integers, heads: Integers) -> Integers:
 
 
 def _times(
-    table: Table, ways: Choices, k: Integers, bucket: Integers, length: int, step: int
+    table: Table, alternatives: Choices, k: Integers, bucket: Integers, length: int, step: int
 ) -> Integers:
-    """Times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on: row p.
+    """Return the times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on, in row
+    p.
 
-    Where a choice does not fit, what is read may belong to the segment before (never before
-    the first one: EMPTY is reached without holding anything), and gives way to NEVER.
+    Where a choice does not fit, the entry read may belong to the segment before (never before the
+    first one: EMPTY is reached without holding anything), and is replaced by NEVER.
     """
     width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
-    shift, rest = np.divmod(ways.held_bytes, unit_bytes)
-    start = -(-ways.need_bytes(table.minimum_bytes) // unit_bytes)
-    above = ways.inner[k] * width + bucket + 1 - shift[k]
+    shift, rest = np.divmod(alternatives.held_bytes, unit_bytes)
+    start = -(-alternatives.need_bytes(table.minimum_bytes) // unit_bytes)
+    above = alternatives.inner[k] * width + bucket + 1 - shift[k]
     serves = _runs(table.spare_bytes, length, step)[above] >= rest[k, np.newaxis]
     times = _runs(table.times_ns, length, step)
     total: Integers = times[above - 1]
     np.copyto(total, times[above], where=serves)
-    total += times[ways.left[k] * width + bucket + 1]
-    total += ways.time_ns[k, np.newaxis]
+    total += times[alternatives.left[k] * width + bucket + 1]
+    total += alternatives.time_ns[k, np.newaxis]
     late = np.flatnonzero(start[k] > bucket)
     missing = (start[k] - bucket)[late, np.newaxis]
     total[late] = np.where(np.arange(0, length * step, step) < missing, NEVER, total[late])
@@ -220,24 +227,25 @@ def _times(
 
 
 def _runs(rows: Integers, length: int, step: int) -> Integers:
-    """Row p: `length` entries of the flattened array, `step` apart, from p on. A view."""
+    """Return a view whose row p has `length` entries of the flattened array, `step` apart, from p
+    on."""
     each, starts = rows.itemsize, rows.size - (length - 1) * step
     return np.ndarray((starts, length), rows.dtype, rows, 0, (each, each * step))
 
 
-def _times_within(table: Table, ways: Choices, limit_bytes: int) -> Integers:
-    """Time of each choice within exactly limit_bytes; NEVER if it does not fit."""
-    inner = limit_bytes - ways.held_bytes
+def _times_within(table: Table, alternatives: Choices, limit_bytes: int) -> Integers:
+    """Return the time of each choice within exactly limit_bytes; NEVER if it does not fit."""
+    inner = limit_bytes - alternatives.held_bytes
     left = np.full_like(inner, limit_bytes)
-    times = table.times_ns[ways.inner, _columns(table, ways.inner, inner)]
-    times += table.times_ns[ways.left, _columns(table, ways.left, left)]
-    times += ways.time_ns
-    return np.where(ways.need_bytes(table.minimum_bytes) <= limit_bytes, times, NEVER)
+    times = table.times_ns[alternatives.inner, _columns(table, alternatives.inner, inner)]
+    times += table.times_ns[alternatives.left, _columns(table, alternatives.left, left)]
+    times += alternatives.time_ns
+    return np.where(alternatives.need_bytes(table.minimum_bytes) <= limit_bytes, times, NEVER)
 
 
 def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
-    """Column of the bucket above the limit if its sequence fits all the same, else of the one
-    below. (Of no meaning where the segment does not fit.)"""
+    """Return the column of the bucket above the limit if its sequence fits all the same, else of
+    the one below. (Meaningless if the segment does not fit.)"""
     unit_bytes, count = table.grid.unit_bytes, table.grid.count
     above = np.minimum(np.maximum(limits_bytes // unit_bytes + 2, 1), count + 1)
     missing = (above - 1) * unit_bytes - limits_bytes
@@ -245,21 +253,24 @@ def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
 
 
 def _spare_bytes(
-    table: Table, ways: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
+    table: Table, alternatives: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
 ) -> Integers:
-    """What each bucket from `first` on spares of its limit; equal times share one sequence."""
+    """Return the bytes that each bucket from `first` on spares of its limit; equal times share one
+    sequence."""
     unit_bytes = table.grid.unit_bytes
     is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])
     limits = np.arange(first, len(best), dtype=np.int64) * unit_bytes
     k, at = chosen[first:][is_new], limits[is_new]
-    inner = ways.held_bytes[k] + _needs_within(table, ways.inner[k], at - ways.held_bytes[k])
-    left = _needs_within(table, ways.left[k], at)
-    needs = np.maximum(np.maximum(ways.peak_bytes[k], inner), left)
+    inner = alternatives.held_bytes[k] + _needs_within(
+        table, alternatives.inner[k], at - alternatives.held_bytes[k]
+    )
+    left = _needs_within(table, alternatives.left[k], at)
+    needs = np.maximum(np.maximum(alternatives.peak_bytes[k], inner), left)
     spare: Integers = limits - needs[np.cumsum(is_new) - 1]
     return spare
 
 
 def _needs_within(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
-    """Exact need of the sequence that serves within each limit."""
+    """Return the exact need of the sequence that serves within each limit."""
     columns = _columns(table, ids, limits_bytes)
     return (columns - 1) * table.grid.unit_bytes - table.spare_bytes[ids, columns]

@@ -1,15 +1,15 @@
 """Segments: the sub-chains over which the recurrence runs, each distinct one once.
 
-takes: links. returns: the distinct segments, shorter ones first, and the choices of each.
-source: Rockmate (ICML 2023), appendix C, equations 1 and 2. A segment is known by the string of
-its links and by whether it ends the chain: a chain of L blocks of which most repeat has about
-4 L distinct segments instead of L (L + 1) / 2.
+takes: links. returns: the distinct segments, shorter ones first, and the choices of each. source:
+Rockmate (ICML 2023), appendix C, equations 1 and 2. A segment is known by the string of its links
+and by whether it ends the chain: a chain of L blocks of which most repeat has about 4 L distinct
+segments instead of L (L + 1) / 2.
 
-Memory of a segment s..t includes the input of s and the gradient of the output of t. An input
-that is there for the segment alone is dropped after its last use (`drops`), any other is held to
-the end. (Rockmate holds every input, and leaves the first one out of the memory.)
-In a segment that ends the chain, forward runs come before any gradient exists; every other
-segment runs when its blocks have all run before.
+Memory of a segment s..t includes the input of s and the gradient of the output of t. An input that
+only the segment needs is dropped after its last use (`drops`), any other is held to the end.
+(Rockmate holds every input, and leaves the first one out of the memory.) In a segment that ends the
+chain, forward runs come before any gradient exists; every other segment runs when all its blocks
+have run before.
 """
 
 from __future__ import annotations
@@ -42,10 +42,10 @@ class OptionArrays:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Roles:
-    """What blocks cost in segments that end the chain, or in all others.
+    """Costs of blocks in segments that end the chain, or in all others.
 
-    inner, last: options of each block, followed by other blocks of the segment or not; [drops].
-    forward_time_ns: of the blocks before each, summed up (one entry more than blocks).
+    inner, last: options of each block, if other blocks of the segment follow it or not; indexed by
+    [drops]. forward_time_ns: of the blocks before each, summed up (one entry more than blocks).
     forward_peak_bytes, dropped_peak_bytes: of running each block forward, beside its input.
     """
 
@@ -58,10 +58,11 @@ class Roles:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Segments:
-    """ids[drops, s, t]: the segment of blocks s..t; spans[id]: one (s, t, drops) of it.
+    """The distinct segments of a chain. ids[drops, s, t]: the segment of blocks s..t; spans[id]:
+    one (s, t, drops) of it.
 
-    A segment's id is above those of its parts; EMPTY has s > t. The arrays have one entry for
-    each block; the input of the first one costs nothing.
+    A segment's id is above those of its parts; EMPTY has s > t. The arrays have one entry for each
+    block; the input of the first one costs nothing.
     """
 
     ids: Integers
@@ -84,12 +85,12 @@ class Segments:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Choices:
-    """Every way to begin a segment, one per index; all arrays have the same length.
+    """All choices to begin a segment, one per index; all arrays have the same length.
 
-    Choice k takes time_ns[k] and peak_bytes[k]. It runs segment inner[k] in what held_bytes[k]
-    leaves of the memory and segment left[k], after it, in the whole memory.
-    option[k]: index in the family, with which the first block runs once, around inner; left is
-    EMPTY. Or -1: ahead[k] blocks run forward, inner starts behind them, left runs them again.
+    Choice k takes time_ns[k] and peak_bytes[k]. It runs segment inner[k] in the memory less
+    held_bytes[k], and afterwards segment left[k] in the whole memory. option[k]: the index in the
+    family of the option with which the first block runs once, around inner; left is EMPTY. Or -1:
+    ahead[k] blocks run forward, inner starts after them, left runs them again.
     """
 
     time_ns: Integers
@@ -101,14 +102,14 @@ class Choices:
     ahead: Integers
 
     def need_bytes(self, segment_needs: Integers) -> Integers:
-        """What each choice needs, if segments need segment_needs (by id)."""
+        """Return the bytes that each choice needs, if segments need segment_needs (by id)."""
         inner = self.held_bytes + segment_needs[self.inner]
         needs: Integers = np.maximum(np.maximum(self.peak_bytes, inner), segment_needs[self.left])
         return needs
 
 
 def intern_segments(links: Sequence[Link]) -> Segments:
-    """The distinct segments of the chain `links`."""
+    """Return the distinct segments of the chain `links`."""
     ids, spans = _distinct(links)
     return Segments(
         ids=ids,
@@ -130,7 +131,8 @@ def intern_segments(links: Sequence[Link]) -> Segments:
 
 
 def choices(segments: Segments, segment: int) -> Choices:
-    """Equation 1 (one run of the first block, each option) and 2 (each next stored input)."""
+    """Return the choices of equation 1 (one run of the first block, with each option) and of
+    equation 2 (each next stored input)."""
     s, t, drops = segments.spans[segment]
     ends_chain = t == segments.blocks - 1
     roles = segments.ending if ends_chain else segments.repeated
@@ -140,7 +142,7 @@ def choices(segments: Segments, segment: int) -> Choices:
     option_peaks = np.maximum(
         options.forward_peak_bytes + gradient_bytes, options.backward_peak_bytes
     )
-    # The first input is needed again when the blocks ahead run again; those between are not.
+    # The first input is needed again when the blocks ahead run again; other inputs are dropped.
     forward_peaks = roles.dropped_peak_bytes[s:t] + input_bytes[s:t]
     forward_peaks[:1] = roles.forward_peak_bytes[s:t][:1]
     forward_peaks += background_bytes[s:t] + gradient_bytes
@@ -163,6 +165,7 @@ def choices(segments: Segments, segment: int) -> Choices:
 
 
 def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, int], ...]]:
+    """Return ids of the segments of all spans (see `Segments`), and a span of each."""
     length = len(links)
     numbers = {link: i for i, link in enumerate(dict.fromkeys(links))}
     classes = [numbers[link] for link in links]
@@ -174,7 +177,7 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
     for size in range(1, length + 1):
         for s in range(length - size + 1):
             t = s + size - 1
-            # Below zero: after its last block a segment ends the chain, or does not.
+            # A negative number after the last block: does the segment end the chain?
             rest = ids[:, s + 1, t].tolist() if size > 1 else [-1 - (t == length - 1)]
             for drops in (0, 1):
                 key = (classes[s], inputs[s], drops and matters[s], *rest)

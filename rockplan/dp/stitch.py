@@ -1,10 +1,10 @@
-"""Stitch: from what runs block by block to a schedule of the whole graph.
+"""Stitch: operations of blocks -> a schedule of the whole graph.
 
-takes: the graph, its blocks (every node in exactly one) with their options, and operations that
-run every block forward, and its backward after that of the next block. returns: a Schedule.
-guarantees: the schedule is legal; its forward phase ends where the last block's backward begins;
-no re-execution is dead (`rockplan.values.order`).
-source: Rockmate, section 3.5; frees follow from the order (`rockplan.values.schedule`).
+takes: the graph, its blocks (every node in exactly one) with their options, and operations that run
+every block forward, and its backward after that of the next block. returns: a Schedule. guarantees:
+the schedule is legal; its forward phase ends where the last block's backward begins; no
+re-execution is idle (`rockplan.values.order`). source: Rockmate, section 3.5; frees follow from the
+order (`rockplan.values.schedule`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def stitch(
     families: Sequence[OptionFamily],
     operations: Iterable[Operation],
 ) -> Schedule:
-    """The schedule that executes `operations`, with the earliest frees."""
+    """Return the schedule that executes `operations`, with the earliest frees."""
     forward: list[int] = []
     backward: list[int] = []
     phase = forward
@@ -37,8 +37,9 @@ def stitch(
 
 
 def pinned_storages(graph: CDGraph, blocks: Sequence[Block]) -> frozenset[int]:
-    """Activations that blocks other than their own and its successor read, or that the next one
-    reads beside the separator: alive from their first computation to their last use."""
+    """Return the forward activations that some block reads although they are neither its own nor
+    its input (the separator before it): they live from their first computation to their last
+    use."""
     block_of = {n: b.index for b in blocks for n in (*b.forward, *b.backward)}
     made_in = {d: block_of[n.index] for n in graph.forward for d in n.writes}
     return frozenset(
@@ -56,7 +57,7 @@ def _is_backward(operation: Operation) -> bool:
 
 
 def _nodes(block: Block, family: OptionFamily, operation: Operation) -> Sequence[int]:
-    """Nodes of the whole graph that `operation` executes, in order."""
+    """Return the nodes of the whole graph that `operation` executes, in order."""
     if isinstance(operation, RunForward):
         return block.forward
     option = family.options[operation.option]

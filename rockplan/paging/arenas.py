@@ -1,8 +1,8 @@
-"""Arenas: host memory in which paged storages lie while they are away from the device.
+"""Arenas: host memory that holds paged storages while they are away from the device.
 
-takes: bytes, a place. returns: arenas, one for each call in flight. guarantees: what a call gave
-back is used again, by any plan whose pages lie at the same place; bytes that cannot be had raise
-HostMemoryError before anything is copied.
+takes: bytes, a place. returns: arenas, one for each call in flight. guarantees: an arena that a
+call gave back is used again, by any plan that pages to the same place; HostMemoryError is raised
+for bytes that cannot be had, before anything is copied.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from rockplan.paging.pinned import PinnedArena
 
 
 class PageCopy(Protocol):
-    """One that was begun."""
+    """A copy that has begun."""
 
     def wait(self) -> None:
-        """What the device computes from here on comes after it. Raises HostMemoryError where it
+        """Make later computations of the device come after the copy. Raises HostMemoryError if it
         failed."""
 
     def outlive(self, kept: object) -> None:
-        """Without waiting: what `kept` holds is not freed before it is done."""
+        """Keep `kept` alive until the copy is done, without waiting for it."""
 
 
 class Arena(Protocol):
-    """So many bytes of the host."""
+    """A region of host memory. process: id of the process that owns it."""
 
     size_bytes: int
     process: int
 
     def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
-        """Copy a storage to a place in the arena, as soon as it is computed."""
+        """Begin to copy a storage to a place in the arena, once the storage is computed."""
 
     def begin_in(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
-        """Fill a storage from a place in the arena."""
+        """Begin to fill a storage from a place in the arena."""
 
 
 class Lease:
-    """An arena in use; it goes back when nobody holds this."""
+    """An arena in use; it goes back to its pool when the lease is no longer referred to."""
 
     def __init__(self, pool: ArenaPool, arena: Arena) -> None:
         self._pool, self.arena = pool, arena
@@ -60,12 +60,13 @@ class ArenaPool:
     def __init__(self, make: Callable[[int], Arena]) -> None:
         self._make = make
         self._free: list[Arena] = []
-        # Held here, or a garbage collection that finds a lease would end its arena with it.
+        # Held here: else a garbage collection that finds a lease would finalize its arena, too.
         self._used: list[Arena] = []
         self._lock = threading.RLock()  # a lease may end while this thread takes one
 
     def take(self, size_bytes: int) -> Lease:
-        """An arena of at least so many bytes. Raises HostMemoryError where they cannot be had."""
+        """Lease an arena of at least so many bytes. Raises HostMemoryError if they cannot be
+        had."""
         with self._lock:
             self._free = [a for a in self._free if a.process == os.getpid()]
             fits = [a for a in self._free if a.size_bytes >= size_bytes]
@@ -73,7 +74,7 @@ class ArenaPool:
                 arena = min(fits, key=lambda a: a.size_bytes)
                 self._free.remove(arena)
             else:
-                self._free.clear()  # what is too small makes room for it
+                self._free.clear()  # arenas that are too small make room for it
                 arena = self._make(size_bytes)
             self._used.append(arena)
         return Lease(self, arena)
@@ -85,19 +86,22 @@ class ArenaPool:
 
 
 def _made(size_bytes: int, device: str, path: str | None) -> Arena:
+    """Make an arena: pinned memory for a CUDA device, a file for the CPU."""
     is_cuda = torch.device(device).type == "cuda"
     return PinnedArena(size_bytes, device) if is_cuda else FileArena(size_bytes, path)
 
 
 _Place = tuple[str, str | None]
+"""(device, folder)"""
 _pools: weakref.WeakValueDictionary[_Place, ArenaPool] = weakref.WeakValueDictionary()
 
 
 def pool_of(device: str, path: str | None = None) -> ArenaPool:
-    """The arenas of a device: pinned memory for 'cuda:0', files in the folder `path` for 'cpu' (in
-    the folder of temporary files without one). They go with the last who holds it.
+    """Return the arenas of a device: pinned memory for 'cuda:0', files in the folder `path` for
+    'cpu' (None: the folder of temporary files). A pool is freed when nobody refers to it any more.
 
-    Raises InvalidInput for a path beside a CUDA device, and for other devices."""
+    Raises InvalidInput for a path beside a CUDA device, and for other devices.
+    """
     kind = torch.device(device).type
     if kind not in ("cpu", "cuda"):
         raise InvalidInput(

@@ -1,8 +1,8 @@
 """Files: pages of modules on the CPU, copied by two threads, one for each direction.
 
 takes: bytes, a folder. returns: an arena, which is a file without a name. guarantees: all of its
-room is reserved when it is made; a copy holds no tensor, only where its bytes lie; one that fails
-raises where it is waited for.
+room is reserved when it is made; a copy holds no tensor, only the address of its bytes; an error of
+a copy is raised by `wait`.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rockplan.machine import available_bytes, is_in_memory
 from rockplan.values.plan import format_bytes
 
 _threads: dict[str, ThreadPoolExecutor] = {}
-# A fork has none of its parent's threads.
+# A forked process has none of its parent's threads.
 os.register_at_fork(after_in_child=_threads.clear)
 
 
 def submit(direction: str, work: Callable[[], None]) -> Future[None]:
-    """Have `work` done after what was submitted before for this direction."""
+    """Run `work` after all that was submitted before for this direction."""
     if direction not in _threads:
         _threads.setdefault(direction, ThreadPoolExecutor(1, f"rockplan-{direction}"))
     return _threads[direction].submit(work)
@@ -44,19 +44,19 @@ class FileCopy:
         self._done.result()
 
     def outlive(self, kept: object) -> None:
-        # The thread that waited here might be the one that copies, in a garbage collection.
+        # Waiting could deadlock: a garbage collection may run this in the thread that copies.
         self._done.add_done_callback(partial(_let_go, kept))
 
 
 def _let_go(kept: object, done: Future[None]) -> None:
-    """Whatever holds this holds `kept`."""
+    """Do nothing: holding this callback holds `kept`."""
 
 
 class FileArena:
-    """As `arenas.Arena`. process: whose pages these are."""
+    """As `arenas.Arena`."""
 
     def __init__(self, size_bytes: int, folder: str | None = None) -> None:
-        """Raises HostMemoryError where the folder has no room, or lets nobody write."""
+        """Raises HostMemoryError if the folder has no room, or is not writable."""
         self.size_bytes, self.process = size_bytes, os.getpid()
         self._folder = folder or tempfile.gettempdir()
         known = available_bytes() if is_in_memory(Path(self._folder)) else None
@@ -91,6 +91,7 @@ class FileArena:
         offset_bytes: int,
         storage: torch.UntypedStorage,
     ) -> FileCopy:
+        """Begin a copy between the storage and the file."""
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         view = memoryview(memory).cast("B")
         return FileCopy(submit(direction, partial(self._copy, transfer, offset_bytes, view)))
@@ -101,6 +102,7 @@ class FileArena:
         offset_bytes: int,
         memory: memoryview,
     ) -> None:
+        """Copy all bytes. Raises HostMemoryError."""
         done = 0
         try:
             while done < len(memory):

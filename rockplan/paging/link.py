@@ -1,4 +1,4 @@
-"""Link: how fast pages are copied."""
+"""Link: how fast pages are copied between device and host."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ ROUNDS = 5
 
 
 def measured_link(device: str, path: str | None = None, page_bytes: int = PAGE_BYTES) -> float:
-    """Bytes a second each way, between `device` and the host, with copies both ways at once: the
-    median of some rounds of two pages. path: folder of a module on the CPU.
+    """Measure bytes a second each way, between `device` and the host, with copies both ways at
+    once: the median of `ROUNDS` rounds of two pages. path: folder of a module on the CPU.
 
-    Raises HostMemoryError where the host has no room, InvalidInput as `pool_of`."""
+    Raises HostMemoryError if the host has no room, InvalidInput as `pool_of`.
+    """
     lease = pool_of(device, path).take(2 * page_bytes)
     storages = [new_storage(page_bytes, device) for _ in range(2)]
     lease.arena.begin_out(page_bytes, storages[1]).wait()

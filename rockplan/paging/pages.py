@@ -1,8 +1,8 @@
-"""Pages: what the generated code of a plan calls to move storages to the host and back.
+"""Pages: functions that the generated code of a plan calls to move storages to the host and back.
 
-takes: the layout of a plan, tensors of a storage. returns: tensors in a new storage that are what
-these were. guarantees: a storage is allocated and freed where the code says so, however late its
-copy is; no tensor is held.
+takes: the layout of a plan, tensors of a storage. returns: equal tensors in a new storage.
+guarantees: a storage is allocated and freed where the code says so, however late its copy is; no
+tensor is held.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from rockplan.paging.arenas import Arena, ArenaPool, Lease, PageCopy
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Where the pages of a plan lie in an arena. offsets: of each page, by its name. Each has a
-    place of its own: pages leave in the forward phase and come back in the backward phase, so at
-    the turn all are there."""
+    """The places of a plan's pages in an arena. offsets, sizes: in bytes, by name. No two pages
+    share a place: at the turn all of them are on the host."""
 
     offsets: Mapping[str, int]
     sizes: Mapping[str, int]
@@ -30,13 +29,13 @@ class Layout:
 
     @classmethod
     def of(cls, pages: Iterable[tuple[str, int]], pool: ArenaPool) -> Layout:
-        """pages: their names and bytes."""
+        """Lay out pages: (name, bytes)."""
         sizes = dict(pages)
         ends = itertools.accumulate(sizes.values(), initial=0)
         return cls(dict(zip(sizes, ends, strict=False)), sizes, pool)
 
     def reserve(self) -> None:
-        """For one call. Raises HostMemoryError where the host has no room."""
+        """Allocate an arena for one call. Raises HostMemoryError if the host has no room."""
         self.pool.take(self.size_bytes)
 
     @property
@@ -46,7 +45,7 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """A tensor without its memory."""
+    """A tensor without its memory: dtype, offset, shape and strides (in elements)."""
 
     dtype: torch.dtype
     offset: int
@@ -58,14 +57,14 @@ class _Look:
         return cls(tensor.dtype, int(tensor.storage_offset()), tuple(tensor.shape), tensor.stride())
 
     def on(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """No view: those share a version counter."""
+        """Return such a tensor on `storage`, not as a view (views share a version counter)."""
         made = torch.empty(0, dtype=self.dtype, device=storage.device)
         return made.set_(storage, self.offset, self.shape, self.strides)
 
 
 @dataclass(frozen=True, slots=True)
 class _Page:
-    """A storage on the host, and the tensors that lay in it."""
+    """A storage on the host, and the tensors that it had."""
 
     size_bytes: int
     device: torch.device
@@ -73,12 +72,12 @@ class _Page:
 
 
 def new_storage(size_bytes: int, device: torch.device | str) -> torch.UntypedStorage:
-    """Not filled, whatever PyTorch does with new tensors."""
+    """Allocate a storage without filling it, even if PyTorch fills new tensors."""
     return torch.UntypedStorage(size_bytes, device=device)  # type: ignore[no-untyped-call]
 
 
 class Pages:
-    """Those of one call. layout: of its plan; None where that has none."""
+    """The pages of one call. layout: of its plan; None if the plan has no pages."""
 
     __slots__ = ("_copies", "_lease", "_pages", "layout")
 
@@ -90,14 +89,15 @@ class Pages:
 
     @property
     def has_pages(self) -> bool:
-        """Is anything on the host?"""
+        """True if anything is on the host."""
         return bool(self._pages)
 
     def page_out(self, name: str, *tensors: torch.Tensor) -> None:
         """Begin to copy the storage of `tensors` to the host.
 
-        Raises StalePlan while a CUDA graph is captured, HostMemoryError where there is no room for
-        one more call in flight."""
+        Raises StalePlan while a CUDA graph is captured, HostMemoryError if there is no room for one
+        more call in flight.
+        """
         storage = tensors[0].untyped_storage()
         if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise StalePlan(
@@ -112,11 +112,12 @@ class Pages:
         self._copies[name] = self._arena.begin_out(self._offset(name), storage)
 
     def paged_out(self, name: str) -> None:
-        """From here on its memory may be freed."""
+        """Wait until the copy to the host is done: then the storage may be freed."""
         self._copies.pop(name).wait()
 
     def page_in(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Allocate its storage, and begin to copy it back; the tensors, not to be read yet."""
+        """Allocate the storage of a page, and begin to copy it back. Returns its tensors, which may
+        not be read yet."""
         page = self._pages[name]
         if self._arena.process != os.getpid():
             raise BackwardError(
@@ -128,11 +129,12 @@ class Pages:
         return tuple(look.on(storage) for look in page.looks)
 
     def paged_in(self, name: str) -> None:
-        """From here on its tensors may be read."""
+        """Wait until the copy back is done: then the tensors may be read."""
         self._copies.pop(name).wait()
 
     @property
     def _arena(self) -> Arena:
+        """The arena of this call, leased at the first page."""
         if self._lease is None:
             assert self.layout is not None
             self._lease = self.layout.pool.take(self.layout.size_bytes)
@@ -143,8 +145,8 @@ class Pages:
         return self.layout.offsets[name]
 
     def let_go_of_pages(self, kept: object = None) -> None:
-        """What is on the host is not needed any more. kept: what holds memory that copies may still
-        be on their way to."""
+        """Drop all pages. kept: an object that holds memory that copies may still write to; it
+        stays alive until they are done."""
         for copy in self._copies.values():
             copy.outlive((kept, self._lease))
         self._copies.clear()
@@ -152,10 +154,10 @@ class Pages:
         self._lease = None
 
     def end_copies(self) -> None:
-        """An error lets go of memory: wait for what is copied."""
+        """Wait for all copies after an error, which is about to free their memory."""
         for copy in self._copies.values():
             try:
                 copy.wait()
-            except Exception:  # the one that is on its way says enough
+            except Exception:  # the error that is being raised says enough
                 continue
         self._copies.clear()

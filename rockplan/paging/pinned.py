@@ -1,9 +1,9 @@
 """Pinned memory: pages of modules on a CUDA device, copied on two streams, one for each direction.
 
-takes: bytes, a device. returns: an arena, one mapping that is registered once. guarantees: copies
-wait for what was asked of the current stream before, and it for them where it must; no tensor is
-held and no block recorded for a stream, so the caching allocator gives out what it does without
-paging.
+takes: bytes, a device. returns: an arena, one mapping that is registered once. guarantees: a copy
+waits for earlier work of the current stream, and this stream for the copy where it must; no tensor
+is held and no block recorded for a stream, so the caching allocator hands out the same blocks as
+without paging.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rockplan.values.plan import format_bytes
 
 @functools.cache
 def _streams(device: str) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Out of the device, and into it."""
+    """Return the streams of a device for copies to the host and from it."""
     return _stream(device), _stream(device)
 
 
@@ -38,7 +38,7 @@ def _runtime() -> Any:
 
 
 class StreamCopy:
-    """As `arenas.PageCopy`. stream: on which its memory was allocated."""
+    """As `arenas.PageCopy`. stream: on which the device memory was allocated."""
 
     def __init__(self, done: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self._done, self._stream = done, stream
@@ -47,15 +47,15 @@ class StreamCopy:
         torch.cuda.current_stream(self._stream.device).wait_event(self._done)
 
     def outlive(self, kept: object) -> None:
-        # The next owner of a block writes to it on the stream on which it was allocated.
+        # The next owner of the block will write to it on the stream of its allocation.
         self._stream.wait_event(self._done)
 
 
 class PinnedArena:
-    """As `arenas.Arena`. process: whose pages these are."""
+    """As `arenas.Arena`."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
-        """Raises HostMemoryError where the host has too little memory, or does not pin it."""
+        """Raises HostMemoryError if the host has too little memory, or does not pin it."""
         self.size_bytes, self.process = size_bytes, os.getpid()
         known = available_bytes()
         if known is not None and known < size_bytes:
@@ -67,7 +67,7 @@ class PinnedArena:
         address = self._bytes.data_ptr()
         code = int(_runtime().cudaHostRegister(address, len(self._bytes), 0))
         if code:
-            # Or the next kernel would find the error.
+            # Clear CUDA's error, which the next kernel would report.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=device)
             limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
@@ -79,7 +79,7 @@ class PinnedArena:
 
     def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> StreamCopy:
         stream = self._streams[0]
-        if self._last_in is not None:  # by the call that had these pages before
+        if self._last_in is not None:  # of an earlier call, which may still read these bytes
             stream.wait_event(self._last_in)
         return self._begin(stream, self._page(offset_bytes, storage), _bytes_of(storage))
 
@@ -94,6 +94,7 @@ class PinnedArena:
 
     @staticmethod
     def _begin(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> StreamCopy:
+        """Begin a copy on `stream`, after earlier work of the current stream."""
         compute = torch.cuda.current_stream(stream.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
@@ -102,10 +103,12 @@ class PinnedArena:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
+    """Return a tensor of all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _unregister(memory: torch.Tensor, streams: tuple[torch.cuda.Stream, ...]) -> None:
+    """Unpin memory when no copy uses it any more."""
     for stream in streams:
         stream.synchronize()
     _runtime().cudaHostUnregister(memory.data_ptr())
