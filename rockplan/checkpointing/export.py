@@ -1,17 +1,16 @@
 """Export: a plan -> ordinary `torch.utils.checkpoint` code that needs no rockplan to run.
 
 takes: a plan and the module it is for. returns: the source of one Python file whose `apply(model)`
-wraps repeated modules. guarantees: the code imports PyTorch alone; gradients are those of the
-model without it; its header says what the plan does that it does not do. It comes near to the
-plan in this sense: a repeated module is wrapped if the plan computes something of it again, and of
-its results those are kept that the plan keeps, call by call; then modules are left alone, the last
-one first, as long as the predicted peak stays within the budget.
+wraps repeated modules. guarantees: the code imports PyTorch alone; gradients are those of the model
+without it; its header says how it differs from the plan. A repeated module is wrapped if the plan
+recomputes something of it, and keeps those of its results that the plan keeps, call by call; then
+modules are unwrapped, the last one first, as long as the predicted peak stays within the budget.
 
-A result can be kept only where every call of its operator in the module returns a new tensor that
-nothing changes in place, draws no random numbers (the draws after it would be others when the
-module runs again) and is no cast (autocast remembers casts of weights, so a second run has fewer).
-Calls are counted in the order of the graph: a module that runs twice in one forward keeps in both
-runs what the plan keeps in the first.
+A result can be kept only if every call of its operator in the module returns a new tensor that
+nothing changes in place, draws no random numbers (later draws would differ when the module runs
+again) and is no cast (autocast caches casts of weights, so a second run has fewer). Calls are
+counted in the order of the graph: a module that runs twice in one forward keeps in both runs what
+the plan keeps in the first.
 """
 
 from __future__ import annotations
@@ -38,15 +37,15 @@ from rockplan.values.schedule import Schedule, kept_data, with_frees
 _CASTS = frozenset(row.name for row in ROWS if row.casts)
 
 KeptCalls = tuple[tuple[str, tuple[int, ...]], ...]
-"""Operator -> which of its calls are kept, from 0, in one forward of a module."""
+"""(operator, numbers of its kept calls, from 0, in one forward of a module)"""
 
 
 @dataclass(frozen=True, slots=True)
 class Wrapped:
     """One module under torch.utils.checkpoint.
 
-    nodes: its forward operations. saved: those whose results are kept; kept: the same, as the code
-    says it. buffers: that its forward changes, by their path inside the module.
+    nodes: its forward operations. saved: those whose results are kept; kept: the same, as numbers
+    of calls. buffers: those that its forward changes, by their path inside the module.
     """
 
     path: str
@@ -57,29 +56,30 @@ class Wrapped:
 
 
 def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
-    """A plan as ordinary PyTorch code: the source of a file with a function `apply(model)`.
+    """Export a plan as ordinary PyTorch code: the source of a file with a function `apply(model)`.
 
     model: what `solve` or `load` returned, whose `.plan` is exported; or, with `plan`, the module
     that the plan was made for. `apply` wraps modules of the (unplanned) model in place with
-    `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, and with a selective policy where
-    the plan keeps results inside of one. The header says what is lost.
-    Raises InvalidInput where nothing of the plan can be said in this way: no module is repeated,
-    or none has to be wrapped.
+    `torch.utils.checkpoint.checkpoint(use_reentrant=False)`, and with a selective policy if the
+    plan keeps results inside such a module. The header lists what of the plan the code cannot
+    express. Raises InvalidInput if the plan cannot be expressed as checkpointing: its kernels are
+    compiled, it pages to the host, its head is tiled, the model has no sibling modules of one class
+    to wrap, or none needs to be wrapped.
     """
-    made = plan_of(model) if plan is None else plan_in(plan)
-    if made.compiled:
+    exported = plan_of(model) if plan is None else plan_in(plan)
+    if exported.compiled:
         raise InvalidInput(
             "this plan cannot be exported as checkpointing code: it is of compiled kernels "
             "(Options(compile=...)), and that code runs operators. Export a plan without them, or "
             "run the plan itself"
         )
-    if made.trips:
+    if exported.trips:
         raise InvalidInput(
             "this plan cannot be exported as checkpointing code: activations go to the host and "
             "come back (Options(host=...)), and that code only runs operators again. Export a plan "
             "without that, or run the plan itself"
         )
-    if made.graph.tiles:
+    if exported.graph.tiles:
         raise InvalidInput(
             "this plan cannot be exported as checkpointing code: the head works on a part of its "
             "rows at a time (Options(tile=...)), and that code calls whole modules. Export a plan "
@@ -93,23 +93,24 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
             "have parameters and submodules). Run the plan itself: rockplan.solve, or "
             "rockplan.save_plan and rockplan.load"
         )
-    wrapped_paths = [_wrapped(made, path) for path in paths]
-    wrapped = _needed(made, [module for module in wrapped_paths if module is not None])
+    wrapped_paths = [_wrapped(exported, path) for path in paths]
+    wrapped = _needed(exported, [module for module in wrapped_paths if module is not None])
     if not wrapped:
         raise InvalidInput(
             f"this plan cannot be exported as checkpointing code: none of the {len(paths)} "
             f"repeated modules ({paths[0]}, ...) needs to be wrapped for it. It computes "
-            f"{len(recomputations(made))} operations again; export a plan for a smaller budget, "
-            "or run the plan itself"
+            f"{len(recomputations(exported))} operations again; export a plan for a smaller "
+            "budget, or run the plan itself"
         )
-    return _header(made, wrapped, len(paths)) + _IMPORTS + _table(wrapped) + _FUNCTIONS
+    return _header(exported, wrapped, len(paths)) + _IMPORTS + _table(wrapped) + _FUNCTIONS
 
 
-# What is wrapped
+# Choosing modules
 
 
 def _wrapped(plan: Plan, path: str) -> Wrapped | None:
-    """None if the plan computes nothing of the module again."""
+    """Return a repeated module as it would be wrapped; None if the plan recomputes nothing of
+    it."""
     again = recomputations(plan)
     nodes = [n for n in plan.graph.forward if _is_inside(n.module, path)]
     if not any(n.index in again for n in nodes):
@@ -135,7 +136,7 @@ def _is_inside(module: str, path: str) -> bool:
 
 
 def _operators_to_keep(nodes: Sequence[ComputeNode]) -> frozenset[str]:
-    """Operators all calls of which make new tensors, as the module's docstring says."""
+    """Return the operators whose results can be kept (see the module)."""
     operators = {call.op for n in nodes for call in n.calls}
     alone = {call.op for n in nodes for call in n.calls if _is_function(n)}
     others = {call.op for n in nodes for call in n.calls if not _is_function(n)}
@@ -143,29 +144,31 @@ def _operators_to_keep(nodes: Sequence[ComputeNode]) -> frozenset[str]:
 
 
 def _is_function(node: ComputeNode) -> bool:
+    """True for an operation of one call that makes new tensors and draws nothing."""
     return len(node.calls) == 1 and bool(node.writes) and not node.random
 
 
 def _is_mostly_kept(graph: CDGraph, node: ComputeNode, kept: frozenset[int]) -> bool:
-    """Selective checkpointing keeps all results of a call or none."""
+    """True if the plan keeps at least half of the bytes that the operation makes. (Selective
+    checkpointing keeps all results of a call or none.)"""
     kept_bytes = _bytes(graph, kept & set(node.writes))
     return kept_bytes > 0 and 2 * kept_bytes >= _bytes(graph, node.writes)
 
 
 def _changed_buffers(graph: CDGraph, nodes: Sequence[ComputeNode], path: str) -> tuple[str, ...]:
-    """Buffers that operations with an effect touch: running statistics and counters."""
+    """Return the buffers that operations with an effect touch: running statistics and counters."""
     effects = (n for n in nodes if n.calls != n.recalls or not n.recomputable)
     touched = {graph.data[d] for n in effects for d in n.reads}
     names = (d.name for d in touched if d.kind is DataKind.BUFFER and _is_inside(d.name, path))
     return tuple(sorted(name.removeprefix(f"{path}.") for name in names))
 
 
-# What that means for memory
+# Predicting memory
 
 
 def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
-    """Those of `wrapped` without which the predicted peak would be above the budget (where that
-    of all of them is above it already: higher)."""
+    """Return those of `wrapped` without which the predicted peak would exceed the budget (or, if it
+    exceeds that anyway, would be higher)."""
     needed = list(wrapped)
     limit_bytes = max(plan.budget_bytes, _simulated(plan.graph, needed).peak_bytes)
     for module in reversed(wrapped):
@@ -176,8 +179,8 @@ def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
 
 
 def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
-    """Storages that wait for the backward phase under the code: what is saved, inputs of wrapped
-    modules, and what is read later of all that is not wrapped."""
+    """Return the storages that wait for the backward phase under the code: saved results, inputs of
+    wrapped modules, and results outside of these that the backward phase reads."""
     producer = producers(graph)
     inside = {n: module.path for module in wrapped for n in module.nodes}
     kept = {d for module in wrapped for n in module.saved for d in graph.nodes[n].writes}
@@ -191,8 +194,8 @@ def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
 
 
 def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
-    """What the code executes: a wrapped module runs again, without what is kept, directly before
-    the first backward operation that reads something of it that is not there."""
+    """Return what the code executes: a wrapped module runs again, without kept results, directly
+    before the first backward operation that reads a missing one."""
     kept = _kept_here(graph, wrapped)
     missing = [
         [n for n in module.nodes if not _is_there(graph.nodes[n], kept)] for module in wrapped
@@ -210,10 +213,12 @@ def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
 
 
 def _is_there(node: ComputeNode, kept: frozenset[int]) -> bool:
+    """True if an operation need not run again."""
     return not node.recomputable or kept.issuperset(node.writes)
 
 
 def _simulated(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Simulation:
+    """Simulate the code on the graph as eager runs it."""
     executed = as_eager(graph)
     schedule = _schedule(executed, wrapped)
     verify(executed, schedule)
@@ -228,6 +233,7 @@ def _bytes(graph: CDGraph, data: frozenset[int] | tuple[int, ...]) -> int:
 
 
 def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
+    """Return the header of the file."""
     graph = plan.graph
     kept, planned = _kept_here(graph, wrapped), kept_data(plan.graph, plan.schedule)
     inside = {d for m in wrapped for n in m.nodes for d in graph.nodes[n].writes}
@@ -254,7 +260,7 @@ def _filled(line: str) -> str:
 
 
 def _table(wrapped: Sequence[Wrapped]) -> str:
-    """Modules that are treated alike are one entry."""
+    """Return the table of wrapped modules; modules that are treated alike share an entry."""
     groups: dict[tuple[KeptCalls, tuple[str, ...]], list[str]] = defaultdict(list)
     for module in wrapped:
         groups[module.kept, module.buffers].append(module.path)

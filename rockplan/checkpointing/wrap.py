@@ -1,8 +1,8 @@
-"""Peers: the checkpointing that PyTorch has, put on a model without a line of the user's.
+"""Peers: PyTorch's own checkpointing, applied to a model without changes by the user.
 
-takes: a module. returns: functions that put one kind of checkpointing on a copy of it. guarantees:
-copies share parameters with the original and have their own buffers; where a kind does not apply,
-`NotApplicable` says why.
+takes: a module. returns: functions that apply one kind of checkpointing to a copy of it.
+guarantees: copies share parameters with the original and have their own buffers; `NotApplicable`
+says why a kind does not apply.
 """
 
 from __future__ import annotations
@@ -33,18 +33,20 @@ class NotApplicable(Exception):
 
 
 def sharing_copy(model: nn.Module) -> nn.Module:
-    """A copy with the parameters of `model` and buffers of its own."""
+    """Return a copy with the parameters of `model` and its own buffers."""
     return copy.deepcopy(model, {id(p): p for p in model.parameters()})
 
 
 def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
-    """Paths of the outermost modules of which a container holds at least two of one class that have
-    parameters and submodules: what is commonly called the layers. Only where there are none, these
-    may be containers themselves: of a Sequential itself, of others what is in them."""
+    """Return the paths of the repeated modules, commonly called layers: the outermost modules with
+    parameters and submodules of which a container holds at least two of one class. Containers
+    themselves count only if there are no others: a Sequential by itself, another container by its
+    content."""
     return _repeated(model, may_be_containers=False) or _repeated(model, may_be_containers=True)
 
 
 def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
+    """Return the repeated modules. may_be_containers: containers count, too."""
     paths: list[str] = []
     for path, container in model.named_modules():
         if not _is_container(container):
@@ -64,7 +66,7 @@ def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
 
 
 def opened(model: nn.Module, path: str) -> list[str]:
-    """The path of the module; where it is never called, those of what is in it."""
+    """Return the path of a module; if it is never called, those of its content."""
     module = model.get_submodule(path)
     if is_callable(module):
         return [path]
@@ -73,8 +75,8 @@ def opened(model: nn.Module, path: str) -> list[str]:
 
 
 def is_callable(module: nn.Module) -> bool:
-    """Has it a forward? Lists and dictionaries of modules, and modules that are namespaces for
-    others, have none."""
+    """True if the module has a forward. (Lists and dictionaries of modules, and modules that only
+    hold others, have none.)"""
     return class_of(module).forward is not nn.Module.forward or "forward" in module.__dict__
 
 
@@ -83,7 +85,7 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """Parameters and submodules."""
+    """True if the module has parameters and submodules."""
     return next(module.children(), None) is not None and has_parameters(module)
 
 
@@ -92,12 +94,12 @@ def has_parameters(module: nn.Module) -> bool:
 
 
 def per_block(model: nn.Module) -> nn.Module:
-    """torch.utils.checkpoint on every repeated block."""
+    """Apply torch.utils.checkpoint to every repeated block."""
     return _wrapped(model, functools.partial(checkpoint, use_reentrant=False))
 
 
 def selective(model: nn.Module) -> nn.Module:
-    """The same, where results of matrix products and convolutions are saved."""
+    """Apply it to every repeated block, but save results of matrix products and convolutions."""
     contexts = functools.partial(
         create_selective_checkpoint_contexts,
         [resolve(row.name) for row in ROWS if row.matrix_product],
@@ -106,6 +108,7 @@ def selective(model: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
+    """Return a copy whose repeated blocks run under `checkpointing`. Raises NotApplicable."""
     other = sharing_copy(model)
     paths = repeated_blocks(other)
     if not paths:
@@ -117,7 +120,8 @@ def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
 
 
 def sequential(model: nn.Module) -> nn.Module:
-    """torch.utils.checkpoint.checkpoint_sequential, in sqrt(n) segments."""
+    """Apply checkpoint_sequential in sqrt(n) segments to the longest nn.Sequential. Raises
+    NotApplicable."""
     other = sharing_copy(model)
     sequentials = [m for m in other.modules() if isinstance(m, nn.Sequential) and len(m) >= 4]
     if not sequentials:

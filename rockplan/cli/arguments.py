@@ -1,4 +1,4 @@
-"""Arguments that several commands take, and what is made of them."""
+"""Arguments that several commands take, and the options made of them."""
 
 from __future__ import annotations
 
@@ -118,6 +118,8 @@ _AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[object]:
+    """Return the context of torch.autocast with this dtype, on the model's device. Raises
+    InvalidInput."""
     if dtype is None:
         return nullcontext()
     if dtype not in _AUTOCAST_DTYPES:
@@ -142,6 +144,7 @@ def planning_options(
     host_path: str | None = None,
     link: str | None = None,
 ) -> Options:
+    """Return the options of the command line's arguments. Raises InvalidInput."""
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
     options = Options(
@@ -160,7 +163,7 @@ def planning_options(
 
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
-    """As `Options.sizes` has them, which says what is wrong with their numbers."""
+    """Parse ranges into the form of `Options.sizes`, which checks their numbers."""
     by_name: dict[Any, Any] = {}
     for text in texts:
         match = re.fullmatch(r"(?:(.+)\.)?(\d+)=(\d+):(\d+)", text)
@@ -175,7 +178,8 @@ def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
 
 
 def is_plan_file(source: str, for_model: bool) -> bool:
-    """Whether PLAN|MODEL is a plan; for_model: arguments are there that a MODEL alone takes."""
+    """True if PLAN|MODEL is a plan file. for_model: there are arguments that only a MODEL takes;
+    then a plan file raises InvalidInput."""
     if ":" in source and not Path(source).is_file():
         return False
     if for_model:

@@ -83,8 +83,8 @@ def blocks(
 
 @dataclass(frozen=True, slots=True)
 class SolvedBlocks:
-    """What was planned for one budget. kinds: of blocks with one graph that run alike, (how many,
-    the first of them, what each keeps or returns, what it computes again)."""
+    """The plan for one budget. kinds: of blocks with the same graph and option: (number, the first
+    of them, what each keeps or returns, what it recomputes)."""
 
     asked: str
     plan: BlocksPlan
@@ -134,8 +134,8 @@ def _solve_each(
     optimizer: str | None,
     options: Options,
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
-    """For a budget that is too small the error that `rockplan.solve_blocks` raises. The model is
-    left as it was."""
+    """Return the plan of each budget; for one that is too small the error that
+    `rockplan.solve_blocks` raises. The model is left as it was."""
     solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:
@@ -154,6 +154,7 @@ def _solved(
     optimizer: str | None,
     options: Options,
 ) -> SolvedBlocks:
+    """Plan the blocks for one budget."""
     model = rockplan.solve_blocks(
         subject.model,
         subject.sample_input,

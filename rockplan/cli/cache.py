@@ -1,4 +1,4 @@
-"""`rockplan cache`: list, show, clear and verify what is kept on disk."""
+"""`rockplan cache`: list, show, clear and verify the entries on disk."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _age(entry: Entry) -> str:
 
 
 def _for(entry: Entry) -> str:
-    """The facts of a key that tell entries of one kind apart at a glance."""
+    """Return the facts of a key that tell entries of one kind apart at a glance."""
     facts = {
         "profile": ("profile",),
         "options": ("block",),
@@ -148,5 +148,5 @@ def _for(entry: Entry) -> str:
 
 
 def _short(fact: str) -> str:
-    """Digests by their beginning, as plans print them."""
+    """Shorten a digest, as plans print it."""
     return fact[:12] if len(fact) == 64 else fact

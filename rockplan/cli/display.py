@@ -1,4 +1,4 @@
-"""What the command line shows: tables for people, JSON rows for machines, progress while waiting.
+"""Display: tables for people, JSON rows for machines.
 
 takes: plans, curves, entries of the cache. returns: rows, or prints them. Nothing here needs torch.
 """
@@ -26,7 +26,7 @@ from rockplan.values.plan import Plan, format_bytes, recomputations
 from rockplan.values.schedule import keep_all, kept_data
 
 PLAIN_WIDTH = 200
-"""Columns of a table that no terminal shows."""
+"""Columns of a table if stdout is no terminal."""
 
 Row = dict[str, object]
 Tally = dict[str, int]
@@ -39,7 +39,7 @@ def show_table(
     plain_width: int = PLAIN_WIDTH,
 ) -> None:
     """Print a table to stdout; columns of words are left-aligned and folded, those of numbers
-    right. plain_width: columns where no terminal shows it."""
+    right. plain_width: columns if stdout is no terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
         is_words = position in words
@@ -56,7 +56,8 @@ def show_table(
 
 
 def printable(text: str) -> str:
-    """`text` without characters that command a terminal; names of a file can hold anything."""
+    """Return `text` without characters that control a terminal (names from a file can hold
+    anything)."""
     return "".join(c if c.isprintable() or c == "\n" else f"\\x{ord(c):02x}" for c in text)
 
 
@@ -72,7 +73,7 @@ def print_json(document: object) -> None:
 
 
 def plan_row(asked: str, plan: Plan) -> Row:
-    """What machines want to know of a plan; bytes and nanoseconds, shares as fractions."""
+    """Return the figures of a plan; bytes and nanoseconds, shares as fractions."""
     certificate = plan.certificate
     return {
         "budget": asked,
@@ -118,7 +119,7 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
 
 
 def show_plans(asked: Sequence[str], plans: Sequence[Plan | InfeasibleBudget]) -> None:
-    """One line for each budget."""
+    """Print one line for each budget."""
     rows = []
     for text, plan in zip(asked, plans, strict=True):
         if isinstance(plan, InfeasibleBudget):
@@ -160,7 +161,7 @@ def curve_row(curve: Curve) -> list[Row]:
 
 @dataclass(frozen=True, slots=True)
 class CostShare:
-    """What operations of one place or of one kind cost with everything kept.
+    """The cost, with everything kept, of operations of one module or of one kind.
 
     time_ns: forward and backward; kept_bytes: of their results between forward and backward.
     """
@@ -172,7 +173,7 @@ class CostShare:
 
 
 def kept_whole(plan: Plan) -> Plan:
-    """What `plan` is without planning: as eager executes its graph, everything kept."""
+    """Return the plan in which eager executes the graph of `plan`, everything kept."""
     graph = as_eager(plan.graph)
     schedule = keep_all(graph)
     saved_bytes = simulate(graph, schedule).saved_bytes
@@ -180,18 +181,19 @@ def kept_whole(plan: Plan) -> Plan:
 
 
 def shares_by_module(plan: Plan) -> list[CostShare]:
-    """Places in the model, layers of one stack together, those that keep most first."""
+    """Return the shares of modules, layers of one stack together, those that keep most first."""
     names = {n.index: re.sub(r"\d+", "*", n.module) or "(root)" for n in plan.graph.nodes}
     return _shares(plan, names)
 
 
 def shares_by_operator(plan: Plan) -> list[CostShare]:
-    """Kinds of operations, those that keep most first."""
+    """Return the shares of kinds of operations, those that keep most first."""
     names = {n.index: operator_of(n) for n in plan.graph.nodes}
     return _shares(plan, names)
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
+    """Sum up the operations by name. names: node -> name."""
     kept = kept_data(plan.graph, plan.schedule)
     operations: Tally = {}
     times: Tally = {}
@@ -216,7 +218,7 @@ def share_row(share: CostShare) -> Row:
 
 
 def show_shares(title: str, shares: Sequence[CostShare], top: int) -> None:
-    """A table of the largest shares; the rest is summed up in a last line."""
+    """Print a table of the largest shares; the last line sums up the rest."""
     time_ns = max(sum(s.time_ns for s in shares), 1)
     kept_bytes = max(sum(s.kept_bytes for s in shares), 1)
     shown = list(shares[:top])

@@ -1,7 +1,7 @@
 """How a command ends: a result, or a message with an exit code.
 
-What the user's code prints inside of `ending` goes to stderr, as warnings and errors do; stdout is
-for the result.
+Output of the user's code inside `ending` goes to stderr, as warnings and errors do; stdout is for
+the result.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rockplan.errors import (
 
 
 class ExitCode(IntEnum):
-    """How a command ends; 0 is success, 1 a bug of rockplan (with a traceback)."""
+    """Exit codes of a command; 0 is success, 1 a bug of rockplan (with a traceback)."""
 
     USAGE = 2
     INFEASIBLE = 3
@@ -47,15 +47,15 @@ planned; 5 a plan file or a cache entry is damaged or of another version; 6 a ch
 interrupted.
 """
 
-# Seconds after which an interrupt is raised again that Python dropped, as it does in a destructor
-# or in an import that is only tried.
+# Seconds after which an interrupt is raised again, in case Python dropped it (in a destructor, or
+# in an import inside try).
 _RAISE_AGAIN_S = 0.5
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """An interrupt ends what runs inside, even if it is dropped where it strikes, or turned into
-    another error there (Python before 3.12 does that in the body of a class)."""
+    """Make an interrupt end what runs inside, even if Python drops it, or turns it into another
+    error (as before 3.12 in the body of a class)."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -77,21 +77,21 @@ def _interruptible() -> Iterator[None]:
             raise KeyboardInterrupt from error
         raise
     finally:
-        # Ignored first, so that none strikes while the handlers of before are put back.
+        # Ignore interrupts first, so that none strikes while the former handlers are put back.
         for kind in kinds:
             signal.signal(kind, signal.SIG_IGN)
         if hasattr(signal, "setitimer"):
             signal.setitimer(signal.ITIMER_REAL, 0)
         for kind, handler in before.items():
-            # None: it was not set by Python, which cannot put it back.
+            # None: the handler was not set by Python, which cannot put it back.
             signal.signal(kind, signal.SIG_DFL if handler is None else handler)
 
 
 @contextmanager
 def ending(as_json: bool) -> Iterator[None]:
-    """Turns what may go wrong into a message, a JSON document if wanted, and an exit code.
+    """Turn errors into a message, a JSON document if wanted, and an exit code.
 
-    What is printed inside, by the user's own code, goes to stderr: stdout is for the result.
+    Output of the user's own code inside goes to stderr: stdout is for the result.
     """
     try:
         with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
@@ -109,6 +109,7 @@ def ending(as_json: bool) -> Iterator[None]:
 
 
 def _exit_code(error: Exception) -> ExitCode:
+    """Return the exit code of an error; raise the error if it is a bug."""
     match error:
         case InfeasibleBudget():
             return ExitCode.INFEASIBLE

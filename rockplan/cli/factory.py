@@ -1,7 +1,7 @@
-"""Factory: the name of a function that makes a model and a sample -> what it made.
+"""Factory: the name of a function that makes a model and a sample -> its result.
 
-takes: 'package.module:factory' or 'path/file.py:factory'. returns: Subject. guarantees: whatever
-is wrong with the name, the file, the function or its result is an InvalidInput that says so.
+takes: 'package.module:factory' or 'path/file.py:factory'. returns: Subject. guarantees: an error in
+the name, the file, the function or its result is an InvalidInput that says so.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class Subject:
 
 
 def make_subject(name: str) -> Subject:
-    """Import and call the factory. Its own exceptions become the cause of an InvalidInput."""
+    """Import and call the factory. An exception of the factory becomes the cause of an
+    InvalidInput."""
     module_name, colon, path = name.rpartition(":")
     if not (module_name and colon and path):
         raise InvalidInput(f"{name!r} does not name a model; {_FORM}")
@@ -49,6 +50,7 @@ def make_subject(name: str) -> Subject:
 
 
 def _subject(name: str, made: object) -> Subject:
+    """Check what the factory returned."""
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InvalidInput(f"{name} returned {what}; {_RESULT}")
@@ -64,13 +66,14 @@ def _subject(name: str, made: object) -> Subject:
 
 
 def _file(name: str) -> ModuleType:
+    """Import a file by its path."""
     path = Path(name)
     if not path.is_file():
         raise InvalidInput(f"there is no file {name}; {_FORM}")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # What lies beside the file can be imported, as when Python runs it.
+    # Files beside it can be imported, as when Python runs it.
     sys.path.insert(0, str(path.parent.resolve()))
     sys.modules[path.stem] = module
     load = spec.loader.exec_module
@@ -84,6 +87,7 @@ def _module(name: str) -> ModuleType:
 
 
 def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
+    """Run an import; raises InvalidInput if it fails."""
     try:
         return load()
     except SystemExit as error:
@@ -99,15 +103,16 @@ def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _failed(error: BaseException) -> str:
-    """What a user's code did instead of returning, without a full stop at the end."""
+    """Say what a user's code did instead of returning, without a full stop at the end."""
     if isinstance(error, SystemExit):
-        # It would end the command with the file's own exit code, 0 among them.
+        # Not passed on: the command would end with the file's exit code, perhaps 0.
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"
     words = str(error).rstrip(".")
     return f"raised {type(error).__name__}" + (f": {words}" if words else "")
 
 
 def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], object]:
+    """Return the factory of this name in a module. Raises InvalidInput."""
     attribute: Any = module
     for part in path.split("."):
         if not hasattr(attribute, part):
@@ -126,4 +131,5 @@ def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], 
 
 
 def _is_own(module: ModuleType, value: object) -> bool:
+    """True for a function or class that the module itself defines."""
     return callable(value) and getattr(value, "__module__", None) == module.__name__

@@ -30,7 +30,7 @@ from rockplan.store.plan_file import write_whole
 EXAMPLE = "Example: rockplan fit rockplan.examples:transformer --gpu 700MiB --batch 1:64"
 
 LISTED = "list"
-"""In place of a device: print those that there are."""
+"""Given in place of a device: print the known devices."""
 
 
 def fit(
@@ -114,6 +114,7 @@ def _answer(
     options: Options,
     autocast: str | None,
 ) -> rockplan.Fit:
+    """Answer which sizes of the model fit on the device."""
     from rockplan.fitting.gpus import gpu as device_of
 
     device = device_of(gpu)
@@ -134,6 +135,7 @@ def _answer(
 
 
 def _range(option: str, text: str | None) -> tuple[int, int] | None:
+    """Parse '1:64', or one size. Raises InvalidInput."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)

@@ -1,7 +1,7 @@
-"""The command line: a file a command, in the order of the help.
+"""The command line: one file for each command, in the order of the help.
 
 Results go to stdout, as tables or with --json as one JSON document; progress, warnings, errors and
-what the user's code prints go to stderr. torch is imported only by commands that need a model or an
+output of the user's code go to stderr. torch is imported only by commands that need a model or an
 operator.
 """
 
@@ -41,12 +41,12 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; an interrupted one does not wait for solvers that are still busy."""
+    """Run the command line; if interrupted, end without waiting for solvers that are still busy."""
     try:
         app()
     except (SystemExit, OSError) as end:
         if getattr(end, "filename", None) is not None:
-            raise  # it is not stdout's
+            raise  # an error of another file than stdout
         code = _flushed(end)
         if code == ExitCode.INTERRUPTED:
             sys.stderr.flush()
@@ -55,8 +55,8 @@ def main() -> None:
 
 
 def _flushed(end: SystemExit | OSError) -> Any:
-    """The exit code, once stdout has what was printed: a reader that went away (`| head`) wanted
-    no more; a stdout that cannot be written is an error."""
+    """Flush stdout and return the exit code. A reader that went away (`| head`) is no error; a
+    stdout that cannot be written is one."""
     error = end if isinstance(end, OSError) else None
     if isinstance(end.__context__, BrokenPipeError):
         error = end.__context__
@@ -67,7 +67,7 @@ def _flushed(end: SystemExit | OSError) -> Any:
     if error is None:
         assert isinstance(end, SystemExit)
         return end.code
-    # What is left is not written at exit either.
+    # Keep Python from writing the rest at exit.
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):
         return 0

@@ -104,12 +104,12 @@ _PICTURE_ENDINGS = (".svg", ".png")
 _ENDINGS = (".html", *_PICTURE_ENDINGS, ".json", ".dot")
 
 _ROUNDS = 5
-"""Of the comparison on the curve: a mark in a picture needs less than a table."""
+"""Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Drawing:
-    """A plan, and what is drawn beside it."""
+    """A plan, and the measurements and other budgets drawn beside it."""
 
     plan: Plan
     series: tuple[pictures.Series, ...] = ()
@@ -118,7 +118,7 @@ class _Drawing:
 
 
 def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
-    """What a file of that ending has of the memory over time and the curve."""
+    """Return which of memory over time and the curve a file of that ending shows."""
     match suffix:
         case ".html":
             return frozenset({PictureKind.MEMORY, PictureKind.CURVE})
@@ -132,7 +132,7 @@ def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
 def _drawn(
     subject: Subject, budget: str, shown: frozenset[PictureKind], measure: bool, options: Options
 ) -> _Drawing:
-    """The plan of a model with the other budgets and what was measured, as far as it is shown."""
+    """Plan a model, with other budgets and measurements as far as they are shown."""
     from rockplan.comparison import measured_series, measured_timelines
 
     model, sample = subject.model, subject.sample_input
@@ -155,7 +155,7 @@ def _drawn(
 
 
 def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, str]:
-    """Write a drawing; returns its file, and what to know about how it was made."""
+    """Write a drawing; return its file, and a remark on how it was made."""
     lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
     note = ""
     content: str | bytes
@@ -175,6 +175,7 @@ def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, st
 
 
 def _picture(drawing: _Drawing, picture: PictureKind, kind: pictures.Format) -> pictures.Picture:
+    """Draw one picture."""
     plan = drawing.plan
     match picture:
         case PictureKind.MEMORY:

@@ -1,5 +1,5 @@
-"""`rockplan show`: a plan, its explanation, its kernels, the code that it runs as, or what the
-passes before the search made of a model."""
+"""`rockplan show`: a plan, its explanation, its kernels, its generated code, or the passes that
+make the graph of a model."""
 
 from __future__ import annotations
 
@@ -88,6 +88,7 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
+    """Print the passes from a model to its graph."""
     from rockplan.captures.captured_calls import arguments, captured_call  # which import torch
     from rockplan.runtime.program import ModuleCall
 
@@ -116,7 +117,7 @@ def _planned(
     autocast: str | None,
     options: Options,
 ) -> tuple[tuple[Plan, ...], str, dict[str, int]]:
-    """The plan of a model, its generated code if that is wanted, and to explain it, what it needs
+    """Return the plan of a model; its generated code if wanted; and, to explain it, what it needs
     with other options."""
     from rockplan.api import needed_bytes_with
 

@@ -153,6 +153,7 @@ def solve(
 
 
 def _largest(subject: Subject, options: Options) -> SizedCall:
+    """Return the largest call of the ranges of sizes."""
     from rockplan.captures.captured_calls import arguments, largest_call
 
     args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
@@ -166,6 +167,8 @@ def _plans(
     step: rockplan.TrainingStep,
     options: Options,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
+    """Return the plan of each budget, checked if the options ask for it; InfeasibleBudget for one
+    that is too small."""
     from rockplan.api import plan_each
 
     plans = plan_each(
@@ -198,6 +201,7 @@ def _plans(
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
+    """Raise InvalidInput if a plan cannot be written to `name` for each budget."""
     if name is None:
         return
     if not budgets:
@@ -267,6 +271,7 @@ def _show_solved(
     exported: list[str | None],
     as_json: bool,
 ) -> None:
+    """Print the plans, and the files that were written."""
     if as_json:
         rows = [
             display.infeasible_row(asked, plan)

@@ -1,10 +1,10 @@
-"""The key-value caches of transformers, without which planned calls run.
+"""Key-value caches of transformers: planned calls run without them.
 
-A causal model that is made of a configuration, or loaded, has `config.use_cache = True`: it keeps
-keys and values for generation and returns them in a container that nothing can be planned through.
-Steps of training have no use for it; trainers and gradient checkpointing switch it off, at their
-own time. So a plan is made with it off, whatever the configuration says, and holds where it is
-switched later. What runs unplanned (evaluation, generation) does as the configuration says.
+A causal model that is made from a configuration, or loaded, has `config.use_cache = True`: it keeps
+keys and values for generation and returns them in a container that cannot be planned. Training
+steps do not need it; trainers and gradient checkpointing switch it off, some time after planning.
+So a plan is made with it off, whatever the configuration says, and holds after it is switched.
+Unplanned calls (evaluation, generation) follow the configuration.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ SWITCH = "use_cache"
 
 _LOGGER = logging.getLogger("rockplan")
 
-# In transformers 4 and 5.
+# Class names in transformers 4 and 5.
 _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
 @once_for_each_class
 def is_configuration(kind: type) -> bool:
-    """Is it a class of configurations of transformers?"""
+    """True for classes of configurations of transformers."""
     return any(
         base.__name__ in _CONFIGURATIONS and base.__module__.startswith("transformers.")
         for base in kind.__mro__
@@ -38,7 +38,7 @@ def is_configuration(kind: type) -> bool:
 
 @contextlib.contextmanager
 def switched_off(module: Any) -> Iterator[None]:
-    """The configurations of all modules in `module` ask for no cache meanwhile."""
+    """Switch the cache off, inside, in the configurations of all modules in `module`."""
     configurations = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
     for configuration in configurations:
         setattr(configuration, SWITCH, False)
@@ -50,8 +50,8 @@ def switched_off(module: Any) -> Iterator[None]:
 
 
 def switch_off(module: Any) -> tuple[Any, ...]:
-    """The configurations of all modules in `module` ask for no cache from now on; returns those
-    that did."""
+    """Switch the cache off from now on in the configurations of all modules in `module`; return
+    those that had it on."""
     configurations = tuple(c for c in _configurations(module) if getattr(c, SWITCH, None) is True)
     for configuration in configurations:
         setattr(configuration, SWITCH, False)
@@ -64,13 +64,13 @@ def switch_off(module: Any) -> tuple[Any, ...]:
 
 
 def switch_on(configurations: Iterable[Any]) -> None:
-    """Undo `switch_off`, which returned these."""
+    """Undo `switch_off`, which returned these configurations."""
     for configuration in configurations:
         setattr(configuration, SWITCH, True)
 
 
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
-    """Log that the results of planned calls like this one have no cache, where eager's have."""
+    """Log that planned calls like this one return no cache, if eager calls would."""
     users = [m for m in module.modules() if _asks_for_one(m)]
     if users and kwargs.get(SWITCH) is None and not any(_has_none(m, kwargs) for m in users):
         _LOGGER.warning(
@@ -80,11 +80,13 @@ def say(module: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _asks_for_one(module: Any) -> bool:
+    """True if the configuration of a module asks for a cache, and its forward takes `use_cache`."""
     is_switched_on = getattr(vars(module).get("config"), SWITCH, None) is True
     return is_switched_on and SWITCH in inspect.signature(module.forward).parameters
 
 
 def _has_none(module: Any, kwargs: Mapping[str, Any]) -> bool:
+    """True if the source of the module's forward says that this call has no cache."""
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):
@@ -92,7 +94,7 @@ def _has_none(module: Any, kwargs: Mapping[str, Any]) -> bool:
     return any(re.search(says, source) and is_so(module, kwargs) for says, is_so in _WITHOUT)
 
 
-# Where a forward says this, there is no cache if that is so, whatever the configuration says.
+# Pattern in the source of a forward -> when such a forward has no cache despite its configuration.
 _WITHOUT: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], bool]], ...] = (
     (r"self\.config\.is_decoder", lambda module, kwargs: not module.config.is_decoder),
     (
@@ -108,8 +110,8 @@ _WITHOUT: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], bool]], ...] = (
 
 
 def without(result: Any, kwargs: Mapping[str, Any]) -> Any:
-    """`result` of a call without the cache in it that nobody has asked for by an argument (peft's
-    prefix tuning passes one in, to have learned keys and values attended to)."""
+    """Return the result of a call without its cache, unless an argument asked for one. (peft's
+    prefix tuning passes a cache in, so that learned keys and values are attended to.)"""
     if kwargs.get(SWITCH) or not any(b.__name__ == "ModelOutput" for b in type(result).__mro__):
         return result
     kept = {name: part for name, part in result.items() if not _is_cache(part)}
@@ -126,7 +128,7 @@ def _is_cache(value: Any) -> bool:
 
 @functools.cache
 def _say_dropped(kind: str) -> None:
-    """Once in a process."""
+    """Log that a cache was dropped, once in a process."""
     _LOGGER.warning(
         "the model returns a key-value cache in its %s, though nothing asks for one (use_cache): "
         "the results of planned calls hold none",
@@ -135,7 +137,7 @@ def _say_dropped(kind: str) -> None:
 
 
 def _configurations(module: Any) -> Iterable[Any]:
-    """Of the modules, and the parts that these consist of (of texts, of images)."""
+    """Return the configurations of the modules, and those inside of them (for text, for images)."""
     waiting = [vars(m).get("config") for m in module.modules()]
     configurations: dict[int, Any] = {}
     while waiting:

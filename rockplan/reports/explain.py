@@ -1,8 +1,8 @@
-"""Explain: who owns the peak, why, and what each recomputation buys.
+"""Explain: who owns the peak, why, and what each recomputation saves.
 
-takes: a Plan. returns: Explanation, a value that prints for people and becomes JSON with
-`as_json`. guarantees: the bytes of its tenants add up to the simulated peak; the operations that
-it names as the price of a tenant are enough to make it again where it is read next.
+takes: a Plan. returns: Explanation, a value that prints for people and becomes JSON with `as_json`.
+guarantees: the bytes of its tenants add up to the simulated peak; the operations that it names as
+the price of a tenant suffice to make it again where it is read next.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from rockplan.values.schedule import Compute, Schedule, keep_all, with_frees
 
 @dataclass(frozen=True, slots=True)
 class Price:
-    """What dropping a tenant before the peak and making it again later would cost.
+    """The cost of freeing a tenant before the peak and making it again later.
 
-    operations: names of what must run again, in order, from what is alive where the tenant is
-    read next. time_ns: their time. peak_bytes: the peak of the schedule that does so.
+    operations: names of the operations that must run again, in order, given what is alive when the
+    tenant is read next. time_ns: their time. peak_bytes: the peak of the schedule that does so.
     """
 
     operations: tuple[str, ...]
@@ -40,13 +40,13 @@ class Price:
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Some bytes of the peak.
+    """A storage, or other bytes, alive at the peak.
 
     name: of the storage, or of the operation that a workspace or generator state belongs to
     (`rockplan.values.names`). kind: 'activation', 'gradient', 'tangent', 'workspace', 'copy' or
-    'generator state'. reason: why it is alive there. next_reader: name of the operation that
-    reads it next, '' if none does; next_phase: 'forward' or 'backward'. price: None where it
-    cannot be dropped; `reason` or `undroppable` says why.
+    'generator state'. reason: why it is alive at the peak. next_reader: name of the operation that
+    reads it next, '' if none does; next_phase: 'forward' or 'backward'. price: None if it cannot be
+    freed; `reason` or `undroppable` says why.
     """
 
     name: str
@@ -63,7 +63,7 @@ class Tenant:
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """Tenants of the same kind of module and operator together: 'layers.*.attn/softmax'.
+    """All tenants of the same kind of module and operator: 'layers.*.attn/softmax'.
 
     tenants: how many; largest: the name of the largest of them.
     """
@@ -76,12 +76,12 @@ class Share:
 
 @dataclass(frozen=True, slots=True)
 class Recomputation:
-    """An operation that runs again.
+    """An operation that is re-executed.
 
-    times: how often it runs again. at_ns: when, from the start of the step; readers: the operation
-    that first reads its results each time. time_ns: all its repetitions. results_bytes: what one
-    execution makes. peak_without_bytes: the peak if its results were kept instead; buys_bytes: how
-    much lower the peak is. Operations that are recomputed together share what they buy.
+    times: number of re-executions. at_ns: when, from the start of the step; readers: for each, the
+    operation that first reads the results. time_ns: of all re-executions. results_bytes: of one
+    execution. peak_without_bytes: the peak if its results were kept instead; buys_bytes: how much
+    lower the peak is. Operations that are recomputed together share what they buy.
     """
 
     name: str
@@ -101,9 +101,9 @@ class Explanation:
     """The peak of a schedule and its recomputations.
 
     peak_operation, peak_phase, peak_source: what runs at the peak, and the line of the model.
-    peak_at_ns of time_ns: when. tenants: by size; shares: the same bytes by kind.
-    recomputations: in the order of the graph. needed_bytes_with: options with which the call needs
-    less, as they are written, and how much; empty where nobody has looked.
+    peak_at_ns of time_ns: when. tenants: by size; shares: the same bytes by kind. recomputations:
+    in the order of the graph. needed_bytes_with: options with which the call needs less, as users
+    write them -> bytes; empty if that was not examined.
     """
 
     peak_bytes: int
@@ -122,12 +122,13 @@ class Explanation:
         return explanation_text(self)
 
     def as_json(self) -> dict[str, object]:
-        """Nested dictionaries, lists, strings and integers (`_bytes`, `_ns`)."""
+        """Return nested dictionaries, lists, strings and integers (`_bytes`, `_ns`)."""
         return asdict(self)
 
 
 def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
-    """As `rockplan.explain` does, from the plan alone. Raises InvalidInput."""
+    """Explain a plan, or the execution that keeps everything, as `rockplan.explain` does. Raises
+    InvalidInput."""
     made = plan_in(plan)
     if unplanned:
         graph = as_eager(made.graph)
@@ -136,7 +137,7 @@ def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
-    """The explanation of one legal schedule of a priced graph."""
+    """Explain one legal schedule of a priced graph."""
     scene = _Scene(graph, schedule)
     replay = scene.replay
     tenants = tuple(sorted(scene.tenants(), key=lambda t: (-t.size_bytes, t.name, t.kind)))
@@ -157,7 +158,7 @@ def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
 
 
 class _Scene:
-    """Indices over one schedule that the parts of an explanation look things up in."""
+    """One schedule with indices for the parts of its explanation."""
 
     def __init__(self, graph: CDGraph, schedule: Schedule) -> None:
         self.graph = graph
@@ -182,12 +183,12 @@ class _Scene:
         return event.node
 
     def queue_at(self, position: int) -> Queue | None:
-        """On which the event runs, None for a free."""
+        """Return the queue that the event runs on, None for a free."""
         event = self.schedule.events[position]
         return self.graph.nodes[event.node].queue if isinstance(event, Compute) else None
 
     def next_read(self, data: int, position: int, stop: int) -> int | None:
-        """The first event in position..stop-1 that reads `data`."""
+        """Return the first event in position..stop-1 that reads `data`."""
         reads = self.reads.get(data, [])
         at = bisect_left(reads, position)
         return reads[at] if at < len(reads) and reads[at] < stop else None
@@ -197,6 +198,7 @@ class _Scene:
             yield self.tenant(lifetime)
 
     def tenant(self, lifetime: Lifetime) -> Tenant:
+        """Describe a storage, or other bytes, alive at the peak."""
         made_by = lifetime.maker(self.graph)
         reading = self._next_reader(lifetime)
         reason = self._reason(lifetime, reading)
@@ -219,11 +221,14 @@ class _Scene:
         )
 
     def _next_reader(self, lifetime: Lifetime) -> int | None:
+        """Return the position of the next read of a storage that is alive at the peak."""
         if lifetime.owner is not Owner.STORAGE:
             return None
         return self.next_read(lifetime.index, self.peak_event, lifetime.stop)
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
+        """Say why these bytes are alive at the peak. reading: position of the next read, None if
+        there is none."""
         match lifetime.owner:
             case Owner.WORKSPACE:
                 return "temporaries inside the operation at the peak"
@@ -247,6 +252,7 @@ class _Scene:
         return self._reason_unread(lifetime.index)
 
     def _reason_unread(self, data: int) -> str:
+        """Say why a storage is alive that nothing reads again."""
         if self.graph.data[data].kind is DataKind.TANGENT:
             return "incoming gradient that the caller holds"
         if data in self.graph.held or data in self.graph.outputs:
@@ -259,7 +265,7 @@ class _Scene:
         return self.positions[self.node_at(position)][0] < position
 
     def _undroppable(self, lifetime: Lifetime, reading: int | None) -> str:
-        """Why these bytes must be there, '' if nothing forbids to drop them."""
+        """Say why these bytes cannot be freed, '' if they can."""
         if lifetime.owner is not Owner.STORAGE:
             return "the operation needs it"
         if self.peak_event in (reading, lifetime.start):
@@ -269,7 +275,8 @@ class _Scene:
         return "" if reading is not None else "nothing reads it later"
 
     def _price(self, data: int, reading: int) -> Price | None:
-        """Making `data` again just before the event `reading`; None if that is impossible."""
+        """Return the price of making `data` again just before the event `reading`; None if that is
+        impossible."""
         alive = {
             f.index
             for f in alive_at(self.lifetimes, reading)
@@ -292,6 +299,7 @@ class _Scene:
                 yield self.recomputation(index, positions[1:])
 
     def recomputation(self, index: int, again: list[int]) -> Recomputation:
+        """Describe one operation. again: positions of its re-executions."""
         node = self.graph.nodes[index]
         kept = with_frees(self.graph, *_orders(self.schedule, leave_out=frozenset(again)))
         peak_without_bytes = simulate(self.graph, kept).peak_bytes
@@ -310,6 +318,8 @@ class _Scene:
         )
 
     def _first_reader(self, written: Iterable[int], position: int) -> str:
+        """Return the name of the operation that first reads what is written at `position`, '' if
+        none does."""
         stop = len(self.schedule.events)
         reads = [self.next_read(data, position + 1, stop) for data in written]
         first = min((r for r in reads if r is not None), default=None)
@@ -326,8 +336,8 @@ def _orders(
     insert: dict[int, tuple[int, ...]] | None = None,
     leave_out: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[int]]:
-    """Nodes of the forward and of the backward phase in order, with nodes inserted before some
-    events and without the computations at others."""
+    """Return the nodes of the forward and of the backward phase in order. insert: position of an
+    event -> nodes to run before it; leave_out: positions of computations to leave out."""
     orders: tuple[list[int], list[int]] = ([], [])
     for position, event in enumerate(schedule.events):
         order = orders[position >= schedule.forward_length]
@@ -338,7 +348,8 @@ def _orders(
 
 
 def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
-    """The nodes that make `data` from what is alive, in order; None if one may not run again."""
+    """Return the nodes that make `data` from the storages alive, in order; None if one may not run
+    again."""
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
@@ -349,6 +360,7 @@ def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | Non
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
+    """Sum up the tenants by kind, largest first."""
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
         groups.setdefault(_tenant_pattern(tenant), []).append(tenant)
@@ -364,16 +376,15 @@ def _tenant_pattern(tenant: Tenant) -> str:
 
 
 WIDTH = 80
-"""Columns of what is printed."""
+"""Columns of a printed line."""
 
 _NARROW, _WIDE = 10, 20
-"""Indents of a second line: where the first one has little before its text, and where it has a
-share and bytes."""
+"""Indents of continued lines: in general, and of lines that begin with a share and bytes."""
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """`text` in lines of at most WIDTH columns, those after the first one indented; a name that
-    fits in none is broken after one of `/._`."""
+    """Wrap `text` into lines of at most WIDTH columns, all but the first indented; a name that fits
+    into no line is broken after one of `/._`."""
     room = WIDTH - indent
     fitting = " ".join(part for word in text.split(" ") for part in _parts(word, room))
     return textwrap.wrap(
@@ -387,6 +398,7 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def _parts(word: str, room: int) -> Iterator[str]:
+    """Yield the parts of a word, each of at most `room` characters."""
     while len(word) > room:
         at = max(word.rfind(mark, 0, room) for mark in "/._") + 1 or room
         yield word[:at]
@@ -395,7 +407,7 @@ def _parts(word: str, room: int) -> Iterator[str]:
 
 
 def explanation_text(explanation: Explanation, rows: int = 8) -> str:
-    """`explanation` for people: the headline first, then at most `rows` rows of each table."""
+    """Print an explanation: the headline first, then at most `rows` rows of each table."""
     lines = [*_headline(explanation), "", *_share_lines(explanation, rows)]
     if explanation.recomputations:
         lines += ["", *_recomputation_lines(explanation, rows)]
@@ -411,6 +423,7 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _headline(explanation: Explanation) -> list[str]:
+    """Return the lines that name the largest owner and the peak."""
     lines = []
     for first in explanation.shares[:1]:
         owners = f"{first.tenants} tensors" if first.tenants > 1 else "one tensor"
@@ -426,7 +439,8 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _share_lines(explanation: Explanation, rows: int) -> list[str]:
-    """Each kind with its largest tenant: why it is there, and what dropping it would cost."""
+    """Return the lines of each kind with its largest tenant: why it is alive, and what freeing it
+    would cost."""
     by_name = {(_tenant_pattern(t), t.name): t for t in reversed(explanation.tenants)}
     lines = ["who owns the peak"]
     for share in explanation.shares[:rows]:
@@ -466,8 +480,7 @@ def price_text(price: Price, explanation: Explanation) -> str:
 
 
 def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recomputation]]]:
-    """Recomputations of the same kind of module and operator together, as in `Share`, costliest
-    first."""
+    """Return (kind, recomputations), grouped as in `Share`, costliest first."""
     groups: dict[str, list[Recomputation]] = {}
     for again in explanation.recomputations:
         groups.setdefault(pattern_of(again.name), []).append(again)
@@ -475,6 +488,7 @@ def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recom
 
 
 def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
+    """Return the lines of the table of recomputations."""
     total_ns = sum(r.time_ns for r in explanation.recomputations)
     costly = recomputation_groups(explanation)
     lines = [

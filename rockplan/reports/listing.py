@@ -1,7 +1,7 @@
 """Listing: a schedule event by event, with names and live bytes; compiled kernels by operators.
 
 takes: a priced CDGraph and a legal Schedule of it. returns: text. guarantees: bytes are those of
-`simulate`, the only oracle of them.
+`simulate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from rockplan.values.schedule import Compute, Free, Schedule
 
 
 def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
-    """A line an event: position, phase, what happens, bytes while it runs, bytes alive after it."""
+    """Return a line for each event: position, phase, what happens, bytes while it runs, bytes alive
+    after it."""
     nodes, storages = operation_names(graph), activation_names(graph)
     executed: set[int] = set()
     rows = [("", "", "", "", "during", "after")]
@@ -38,7 +39,8 @@ def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
 
 
 def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
-    """The kernels that a plan calls, by how often one step does so; most often first."""
+    """Return the kernels that a plan calls with the number of calls in one step, most calls
+    first."""
     takeovers, calls = taken_over(graph, schedule), Counter[str]()
     executed: set[int] = set()
     for position, event in enumerate(schedule.events):
@@ -51,7 +53,8 @@ def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
 
 
 def kernel_listing(graph: CDGraph, schedule: Schedule) -> str:
-    """For each kernel how often a step calls it, and a line for each operator in it."""
+    """Return, for each kernel, the number of calls in a step, and a line for each of its
+    operators."""
     calls = kernel_calls(graph, schedule)
     if not calls:
         return "no compiled kernels"

@@ -1,4 +1,4 @@
-"""Colours of pictures: those of Okabe and Ito, which stay apart for colour-blind readers."""
+"""Colours of pictures: the palette of Okabe and Ito, which colour-blind readers can tell apart."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def run_labels(rows: Sequence[BlockRow]) -> dict[str, str]:
 
 
 def group_colours(groups: Sequence[str]) -> dict[str, str]:
-    """A colour for each group, in order of first appearance; grey for the caller and others."""
+    """Return a colour for each group, in order of first appearance; grey for the caller and
+    others."""
     named = [g for g in dict.fromkeys(groups) if g not in (CALLER, OTHERS)]
     colours = {g: COLOURS[i % len(COLOURS)] for i, g in enumerate(named)}
     return {**colours, CALLER: "#9A9A9A", OTHERS: "#C8C8C8"}

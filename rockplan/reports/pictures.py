@@ -3,7 +3,7 @@
 takes: values (Plan, Curve, measured timelines). returns: the bytes of a picture, 'svg' or 'png'.
 Functions: draw_memory, draw_curve, draw_schedule, draw_graph, graph_dot. guarantees: the same
 values give the same bytes under the same version of matplotlib; labels are in MiB; colours are
-those of Okabe and Ito, which stay apart for colour-blind readers.
+those of Okabe and Ito, which colour-blind readers can tell apart.
 
 matplotlib is an extra (`pip install 'rockplan[plot]'`) and is imported when a picture is drawn.
 """
@@ -47,7 +47,7 @@ Format = Literal["svg", "png"]
 _MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 _MIB = 2**20
 _MANY_POINTS = 12
-"""From here on the points of a line are drawn small."""
+"""Lines with more points than this have small marks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,8 +65,8 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Picture:
-    """data: the file's content; suffix: '.svg', '.png' or '.dot'; note: what the reader should
-    know about how it was made, '' for nothing."""
+    """A drawn picture. data: the file's content; suffix: '.svg', '.png' or '.dot'; note: a remark
+    for the reader about how it was made, '' for none."""
 
     data: bytes
     suffix: str
@@ -74,13 +74,13 @@ class Picture:
 
 
 def curve_series(curve: Curve, name: str = "rockplan (predicted)") -> Series:
-    """The line of `rockplan.pareto`."""
+    """Return the line of a curve from `rockplan.pareto`."""
     points = tuple((p.peak_bytes, p.overhead, "") for p in curve.points)
     return Series(name, points, connected=True)
 
 
 def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
-    """The mark of one plan."""
+    """Return the mark of one plan."""
     return Series(name, ((plan.peak_bytes, plan.overhead, ""),))
 
 
@@ -91,11 +91,11 @@ def draw_memory(
     eager_measured: MeasuredTimeline | None = None,
     format: Format = "svg",
 ) -> bytes:
-    """Memory over time: keeping everything above, the planned step below, on the same axes.
+    """Draw memory over time: keeping everything above, the planned step below, on the same axes.
 
-    plan: a Plan or a planned module. measured, eager_measured: what `rockplan.measured_timeline`
-    found for steps of the planned and of the original module; drawn as a line, at the times that
-    were measured. Raises MissingLibrary.
+    plan: a Plan or a planned module. measured, eager_measured: measurements by
+    `rockplan.measured_timeline` of steps of the planned and of the original module; drawn as a
+    line, at the measured times. Raises MissingLibrary.
     """
     made = plan_in(plan)
     rows = (
@@ -116,10 +116,11 @@ def draw_memory(
     of_line = " (colours), measured time (line)" if is_measured else ""
     axes[1].set_xlabel(f"predicted time{of_line}, ms")
     _legend_right(figure, axes)
-    return _saved(figure, format)
+    return _image_bytes(figure, format)
 
 
 def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]) -> None:
+    """Draw the predicted bytes of each module group, stacked."""
     edges_ms = [m.start_ns / 1e6 for m in predicted.moments] + [predicted.time_ns / 1e6]
     base = [0.0] * len(predicted.moments)
     for group, label in enumerate(predicted.groups):
@@ -136,6 +137,7 @@ def _draw_lines(
     measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
+    """Draw the measured line, the budget, the start of the backward phase and the title."""
     title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
     if measurement is not None:
         times_ms = [t / 1e6 for t in measurement.times_ns]
@@ -161,7 +163,7 @@ def _draw_lines(
 
 
 def _legend_right(figure: Any, axes: Any) -> None:
-    """One legend for all axes, in the order in which the stack is drawn, highest first."""
+    """Draw one legend for all axes, in the order of the stack, highest first."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -171,7 +173,8 @@ def _legend_right(figure: Any, axes: Any) -> None:
 
 
 def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "svg") -> bytes:
-    """Time over eager against peak bytes. Raises MissingLibrary, InvalidInput for no points."""
+    """Draw time over eager against peak bytes. Raises MissingLibrary, InvalidInput for no
+    points."""
     if not any(s.points for s in series):
         raise InvalidInput("there is nothing to draw: no series has a point")
     figure = _figure(7.2, 4.4)
@@ -194,13 +197,14 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     axis.grid(alpha=0.3)
     axis.set_title(title, fontsize=10, loc="left")
     axis.legend(fontsize=9)
-    return _saved(figure, format)
+    return _image_bytes(figure, format)
 
 
 def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
-    """The schedule as in figure 1 of Rockmate: one row for each block, time to the right; above,
-    when its operations run; below, how many bytes of its activations are alive. Where the plan
-    pages, a row of copies each way. plan: a Plan or a planned module. Raises MissingLibrary."""
+    """Draw the schedule as in figure 1 of Rockmate: one row for each block, time to the right;
+    above, when its operations run; below, how many bytes of its activations are alive. If the plan
+    pages, there is a row of copies each way. plan: a Plan or a planned module. Raises
+    MissingLibrary."""
     made = plan_in(plan)
     rows = block_rows(made)
     figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
@@ -221,10 +225,11 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
         loc="left",
     )
     _legend_of_runs(figure, rows)
-    return _saved(figure, format)
+    return _image_bytes(figure, format)
 
 
 def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> None:
+    """Draw the row of one block. highest_bytes: the largest of any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
     for kind, colour in RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
@@ -254,9 +259,9 @@ def _legend_of_runs(figure: Any, rows: Sequence[BlockRow]) -> None:
 
 
 def graph_dot(plan: Plan, *, operations: bool = False) -> str:
-    """The graph of `plan` in the language of Graphviz: blocks of a kind in one colour, with what
-    they keep and recompute; or with `operations` every operation, clustered by block, those that
-    run again in bold."""
+    """Return the graph of `plan` in the language of Graphviz: blocks, those of a kind in one
+    colour, with what they keep and recompute; or with `operations` every operation, clustered by
+    block, re-executed ones in bold."""
     drawing = graphviz.Digraph("rockplan")
     drawing.attr(rankdir="TB", bgcolor="white", fontname="Helvetica")
     drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
@@ -268,6 +273,7 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
 
 
 def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
+    """Add the blocks, and edges with the bytes that cross between them."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     titles = block_titles(plan)
@@ -287,7 +293,7 @@ def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
 
 
 def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
-    """(block, block) -> bytes of the activations that the second reads from the first."""
+    """Return (block, block) -> bytes of the activations that the second reads from the first."""
     block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
     made_by = producers(plan.graph)
     crossing: dict[tuple[int, int], set[int]] = {}
@@ -302,6 +308,7 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
+    """Add every operation, clustered by block."""
     names = operation_names(plan.graph)
     again = recomputations(plan)
     made_by = producers(plan.graph)
@@ -326,8 +333,8 @@ def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
 
 
 def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg") -> Picture:
-    """The graph of a Plan or a planned module, drawn by Graphviz's program `dot`; where that is
-    missing, its DOT text, with a note that says so."""
+    """Draw the graph of a Plan or a planned module by Graphviz's program `dot`; if that is missing,
+    return its DOT text, with a note that says so."""
     source = graph_dot(plan_in(plan), operations=operations)
     try:
         drawn = graphviz.Source(source).pipe(format=format)
@@ -341,7 +348,8 @@ def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg"
 
 
 def _figure(width: float, height: float) -> Any:
-    """An empty figure of that many inches, on white so that it is legible on dark pages too."""
+    """Return an empty figure of that many inches, on white so that it is legible on dark pages
+    too."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -352,7 +360,8 @@ def _figure(width: float, height: float) -> Any:
     return figures.Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def _saved(figure: Any, format: Format) -> bytes:
+def _image_bytes(figure: Any, format: Format) -> bytes:
+    """Return the image file of a figure; the same figure gives the same bytes."""
     matplotlib = importlib.import_module("matplotlib")
     file = io.BytesIO()
     settings = {"svg.hashsalt": "rockplan", "svg.fonttype": "none"}

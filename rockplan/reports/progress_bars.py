@@ -1,4 +1,4 @@
-"""Progress bars: what a person sees on a terminal while a plan is made."""
+"""Progress bars: shown on a terminal while a plan is made."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from rockplan.values import progress
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Show on stderr how far planning has come and how long it will take; nothing where stderr
-    is not a terminal."""
+    """Show on stderr how far planning has come and how long it will take; nothing if stderr is no
+    terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

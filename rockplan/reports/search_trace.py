@@ -1,6 +1,6 @@
-"""Traces: what each pass to the graph and each stage of the search left, proved and took.
+"""Traces: the result, proof and time of each pass to the graph and each stage of the search.
 
-takes: a Plan, or the passes of one. returns: text, a line a pass or a stage.
+takes: a Plan, or the passes of one. returns: text, a line for each pass or stage.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ HEADING = ("stage", "overhead", "proven", "peak", "seconds")
 
 
 def passes_trace(passes: Sequence[PassTrace]) -> str:
-    """Calls of the run after each pass, from `lower` on nodes of the graph, by phase; a dash where
-    the pass had nothing to do."""
+    """Return a table of the calls in the run after each pass (from `lower` on: nodes of the graph),
+    by phase; a dash if the pass changed nothing."""
     rows = [PASSES_HEADING]
     for one in passes:
         counts = (str(one.forward), str(one.backward)) if one.is_changed else ("-", "-")
@@ -25,8 +25,8 @@ def passes_trace(passes: Sequence[PassTrace]) -> str:
 
 
 def search_trace(plan: Plan) -> str:
-    """Overheads of the incumbent after each stage, and those proven of every schedule, as shares of
-    one execution of everything; a dash where there is no incumbent yet."""
+    """Return a table of the incumbent's overhead after each stage, and of the proven lower bound,
+    as shares of one execution of everything; a dash while there is no incumbent."""
     if not plan.trace:
         return "no stage ran: the plan is from the cache or from a file (--no-cache plans anew)"
     once_ns = max(plan.graph.time_ns, 1)

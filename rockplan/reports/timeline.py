@@ -1,8 +1,8 @@
 """Memory over time, as values: predicted by module, and measured.
 
-takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline, and JSON for
-trace viewers. guarantees: the largest `live_bytes` of a timeline is the peak that `simulate`
-finds, and at every moment the bytes of its groups add up to `live_bytes`.
+takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline, and JSON for trace
+viewers. guarantees: the largest `live_bytes` of a timeline is the peak that `simulate` finds, and
+at every moment the bytes of its groups add up to `live_bytes`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from rockplan.values.schedule import Compute, Schedule, keep_all
 CALLER = "(caller)"
 OTHERS = "(others)"
 MOST_GROUPS = 7
-"""As many colours as stay apart for everyone (Okabe and Ito), beside one for the others."""
+"""As many colours as everyone can tell apart (Okabe and Ito), beside one for the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One computation. again: it is a repetition. group_bytes: live_bytes by module group."""
+    """One computation. again: it is a re-execution. group_bytes: live_bytes by module group."""
 
     start_ns: int
     stop_ns: int
@@ -45,7 +45,8 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """Something that is alive during moments first..last; group: index of the module group."""
+    """A storage, or other bytes, alive during moments first..last; group: index of the module
+    group."""
 
     name: str
     kind: str
@@ -57,7 +58,7 @@ class Stay:
 
 @dataclass(frozen=True, slots=True)
 class Moving:
-    """A copy to the host, or from there, beside the computations."""
+    """A copy to the host (is_out) or from it, which runs beside the computations."""
 
     operation: str
     is_out: bool
@@ -83,18 +84,18 @@ class MemoryTimeline:
 
 
 def planned_timeline(plan: Plan) -> MemoryTimeline:
-    """Predicted memory over the planned step."""
+    """Predict memory over the planned step."""
     return timeline_of(plan.graph, plan.schedule, "planned")
 
 
 def eager_timeline(plan: Plan) -> MemoryTimeline:
-    """Predicted memory over the step that keeps everything, as eager executes it."""
+    """Predict memory over the step that keeps everything, as eager executes it."""
     graph = as_eager(plan.graph)
     return timeline_of(graph, keep_all(graph), "keeping everything")
 
 
 def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline:
-    """Memory over the computations of `schedule`, by groups of modules."""
+    """Predict memory over the computations of `schedule`, by groups of modules."""
     groups = module_groups(graph)
     labels = (*dict.fromkeys(groups), CALLER)
     number = {label: i for i, label in enumerate(labels)}
@@ -119,6 +120,7 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 
 
 def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
+    """Return the copies between device and host, with their times."""
     if not view_of(graph).has_copies:
         return ()
     names = operation_names(graph)
@@ -132,6 +134,8 @@ def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
+    """Return the bytes that are alive in some computation. group_of: of each node; caller: the
+    group of what no node makes."""
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
@@ -151,7 +155,7 @@ def _stays(
 def _group_bytes(
     stays: Sequence[Stay], groups: int, schedule: Schedule
 ) -> Iterator[tuple[int, ...]]:
-    """For each computation the live bytes of each group."""
+    """Yield the live bytes of each group, for each computation."""
     count = len(schedule.computes)
     changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     for stay in stays:
@@ -167,6 +171,7 @@ def _group_bytes(
 def _moments(
     graph: CDGraph, schedule: Schedule, group_bytes: Iterator[tuple[int, ...]]
 ) -> Iterator[Moment]:
+    """Yield the computations in order. group_bytes: of each."""
     names = operation_names(graph)
     seen: set[int] = set()
     now_ns = 0
@@ -189,8 +194,9 @@ def _moments(
 
 
 def module_groups(graph: CDGraph) -> tuple[str, ...]:
-    """For each node the group of modules that it is shown with: as deep in the module tree as
-    leaves at most MOST_GROUPS groups; the layers of a stack are one group ('layers.*.attn')."""
+    """Return for each node the group of modules that it is shown with: the deepest level of the
+    module tree with at most MOST_GROUPS groups; the layers of a stack are one group
+    ('layers.*.attn')."""
     patterns = _stack_patterns(graph)
     paths = [_patterned(n.module, patterns) for n in graph.nodes]
     deepest = max((len(path) for path in paths), default=0)
@@ -202,6 +208,7 @@ def module_groups(graph: CDGraph) -> tuple[str, ...]:
 
 
 def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
+    """Keep the groups that make the most bytes; the rest becomes OTHERS."""
     made: dict[str, int] = defaultdict(int)
     for node, label in zip(graph.nodes, labels, strict=True):
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)
@@ -211,8 +218,8 @@ def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
 
 
 def _stack_patterns(graph: CDGraph) -> dict[str, str]:
-    """'layers.3' -> '*' where all of layers.0, layers.1, ... run the same kinds of operations,
-    '{0,2,4}' where only some do."""
+    """Return the pattern that replaces the number of a layer: 'layers.3' -> '*' if all of layers.0,
+    layers.1, ... run the same kinds of operations, '{0,2,4}' if only some do."""
     contents: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for node in graph.forward:
         parts = node.module.split(".")
@@ -232,6 +239,7 @@ def _stack_patterns(graph: CDGraph) -> dict[str, str]:
 
 
 def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
+    """Return the parts of a module's path, with the pattern in place of its layer number."""
     parts = module.split(".") if module else []
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is not None:
@@ -245,9 +253,9 @@ def plan_trace(
     measured: MeasuredTimeline | None = None,
     eager_measured: MeasuredTimeline | None = None,
 ) -> str:
-    """JSON for Perfetto and chrome://tracing: the plan beside keeping everything, predicted, and
-    what was measured of either (`rockplan.measured_timeline`). plan: a Plan or a planned module.
-    Raises InvalidInput."""
+    """Return JSON for Perfetto and chrome://tracing: the plan beside keeping everything, both
+    predicted, and measurements of either (`rockplan.measured_timeline`). plan: a Plan or a planned
+    module. Raises InvalidInput."""
     made = plan_in(plan)
     eager, planned = eager_timeline(made), planned_timeline(made)
     measurements = {eager.name: eager_measured, planned.name: measured}
@@ -258,8 +266,8 @@ def plan_trace(
 def trace_json(
     timelines: Sequence[MemoryTimeline], measured: Mapping[str, MeasuredTimeline] | None = None
 ) -> str:
-    """Timelines for Perfetto (ui.perfetto.dev) and chrome://tracing: one process each, with the
-    operations as slices and the memory by module as counters in bytes.
+    """Return timelines for Perfetto (ui.perfetto.dev) and chrome://tracing: one process each, with
+    the operations as slices and the memory by module as counters in bytes.
 
     measured: name -> measured memory, each a process with one counter. Times are microseconds.
     Format: 'Trace Event Format' of Chromium, JSON object form.
@@ -288,6 +296,7 @@ _COPY_THREADS = {_OUT_THREAD: "to the host", _IN_THREAD: "from the host"}
 def _process_events(
     process: int, name: str, threads: Mapping[int, str]
 ) -> Iterator[dict[str, object]]:
+    """Yield the events that name a process and its threads."""
     common: dict[str, object] = {"ph": "M", "pid": process, "ts": 0}
     yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
     for thread, label in threads.items():
@@ -295,6 +304,7 @@ def _process_events(
 
 
 def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
+    """Yield a slice for each copy and each computation."""
     for copy in drawn.copies:
         yield {
             "ph": "X",
@@ -320,7 +330,7 @@ def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str,
 
 
 def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
-    """A counter at each computation, and zeros when the step is done."""
+    """Yield a counter at each computation, and zeros at the end of the step."""
     for moment in drawn.moments:
         values = dict(zip(drawn.groups, moment.group_bytes, strict=True))
         yield _counter(process, "live bytes by module", moment.start_ns, values)
@@ -336,9 +346,9 @@ class BlockRow:
     """One block over time, as Rockmate's figure 1 shows it.
 
     runs: (start_ns, stop_ns, 'forward' | 'again' | 'backward' | 'copy') of its operations,
-    neighbours of one kind joined. alive: (from_ns, bytes) steps of what it keeps: activations that
-    its forward operations made, and generator states to draw the same again. saved_bytes: of them
-    between the phases.
+    neighbours of one kind joined. alive: (from_ns, bytes) steps of the bytes it keeps: activations
+    that its forward operations made, and generator states for repeated draws. saved_bytes: of
+    these, between the phases.
     """
 
     name: str
@@ -352,8 +362,8 @@ _KEPT_KINDS = (DataKind.ACTIVATION.value, Owner.GENERATOR.value)
 
 
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
-    """The schedule of `plan` by blocks, in the order of the chain; then, where it pages, a row of
-    the copies each way."""
+    """Return the schedule of `plan` by blocks, in the order of the chain; then, if it pages, a row
+    of the copies each way."""
     predicted = planned_timeline(plan)
     made_by = producers(plan.graph)
     names = activation_names(plan.graph)
@@ -386,13 +396,13 @@ def _copy_rows(predicted: MemoryTimeline) -> Iterator[BlockRow]:
 
 
 def block_titles(plan: Plan) -> tuple[str, ...]:
-    """The module of each block; where it has none, its first operation."""
+    """Return the module of each block; if it has none, its first operation."""
     names = operation_names(plan.graph)
     return tuple(b.name or names[(*b.forward, *b.backward)[0]] for b in plan.blocks)
 
 
 def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
-    """Bytes of `stays` that are alive when the backward phase starts."""
+    """Return the bytes of `stays` that are alive when the backward phase starts."""
     boundary = next(
         (i for i, m in enumerate(predicted.moments) if m.start_ns >= predicted.backward_ns),
         len(predicted.moments),
@@ -401,6 +411,7 @@ def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:
+    """Yield (time_ns, live bytes) whenever the bytes of `stays` change."""
     changes: dict[int, int] = defaultdict(int)
     for stay in stays:
         changes[predicted.moments[stay.first].start_ns] += stay.size_bytes
@@ -414,7 +425,7 @@ def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[t
 def _runs(
     predicted: MemoryTimeline, block_of: Mapping[int, int], block: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Runs of consecutive computations of `block`."""
+    """Yield (start_ns, stop_ns, kind) of consecutive computations of `block` of one kind."""
     open_run: tuple[int, int, str] | None = None
     for moment in predicted.moments:
         kind = "again" if moment.again else moment.phase

@@ -1,11 +1,11 @@
-"""Cache: profiles, options of blocks, plans and answers on disk, so that nothing is made twice.
+"""Cache: profiles, options of blocks, plans and answers on disk, so that nothing is computed twice.
 
-One JSON document for each entry (`documents`), named by the digest of what it depends on (its key);
-an entry of a profile is named by its content too, so that what several processes measure at once
-adds up. A document is written beside its place and then moved there, so readers never see half of
-one. An entry that cannot be used (damaged, written by another version, lying) is named in a
-warning, set aside with the ending '.damaged', and made again. Nothing that is read is executed,
-and no name that is read becomes a path.
+One JSON document for each entry (`documents`), named by the digest of everything it depends on (its
+key); an entry of a profile is named by its content too, so that measurements of several processes
+add up. A document is written beside its place and then moved there, so readers never see half of
+one. An entry that cannot be used (damaged, written by another version, false) is named in a
+warning, set aside with the ending '.damaged', and made again. Nothing that is read is executed, and
+no name that is read becomes a path.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PARSERS: dict[str, Callable[[str], object]] = {
 }
 
 _NAME = r"[0-9a-f]{40}"
-# All that a cache may hold and `clear` may delete; the folder may hold the user's own files.
+# Names of the cache's own files, which `clear` may delete; the folder may hold other files.
 _OWN = re.compile(rf"{_NAME}(-{_NAME})?(\.json|\.damaged|\w*\.part)")
 
 
@@ -48,8 +48,8 @@ _OWN = re.compile(rf"{_NAME}(-{_NAME})?(\.json|\.damaged|\w*\.part)")
 class Entry:
     """One file of the cache.
 
-    key: what it depends on, empty if the file cannot be read; problem: why it cannot be used, ''
-    if it can; modified_ns: since the epoch.
+    key: everything it depends on, empty if the file cannot be read; problem: why it cannot be used,
+    '' if it can; modified_ns: since the epoch.
     """
 
     kind: str
@@ -66,13 +66,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Cache:
-    """Entries below one folder."""
+    """A cache in one folder."""
 
     folder: Path
 
     def profile(self, key: Key) -> Profile | None:
-        """All costs that are known under `key`; of two for one call, the newer one: what was
-        measured again took the place of what could not be right."""
+        """Return all costs stored under `key`, None if there are none. Of two costs of one call the
+        newer counts: a call is measured again only if the first cost cannot be right."""
         profiles = [self._read(path, documents.parse_profile, key) for path in self._batches(key)]
         batches = [profile for profile in profiles if profile is not None]
         if not batches:
@@ -81,13 +81,14 @@ class Cache:
         return replace(batches[0], costs=tuple(sorted(costs.items())))
 
     def put_profile(self, key: Key, profile: Profile) -> None:
-        """Add `profile` to what is known under `key`."""
+        """Add the costs of `profile` to those stored under `key`."""
         text = documents.dump_profile(profile, key)
         batch = documents.digest(text)[:40]
         self._write(self.folder / "profile" / f"{_name(key)}-{batch}.json", text)
 
     def family(self, key: Key, is_legal: Callable[[BlockOption], bool]) -> OptionFamily | None:
-        """The options of a block class, if every one of them is legal."""
+        """Return the options of a block class, None if there are none or one of them is not
+        legal."""
 
         def parse(text: str, key: Key) -> OptionFamily:
             family = documents.parse_family(text, key)
@@ -101,7 +102,8 @@ class Cache:
         self._write(self._path("options", key), documents.dump_family(family, key))
 
     def plan(self, key: Key, is_right: Callable[[Plan], bool]) -> Plan | None:
-        """The plan of `key`, if it is right; its graph is an outline."""
+        """Return the plan of `key`, None if there is none or `is_right` rejects it; its graph is an
+        outline."""
 
         def parse(text: str, key: Key) -> Plan:
             plans = plan_file.parse_plans(text, key)
@@ -115,7 +117,7 @@ class Cache:
         self._write(self._path("plan", key), plan_file.dump_plans([plan], key))
 
     def answer(self, key: Key, read: Callable[[str], T]) -> T | None:
-        """What `read` makes of the text that was put there."""
+        """Return what `read` makes of the text stored under `key`, None if there is none."""
 
         def parse(text: str, key: Key) -> T:
             answer = documents.parse_answer(text, key)
@@ -130,7 +132,7 @@ class Cache:
         self._write(self._path("answer", key), documents.dump_answer(answer, key))
 
     def entries(self) -> Iterator[Entry]:
-        """Every file of the cache, read and checked as far as it can be without its model."""
+        """Yield every file of the cache, read and checked as far as possible without its model."""
         for kind, path in self._files():
             with suppress(FileNotFoundError):
                 status = path.lstat()
@@ -138,7 +140,7 @@ class Cache:
                 yield Entry(kind, path, status.st_size, status.st_mtime_ns, key, problem)
 
     def clear(self, kinds: Iterable[str] = KINDS) -> tuple[int, int]:
-        """Delete the files of `kinds`; returns how many there were, and their bytes."""
+        """Delete the files of `kinds`; return their number and their bytes."""
         wanted = set(kinds)
         count = size_bytes = 0
         for kind, path in list(self._files()):
@@ -157,8 +159,8 @@ class Cache:
                         yield kind, path
 
     def _batches(self, key: Key) -> list[Path]:
-        """The entries of one profile, oldest first; none of a folder that cannot be read, which
-        costs time: `_write` says so."""
+        """Return the entries of one profile, oldest first; none if the folder cannot be read
+        (`_write` warns of that)."""
         aged: list[tuple[int, Path]] = []
         with suppress(OSError):
             for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
@@ -170,6 +172,7 @@ class Cache:
         return self.folder / kind / f"{_name(key)}.json"
 
     def _read(self, path: Path, parse: Callable[[str, Key], T], key: Key) -> T | None:
+        """Read an entry. Warns, and returns None, if it cannot be used."""
         try:
             return parse(documents.read_text(path), key)
         except (FileNotFoundError, NotADirectoryError):
@@ -187,7 +190,7 @@ class Cache:
         return None
 
     def _write(self, path: Path, text: str) -> None:
-        """A cache that cannot be written costs time, not the plan."""
+        """Write an entry. Only warns if that fails: a missing entry costs time, not the plan."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             plan_file.write_whole(path, text)
@@ -200,7 +203,7 @@ class Cache:
 
 
 def default_folder() -> Path:
-    """ROCKPLAN_CACHE_DIR, else the cache folder of the platform."""
+    """Return ROCKPLAN_CACHE_DIR, else the cache folder of the platform."""
     named = os.environ.get("ROCKPLAN_CACHE_DIR")
     return Path(named) if named else Path(platformdirs.user_cache_dir("rockplan"))
 
@@ -210,7 +213,7 @@ def _name(key: Key) -> str:
 
 
 def _examine(kind: str, path: Path) -> tuple[Key, str]:
-    """The key of a file, and why it cannot be used."""
+    """Return the key of a file, and why it cannot be used ('' if it can)."""
     if path.suffix != ".json":
         return {}, "set aside" if path.suffix == ".damaged" else "left by an interrupted write"
     try:

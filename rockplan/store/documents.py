@@ -1,9 +1,9 @@
-"""JSON of the values that are kept on disk. Reading checks every field and runs nothing.
+"""JSON of the values that are stored on disk. Reading checks every field and executes nothing.
 
-A document states its kind, the version of its format, what it depends on (`key`), and the digest
-of everything else in it. What does not fit raises PlanFormatError: damage, another version,
-another kind, wrong types, fractions and numbers beyond 63 bits, names given twice, nesting that
-no document has, more bytes than any document needs.
+A document states its kind, the version of its format, what it depends on (`key`), and the digest of
+everything else in it. PlanFormatError is raised for damage, another version, another kind, wrong
+types, fractions and numbers beyond 63 bits, names given twice, deeper nesting or more bytes than
+any document has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rockplan.values.block import BlockOption, OptionFamily
 from rockplan.values.profile import OpCost, Profile
 
 VERSION = 2
-"""Of the format; 2 added the digest and the key."""
+"""Version of the format; 2 added the digest and the key."""
 
 MAX_BYTES = 2**26
 """Largest document that is read; a plan of 10,000 operations takes about 5 MB."""
@@ -34,23 +34,23 @@ Key = Mapping[str, str]
 
 
 def canonical(content: object) -> str:
-    """The same text for the same content."""
+    """Return the same text for the same content."""
     return json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
 def digest(content: object) -> str:
-    """sha256 in hexadecimal of the canonical text."""
+    """Return the sha256 of the canonical text, in hexadecimal."""
     return hashlib.sha256(canonical(content).encode("ascii")).hexdigest()
 
 
 def dump(kind: str, content: Mapping[str, object], key: Key | None = None) -> str:
-    """One JSON document, the same text for the same content."""
+    """Return a JSON document, the same text for the same content."""
     document = {"kind": kind, "version": VERSION, "key": dict(key or {}), **content}
     return canonical({**document, "digest": digest(document)})
 
 
 def parse(text: str, kind: str, read: Callable[[dict[str, Any]], T], key: Key | None = None) -> T:
-    """Read what `dump` wrote; a `key` must be the one that it was written with.
+    """Read a document that `dump` wrote; `key`, if given, must be the one that it was written with.
 
     Raises PlanFormatError for anything else.
     """
@@ -66,7 +66,8 @@ def parse(text: str, kind: str, read: Callable[[dict[str, Any]], T], key: Key | 
 
 
 def load(text: str) -> dict[str, Any]:
-    """A document whose digest holds: 'kind' is text, 'key' maps text to text."""
+    """Return the fields of a document whose digest is right: 'kind' is text, 'key' maps text to
+    text. Raises PlanFormatError."""
     try:
         document = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse
@@ -87,10 +88,10 @@ def load(text: str) -> dict[str, Any]:
 
 
 def read_text(path: Path) -> str:
-    """The text of a document on disk.
+    """Return the text of a document on disk.
 
-    Raises PlanFormatError if it is no regular file, larger than MAX_BYTES or not UTF-8, and
-    OSError if it cannot be opened.
+    Raises PlanFormatError if it is no regular file, larger than MAX_BYTES or not UTF-8, and OSError
+    if it cannot be opened.
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise PlanFormatError("not a regular file")
@@ -105,6 +106,7 @@ def read_text(path: Path) -> str:
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return the members of an object; raises ValueError if a name occurs twice."""
     members = dict(pairs)
     if len(members) != len(pairs):
         raise ValueError("a name is given twice")
@@ -115,7 +117,7 @@ def _refuse(number: str) -> NoReturn:
     raise ValueError(f"{number:.40} is not an integer")
 
 
-# Fields
+# Fields: each function returns a value of its type, or raises TypeError
 
 
 def text_of(value: object) -> str:
@@ -235,7 +237,7 @@ def _read_family(document: dict[str, Any]) -> OptionFamily:
 
 
 def dump_answer(answer: str, key: Key | None = None) -> str:
-    """answer: a text that whoever asks can read."""
+    """Return the document of an answer, a text of any form."""
     return dump("answer", {"answer": answer}, key)
 
 

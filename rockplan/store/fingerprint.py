@@ -1,4 +1,4 @@
-"""Versions: of the package (pyproject.toml reads it from here), and of everything that plans."""
+"""Versions: of the package (pyproject.toml reads it from here), and of all code that plans."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ VERSION = "0.1.0"
 
 @functools.cache
 def planner() -> str:
-    """Names what a plan depends on besides its graph, profile, budget and options: the sources
-    of this package and the solver."""
+    """Return a text that identifies what a plan depends on besides its graph, profile, budget and
+    options: the sources of this package and the solver."""
     sources = hashlib.sha256()
     folder = Path(__file__).parent.parent
     for path in sorted(folder.rglob("*.py")):

@@ -1,11 +1,11 @@
 """Plans on disk: one JSON document that holds the plans of one model, one for each kind of call.
 
-takes: plans, or the text of a document. returns: the text, or plans that are consistent in
-themselves: their schedule is legal for their graph (`verify`) and needs the bytes and the time
-that they state (`simulate`). guarantees: nothing that is read is executed. What a document holds
-of a graph is its outline: storages and operations with names, sizes, times, reads and writes, but
-no calls of operators. To run a plan, `fit` puts it onto a graph that was captured here.
-docs/plan.md describes the format.
+takes: plans, or the text of a document. returns: the text, or plans that are consistent: their
+schedule is legal for their graph (`verify`) and needs the bytes and the time that they state
+(`simulate`). guarantees: nothing that is read is executed. A document holds only the outline of a
+graph: storages and operations with names, sizes, times, reads and writes, but no calls of
+operators. To run a plan, `fit` puts it onto a graph that was captured here. docs/plan.md describes
+the format.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ _TEXTS = ("graph_digest", "profile_digest", "profile_source", "torch_version", "
 def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
     """Write a plan, or all plans of a planned module (one for each kind of call it has seen).
 
-    planned: what `solve` or `load` returned, a Plan, or several Plans of one model.
-    The file takes the place of what was at `path` when it is whole. Raises InvalidInput.
+    planned: what `solve` or `load` returned, a Plan, or several Plans of one model. The complete
+    file replaces what was at `path`. Raises InvalidInput.
     """
-    # A planned module's state, because the model may have something else of this name.
+    # From a planned module's state: the model may have its own attribute `plans`.
     plans = getattr(getattr(planned, "_rockplan", planned), "plans", planned)
     plans = (plans,) if isinstance(plans, Plan) else plans
     if not (isinstance(plans, tuple | list) and plans and all(isinstance(p, Plan) for p in plans)):
@@ -74,7 +74,7 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
 
 
 def _path_of(path: object) -> Path:
-    """Raises InvalidInput for what names no file."""
+    """Return a path. Raises InvalidInput for what names no file."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError as error:
@@ -87,11 +87,11 @@ def _path_of(path: object) -> Path:
 
 
 def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
-    """The plans in a file that `save_plan` wrote, for printing and pictures.
+    """Return the plans in a file that `save_plan` wrote, for printing and pictures.
 
-    Their graphs are outlines: `rockplan.load` makes a module that runs them.
-    Raises InvalidInput for what is no path, PlanFormatError if the file is not such a file, OSError
-    if it cannot be opened.
+    Their graphs are outlines: `rockplan.load` makes a module that runs them. Raises InvalidInput
+    for what is no path, PlanFormatError if the file was not written by `save_plan`, OSError if it
+    cannot be opened.
     """
     file = _path_of(path)
     try:
@@ -105,7 +105,7 @@ def read_plans(path: str | os.PathLike[str]) -> tuple[Plan, ...]:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Write a file so that at any time `path` holds all of the old or all of the new content, with
-    the permissions that it had. A link stays one; a pipe or a device is written to as it is.
+    the permissions that it had. A link stays a link; a pipe or a device is written to directly.
 
     Raises InvalidInput for a path without a name, OSError (of `path`) if it cannot be written.
     """
@@ -119,11 +119,12 @@ def write_whole(path: Path, content: str | bytes) -> None:
         else:
             _replace(target, data)
     except OSError as error:
-        # The name that was asked for, not the one beside it.
+        # Name the path that was asked for, not the temporary file.
         raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def _replace(path: Path, data: bytes) -> None:
+    """Write a temporary file beside `path`, and move it there."""
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
@@ -138,13 +139,12 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version: str) -> Plan:
-    """The plan for `graph`, on the prices (sizes, times) of the plan.
+    """Return the plan for `graph`, with the sizes and times of the plan.
 
-    graph: captured here under torch_version. A plan that was made under another version of
-    PyTorch fits if the graph is the same: the schedule is legal for it, and only the prices may
-    differ; that is warned of and recorded as the plan's origin.
-    Raises PlanMismatch if none of `plans` is for this graph, PlanFormatError if the sizes of the
-    one that is cannot be.
+    graph: captured here under torch_version. A plan that was made under another version of PyTorch
+    fits if the graph is the same: the schedule is legal for it, and only the sizes and times may
+    differ; that is warned of and recorded as the plan's origin. Raises PlanMismatch if none of
+    `plans` is for this graph, PlanFormatError if the sizes of that plan are impossible.
     """
     plans = tuple(plans)
     plan = next((p for p in plans if p.graph_digest == graph_digest), None)
@@ -171,7 +171,8 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
 
 
 def outline(graph: CDGraph) -> CDGraph:
-    """What a document keeps of `graph`: no calls, no values, source lines without folders."""
+    """Return what a document keeps of `graph`: no calls, no values, source lines without
+    folders."""
     nodes = tuple(
         replace(
             n,
@@ -187,11 +188,12 @@ def outline(graph: CDGraph) -> CDGraph:
 
 def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
     """True if `outlined` is the outline of `graph`, up to what no plan depends on: the line that
-    calls the model, and the bytes behind inputs (a batch may be a part of a larger tensor)."""
+    calls the model, and the bytes of inputs (a batch may be a part of a larger tensor)."""
     return _deciding(outlined) == _deciding(outline(graph))
 
 
 def _deciding(graph: CDGraph) -> CDGraph:
+    """Return the graph without what no plan depends on."""
     return replace(
         graph,
         data=tuple(replace(d, size_bytes=0) if d.kind.resident else d for d in graph.data),
@@ -200,7 +202,8 @@ def _deciding(graph: CDGraph) -> CDGraph:
 
 
 def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
-    """`graph` with the sizes, times and workspaces of `prices`; None if it is not as large."""
+    """Return `graph` with the sizes, times and workspaces of `prices`; None if it has another
+    number of storages or nodes."""
     if len(graph.data) != len(prices.data) or len(graph.nodes) != len(prices.nodes):
         return None
     return replace(
@@ -223,7 +226,8 @@ def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
 
 
 def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
-    """Refuse storages smaller than the captured ones; a measured one may be larger, by padding."""
+    """Raise PlanFormatError for storages smaller than the captured ones. (A measured one may be
+    larger, by padding.)"""
     for captured, stated in zip(graph.data, fitted.data, strict=True):
         if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
             raise PlanFormatError(
@@ -234,8 +238,8 @@ def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
 
 
 def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
-    """Refuse a plan whose results are written where operands die, if here they cannot be: kernels
-    of another compiler may differ in that."""
+    """Raise PlanMismatch if results that the plan writes over dying operands cannot be written so
+    here: kernels of another compiler may differ in that."""
     peak_bytes = simulate(fitted, plan.schedule).peak_bytes
     if peak_bytes > plan.peak_bytes:
         raise PlanMismatch(
@@ -250,6 +254,7 @@ def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
 def _mismatch(
     plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
 ) -> PlanMismatch:
+    """Return the error that says in which operation the nearest plan differs."""
     differences = [_first_difference(p.graph, graph) for p in plans]
     position, difference = max(differences)
     versions = " and ".join(sorted({p.torch_version for p in plans}))
@@ -264,7 +269,7 @@ def _mismatch(
 
 
 def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
-    """(position of the first operation that differs, words for it)."""
+    """Return (position of the first operation that differs, words for it)."""
     for position, (there, here) in enumerate(zip(planned.nodes, graph.nodes, strict=False)):
         place = (there.name, there.module, there.phase), (here.name, here.module, here.phase)
         if place[0] != place[1]:
@@ -283,17 +288,18 @@ def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
 
 
 def dump_plans(plans: Iterable[Plan], key: documents.Key | None = None) -> str:
-    """The document of `plans`."""
+    """Return the document of `plans`."""
     content = {"rockplan_version": VERSION, "plans": [_plan_row(p) for p in plans]}
     return documents.dump("plan", content, key)
 
 
 def parse_plans(text: str, key: documents.Key | None = None) -> tuple[Plan, ...]:
-    """The plans of a document. Raises PlanFormatError."""
+    """Return the plans of a document. Raises PlanFormatError."""
     return documents.parse(text, "plan", _read_plans, key)
 
 
 def _plan_row(plan: Plan) -> dict[str, object]:
+    """Return a plan as JSON values."""
     certificate = plan.certificate
     return {
         **{name: getattr(plan, name) for name in (*_NUMBERS, *_TEXTS)},
@@ -315,6 +321,7 @@ def _plan_row(plan: Plan) -> dict[str, object]:
 
 
 def _graph_row(graph: CDGraph) -> dict[str, object]:
+    """Return an outline as JSON values."""
     return {
         "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
         "nodes": [
@@ -352,6 +359,7 @@ def _read_plans(document: dict[str, Any]) -> tuple[Plan, ...]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
+    """Read one plan, and check that its schedule keeps what it states."""
     graph = _read_graph(row["graph"])
     certificate = row["certificate"]
     facts: dict[str, Any] = {name: natural(row[name]) for name in _NUMBERS}
@@ -374,7 +382,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
 
 
 def _read_compiled(row: Mapping[str, Any]) -> str:
-    """Plans of operators, as eager calls them, do not say so."""
+    """Read how kernels are compiled; plans of eager operators do not state it."""
     compiled = text_of(row.get("compiled", ""))
     if compiled not in ("", *COMPILED):
         raise ValueError(f"kernels that are compiled in an unknown way: {compiled!r:.40}")
@@ -382,6 +390,7 @@ def _read_compiled(row: Mapping[str, Any]) -> str:
 
 
 def _read_graph(row: Mapping[str, Any]) -> CDGraph:
+    """Read an outline. Raises ValueError if it is inconsistent."""
     data = tuple(
         DataNode(i, text_of(name), DataKind(kind), natural(size_bytes))
         for i, (name, kind, size_bytes) in enumerate(list_of(row["data"]))
@@ -407,7 +416,7 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
 
 
 def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[int, ...]:
-    """Plans of before operations were reordered have none."""
+    """Read eager's order; plans older than reordering have none."""
     order, must = naturals(row.get("eager_order", [])), required(nodes)
     if order and sorted(order) != list(must):
         raise ValueError("the order of eager does not name each operation once")
@@ -417,7 +426,7 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
-    # Plans of before anything was taken over say nothing of it, and hold as they are.
+    # Plans older than takeovers do not state any, and are right without.
     reads, writes = _below(row["reads"], data), _below(row["writes"], data)
     return ComputeNode(
         index=index,
@@ -438,13 +447,14 @@ def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
 
 
 def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
-    """Pairs of operand and result; of a node with one result, the operand."""
+    """Return pairs of operand and result; for a node with one result, the operand."""
     if takeover.results == node.writes and len(node.writes) == 1:
         return takeover.operands[0]
     return list(map(list, zip(takeover.operands, takeover.results, strict=True)))
 
 
 def _read_takeover(row: object, reads: Sequence[int], writes: Sequence[int]) -> Takeover:
+    """Read the operands that a node's results may take over."""
     pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *writes)]
     if any(len(pair) != 2 for pair in pairs) or not pairs:
         raise ValueError("an operation takes over no pairs of an operand and a result")
@@ -484,7 +494,7 @@ def _read_event(event: object, graph: CDGraph) -> Event:
 
 
 def _below(values: object, limit: int) -> tuple[int, ...]:
-    """Indices, each less than `limit`."""
+    """Return indices. Raises ValueError if one is not less than `limit`."""
     numbers = naturals(values)
     if any(i >= limit for i in numbers):
         raise ValueError(f"an index beyond the last of {limit}")
@@ -492,7 +502,8 @@ def _below(values: object, limit: int) -> tuple[int, ...]:
 
 
 def _check_promises(plan: Plan) -> None:
-    """Refuse a plan whose schedule is not legal, or needs other bytes or time than it states."""
+    """Raise ValueError if the schedule is not legal, or needs other bytes or time than the plan
+    states."""
     executed = as_eager(plan.graph)
     try:
         verify(plan.graph, plan.schedule)
@@ -516,7 +527,7 @@ def _check_promises(plan: Plan) -> None:
     if not certificate.bound_ns <= certificate.objective_ns == plan.time_ns:
         raise ValueError("the certificate does not belong to the schedule")
     is_met = certificate.bound_ns == plan.time_ns
-    # Where time ended the search for the smallest budget, the plan within it may be the fastest.
+    # If time ended the search for the smallest budget, a plan within it may still be optimal.
     belongs = {Status.OPTIMAL: is_met, Status.FEASIBLE: not is_met, Status.TIME_LIMIT: True}
     if not belongs[certificate.status]:
         raise ValueError("the certificate's status does not belong to its bound")
