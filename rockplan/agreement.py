@@ -208,6 +208,7 @@ class Agreement:
         return found
 
     def _silent(self, missing: list[int], allowed: datetime.timedelta) -> str:
+        """Return the message for ranks that did not answer."""
         answered = [r for r in self._ranks if r not in missing]
         return (
             f"ranks {_listed(missing)} did not answer within {allowed.total_seconds():.0f} s while "

@@ -79,6 +79,7 @@ def parse_budget(budget: object) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
+    """Parse a budget written as text. Raises InvalidBudget."""
     if len(text) > _LONGEST:
         raise InvalidBudget(f"budget {text[:40]!r}... is too long; {_EXAMPLES}")
     if text.strip().lower() == "min":

@@ -154,19 +154,19 @@ def plan_as_asked(
         if options.on_infeasible == "error" or is_left:
             raise
         error = failure
-    made = best_plan(problems, Budget(is_minimum=True), options, least)
-    made_bytes = needed_bytes(made, options.in_flight)
-    excess_bytes = made_bytes - error.budget_bytes
+    smallest_plan = best_plan(problems, Budget(is_minimum=True), options, least)
+    smallest_bytes = needed_bytes(smallest_plan, options.in_flight)
+    excess_bytes = smallest_bytes - error.budget_bytes
     if excess_bytes > 0:
         warnings.warn(
             f"no plan fits the budget of {error.budget_bytes} bytes; the smallest that was found "
-            f"needs {made_bytes} bytes, {excess_bytes} more "
+            f"needs {smallest_bytes} bytes, {excess_bytes} more "
             f"({excess_bytes / error.budget_bytes:.1%}), and runs all the same "
             f"(Options(on_infeasible='{options.on_infeasible}')). Its peak is at "
             f"{error.operation}",
             stacklevel=2,
         )
-    return made
+    return smallest_plan
 
 
 def new_or_known_program(
@@ -208,9 +208,9 @@ def _new_program(
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))
 
-    made = agreed_plan(source, budget, options, agreed, make)
-    variant = next(v for v in source.variants if v.run.tiles.parts == made.graph.tiles)
-    return built_program(call, made, variant, options)
+    plan = agreed_plan(source, budget, options, agreed, make)
+    variant = next(v for v in source.variants if v.run.tiles.parts == plan.graph.tiles)
+    return built_program(call, plan, variant, options)
 
 
 def agreed_plan(
@@ -226,13 +226,13 @@ def agreed_plan(
     graphs = [
         graph_digest(variant.lowered.graph, on_any_device=True) for variant in source.variants
     ]
-    made = agreed.decided(lambda: (graphs, str(budget), repr(options)), make)
-    graph = next(w for w in source.variants if w.run.tiles.parts == made.graph.tiles).lowered.graph
+    plan = agreed.decided(lambda: (graphs, str(budget), repr(options)), make)
+    graph = next(w for w in source.variants if w.run.tiles.parts == plan.graph.tiles).lowered.graph
     digest = graph_digest(graph)
-    outlined = replace(made, graph=outline(made.graph), graph_digest=digest)
-    fitted = fit([outlined], graph, digest, made.torch_version)
+    outlined = replace(plan, graph=outline(plan.graph), graph_digest=digest)
+    fitted = fit([outlined], graph, digest, plan.torch_version)
     verify(fitted.graph, fitted.schedule)
-    return replace(fitted, origin=made.origin)
+    return replace(fitted, origin=plan.origin)
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
@@ -356,16 +356,16 @@ def stored_program(
         for variant in source.variants:
             graph = variant.lowered.graph
             try:
-                made = fit(plans, graph, graph_digest(graph), str(torch.__version__))
+                plan = fit(plans, graph, graph_digest(graph), str(torch.__version__))
             except PlanMismatch as error:
                 mismatch = error
                 continue
-            verify(made.graph, made.schedule)
-            waiting = planning.waiting(made, variant.waits)
-            if needed_bytes(waiting, made.in_flight) <= made.budget_bytes:
-                made = waiting
-            made = with_link_named(made, options)
-            return built_program(call, made, variant, options)
+            verify(plan.graph, plan.schedule)
+            waiting = planning.waiting(plan, variant.waits)
+            if needed_bytes(waiting, plan.in_flight) <= plan.budget_bytes:
+                plan = waiting
+            plan = with_link_named(plan, options)
+            return built_program(call, plan, variant, options)
     if budget is None:
         raise mismatch
     for variant in source.variants:
@@ -377,14 +377,14 @@ def stored_program(
 
 
 def built_program(
-    call: ModuleCall, made: Plan, source: CapturedCall, options: Options
+    call: ModuleCall, plan: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
     """Generate the program of a plan, and check it if the options ask for it."""
     report("writing the code")
-    made = with_reserved(made)
+    plan = with_reserved(plan)
     constants = tuple(t for _, t in source.run.constants)
     program = build_program(
-        made,
+        plan,
         source.lowered.interface,
         constants,
         source.run.output_spec,

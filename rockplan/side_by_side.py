@@ -55,6 +55,7 @@ def _cpu_seconds(step: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
+    """Return the seconds of one step by CUDA events."""
     with torch.cuda.device(device):
         start, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

@@ -81,6 +81,7 @@ def arguments(
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
+    """Raise InvalidInput for a compiled model, and for wrappers of several devices or processes."""
     if hasattr(model, "_orig_mod"):
         raise InvalidInput(
             "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
@@ -113,6 +114,7 @@ _DISTRIBUTED = {
 
 
 def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
+    """Raise InvalidInput if the model is on several devices, or the sample on another one."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
         raise InvalidInput(

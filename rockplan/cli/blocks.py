@@ -99,6 +99,7 @@ class SolvedBlocks:
 
     @property
     def row(self) -> display.Row:
+        """The plan as a row of JSON."""
         plan = self.plan
         return {
             "budget": self.asked,

@@ -104,6 +104,7 @@ def plan_row(asked: str, plan: Plan) -> Row:
 
 
 def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
+    """Return the figures of a budget that is too small."""
     return {
         "budget": asked,
         "feasible": False,

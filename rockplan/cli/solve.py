@@ -182,7 +182,7 @@ def _plans(
     )
 
     def checked(asked: str) -> Plan:
-        """The plan with the record of its check."""
+        """Return the plan with the record of its check."""
         planned = rockplan.solve(
             subject.model,
             subject.sample_input,
@@ -217,6 +217,7 @@ def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
 
 
 def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
+    """Write a plan; return the path, None if nothing is to be written."""
     if save is None or isinstance(plan, InfeasibleBudget):
         return None
     path = _file_name(save, asked)
@@ -227,6 +228,7 @@ def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | 
 def _export(
     export: str | None, asked: str, plan: Plan | InfeasibleBudget, subject: Subject
 ) -> str | None:
+    """Write a plan as checkpointing code; return the path, None if nothing is to be written."""
     if export is None or isinstance(plan, InfeasibleBudget):
         return None
     path = _file_name(export, asked)

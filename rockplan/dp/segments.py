@@ -191,6 +191,7 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
 def _roles(
     inner: Sequence[OptionCosts], last: Sequence[OptionCosts], forward: Sequence[ForwardCost]
 ) -> Roles:
+    """Return the costs of all blocks. inner, last, forward: as in `Roles`, by block."""
     arrays = {costs: (_options(costs.held), _options(costs.dropped)) for costs in (*inner, *last)}
     return Roles(
         inner=(

@@ -185,6 +185,7 @@ def _solve(
     absolute_gap: float,
     node_limit: int,
 ) -> SolveReport:
+    """Solve in this thread; see `solve`."""
     highs = highspy.Highs()
     options = {
         "output_flag": False,

@@ -237,6 +237,8 @@ class _Reading:
             self._path.pop()
 
     def _inside(self, value: object, strict: bool) -> Any:
+        """Return the contents by the kind of object: elements, bytes, what a function refers to, or
+        attributes."""
         if isinstance(value, _READABLE):
             return type(value), self._elements(value, strict)
         if isinstance(value, _BUFFERS):
@@ -389,6 +391,7 @@ def data_in(value: object) -> Any:
 
 
 def _data(frozen: Any) -> Any:
+    """Return the plain data among the contents `frozen`, `_NOTHING` if there is none."""
     if frozen is None or isinstance(frozen, _Identity) or callable(frozen):
         return _NOTHING
     if isinstance(frozen, list):

@@ -133,17 +133,17 @@ def returned(
             return given[leaf.position]
         return objects[leaf.number] if isinstance(leaf, GivenContainer) else leaf
 
-    made = trees.tree_unflatten([*map(real, leaves)], spec)
-    if not isinstance(made, WithContents):
-        return made
-    for (number, position), content in made.contents.items():
+    result = trees.tree_unflatten([*map(real, leaves)], spec)
+    if not isinstance(result, WithContents):
+        return result
+    for (number, position), content in result.contents.items():
         elements = content.items() if isinstance(content, dict) else enumerate(content)
         owner, kind = kinds_of(objects[number])[position]
         kind.write(owner, [*elements])
-    for (number, position), came in made.added.items():
+    for (number, position), came in result.added.items():
         owner, kind = kinds_of(objects[number])[position]
         kind.write(owner, [*(dict(kind.elements(owner)) | came).items()])
-    return made.result
+    return result.result
 
 
 def as_given(call: tuple[Any, ...], leaves: Sequence[Any], spec: trees.TreeSpec) -> list[Any]:

@@ -27,6 +27,7 @@ class _Seam(torch.autograd.Function):
     def forward(
         ctx: Any, call: PlannedCall, number: int, token: torch.Tensor | None, *targets: torch.Tensor
     ) -> torch.Tensor:
+        """Return the token that the next seam, or `_Outputs`, takes as an input."""
         ctx.call = call
         ctx.number = number
         ctx.is_first = token is None

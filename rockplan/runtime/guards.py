@@ -103,6 +103,7 @@ def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
 
 
 def _module_entry(module: nn.Module) -> _ModuleEntry:
+    """Record one submodule as it is now."""
     attributes = _attributes(module)
     own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
     return _ModuleEntry(

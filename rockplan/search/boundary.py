@@ -172,6 +172,7 @@ def thriftiest(graph: CDGraph, options: Options) -> Schedule:
 
 
 def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
+    """Search the least peak if all results of repeatable forward nodes are dropped at the turn."""
     returned = frozenset(graph.outputs)
     made = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in made if d not in returned)))

@@ -426,6 +426,7 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
+    """Read one operation. data: number of storages."""
     # Plans older than takeovers do not state any, and are right without.
     reads, writes = _below(row["reads"], data), _below(row["writes"], data)
     return ComputeNode(

@@ -26,8 +26,8 @@ from rockplan.values.graph import CDGraph
 
 MOST_SLOTS, LEAST_SLOTS, POSITIONS = 64, 8, 1 << 17
 """Positions of the backward phase for each computation that a draft begins with, at most and at
-least, and positions in all: many, so that insertions find an empty one, but in a long order few
-enough to sum up fast."""
+least, and about how many in all: many, so that insertions find an empty one, but in a long order
+few enough to sum up fast."""
 
 APART = 2
 """Least distance between two computations, in positions."""
