@@ -49,8 +49,8 @@ def in_bytes(
     These are what is free on the device now (on CUDA including unused memory of the caching
     allocator; on CPU what the machine and control groups leave), less MARGIN of it, gradients that
     do not exist yet, the copy of an average, state that `optimizer` does not hold yet, memory of
-    optimizer steps inside backward, cuBLAS workspaces of these steps, and the bytes that the budget
-    leaves free.
+    its steps inside backward, with an optimizer also workspaces of cuBLAS, and the bytes that the
+    budget leaves free.
 
     Raises InvalidBudget if the model is not on one such device, if nothing is left, and if the
     optimizer's step needs more; InvalidInput for an optimizer as `rockplan.fit` does.

@@ -25,8 +25,7 @@ _TRACKERS = ("torch.", "rockplan.")
 
 
 def is_foreign(tracker: Any) -> bool:
-    """True for a hook or mode that is neither PyTorch's nor ours. (Those follow what runs, and
-    change nothing.)"""
+    """True for a hook or mode that is neither PyTorch's nor ours (these only observe what runs)."""
     return not str(tracker.__module__).startswith(_TRACKERS)
 
 

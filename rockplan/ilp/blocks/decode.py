@@ -112,8 +112,8 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
 
 
 def keep_all_orders(problem: CDGraph) -> Orders:
-    """Run every node once, and again only nodes whose results must be dropped between the
-    phases."""
+    """Return the orders in which every node runs once, and again only if its results must be
+    dropped between the phases."""
     return Orders(*keep_all_order(problem))
 
 

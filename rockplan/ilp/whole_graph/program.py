@@ -92,8 +92,8 @@ class Facts:
 
     is_open: storages that may be freed while still needed: results that are not held, tangents, and
     generator states; storages of no size only if they have to be dropped at the turn. producer:
-    node -> -1 for tangents and states. born: the same, but for a state the node that draws from it
-    first. again: nodes that may be re-executed.
+    storage -> the node that makes it, -1 for tangents and states. born: the same, but for a state
+    the node that draws from it first. again: nodes that may be re-executed.
     """
 
     def __init__(self, graph: CDGraph) -> None:
