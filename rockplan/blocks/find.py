@@ -1,12 +1,12 @@
-"""Find: what a user calls the blocks of a model -> paths of submodules.
+"""Find: the blocks that a user names -> paths of submodules.
 
 takes: a model; a pattern, paths, modules, or None. returns: the submodules by path, in the order of
-the model; of one that has several paths, the first. guarantees: none lies in another one, none is
-the model itself.
+the model; for one with several paths, the first. guarantees: none lies in another, none is the
+model itself.
 
-What has no forward (a ModuleList, a ModuleDict) means what is in it. In a pattern '*', '?' and
-'[...]' are those of `fnmatch` within one part of a path: 'model.layers.*' is the layers, and
-nothing inside them.
+A module without a forward (a ModuleList, a ModuleDict) stands for its content. In a pattern '*',
+'?' and '[...]' are those of `fnmatch` within one part of a path: 'model.layers.*' is the layers,
+and nothing inside them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rockplan.runtime.planned_module import Planned
 from rockplan.runtime.planned_state import is_own
 
 Blocks = str | nn.Module | Sequence[str | nn.Module] | None
-"""What names blocks; None: those that are found (`repeated_blocks`)."""
+"""Names of blocks; None: the repeated ones (`repeated_blocks`)."""
 
 _NEAREST = 3
 _REMEDY = (
@@ -35,7 +35,7 @@ _REMEDY = (
 
 
 def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """The submodules that `blocks` names. Raises InvalidInput with a remedy."""
+    """Return the submodules that `blocks` names. Raises InvalidInput with a remedy."""
     if blocks is None:
         paths: Iterable[str] = _found(model)
     else:
@@ -61,9 +61,10 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
 def called_blocks(
     model: nn.Module, found: Mapping[str, nn.Module], called: Collection[int]
 ) -> dict[str, nn.Module]:
-    """`found`, with the outermost modules that a run called, and that have parameters, in place of
-    those whose parts it called alone (a Sequential that is a list for a forward). Without what
-    stands in a list of which nothing was called. called: identities."""
+    """Return `found` with modules that were never called, only their parts (a Sequential used as a
+    list), replaced by the outermost parts that were called and have parameters. A module that was
+    not called at all is left out if no other of its list was called. called: identities of
+    modules."""
     lists = {path.rpartition(".")[0] for path, module in found.items() if id(module) in called}
     wanted: dict[str, nn.Module] = {}
     for path, module in found.items():
@@ -78,6 +79,7 @@ def called_blocks(
 def _outermost(
     path: str, module: nn.Module, called: Collection[int]
 ) -> Iterator[tuple[str, nn.Module]]:
+    """Yield the outermost called submodules with parameters."""
     for name, child in module.named_children():
         if id(child) in called and has_parameters(child):
             yield f"{path}.{name}", child
@@ -86,6 +88,7 @@ def _outermost(
 
 
 def _found(model: nn.Module) -> tuple[str, ...]:
+    """Return the repeated blocks. Raises InvalidInput if there are none."""
     paths = repeated_blocks(model)
     if not paths:
         raise InvalidInput(
@@ -97,6 +100,7 @@ def _found(model: nn.Module) -> tuple[str, ...]:
 
 
 def _paths(model: nn.Module, one: object) -> list[str]:
+    """Return the paths that one name or module stands for. Raises InvalidInput."""
     if isinstance(one, nn.Module):
         paths = [path for path, m in model.named_modules() if m is one]
         if not paths:
@@ -117,16 +121,19 @@ def _paths(model: nn.Module, one: object) -> list[str]:
 
 
 def _matches(path: str, pattern: str) -> bool:
+    """True if a path matches a pattern, part by part."""
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
+    """Raise InvalidInput if a block is the model itself."""
     if "" in chosen:
         raise InvalidInput("the block is the whole model; plan it with rockplan.solve")
 
 
 def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:
+    """Raise InvalidInput if a block lies in another."""
     paths = {id(module): path for path, module in chosen.items()}
     for path, outer in chosen.items():
         inner = (paths[id(m)] for m in outer.modules() if m is not outer and id(m) in paths)

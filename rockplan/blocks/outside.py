@@ -1,11 +1,11 @@
-"""Outside: what a step needs beside what its blocks keep and need, measured.
+"""Outside: the bytes of a step beside what its blocks save and need, measured.
 
-takes: a model whose blocks are planned, and what each of them keeps. returns: the moments of a
-step. guarantees: with the same blocks the peaks that the moments predict are those that were
-measured, as the ruler counts them; the model is left as it was.
+takes: a model whose blocks are planned, and the option of each. returns: the moments of a step.
+guarantees: with the same blocks, the peaks that the moments predict are those measured, as the
+ruler counts them; the model is left as it was.
 
-The rest of a model runs as Python says, and nothing is known of it but this. That it is the same
-whatever the blocks keep is what a prediction rests on.
+The rest of a model runs as ordinary Python, and is known only by this measurement. Predictions
+assume that it needs the same whatever the blocks save.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ def measured_step(
     written: Collection[torch.Tensor],
     device: torch.device,
 ) -> MeasuredStep:
-    """Of one `step`, in which block i runs as options[i] says, and is handed gradients of
-    incoming_bytes[i]; another one runs before. call: what the model is called with, and the loss of
-    its result; written: what a step writes to beside buffers. Where gradients wait to be exchanged
-    (`set_requires_gradient_sync(False)`), the most of one more that keeps them and of the step that
-    exchanges them.
+    """Measure one `step`, in which block i runs as options[i] says and gets gradients of
+    incoming_bytes[i]; another step runs before.
+
+    call: (args, kwargs, loss) of the model; written: tensors beside buffers that a step writes to.
+    If gradients wait to be exchanged (`set_requires_gradient_sync(False)`), a step that keeps them
+    and one that exchanges them are measured, and the larger figures count.
     """
     marked = functools.partial(_marked, model, blocks, step)
     waits, is_shared = waits_for_exchange(model), bool(sharded_modules(model))
@@ -60,7 +61,7 @@ def measured_step(
             with held.draws_restored(), with_exchange(model) if exchanges else nullcontext():
                 return what()
 
-        run(step)  # gradients are there, and caches of operators
+        run(step)  # makes gradients, and fills caches of operators
         for _ in range(STEPS_OF_SEVERAL if is_shared else 1):
             if waits:
                 run(step, exchanges=False)
@@ -75,29 +76,31 @@ def measured_step(
 
 
 class MeasuredStep(NamedTuple):
-    """returned_bytes: alive when the model has returned, beside what its blocks keep."""
+    """The moments of a step. returned_bytes: alive when the model returns, beside what its blocks
+    save."""
 
     moments: tuple[StepMoment, ...]
     returned_bytes: int
 
 
 RETURNED = "returned"
-"""Where the forward of the model ends."""
+"""The mark at which the forward of the model ends."""
 
 
 STEPS_OF_SEVERAL = 3
-"""Of processes that exchange what they hold: a collective of gloo lets go of memory at another
-moment in each step."""
+"""Steps that are measured if processes exchange parameters: a collective of gloo frees memory at
+another moment in each step."""
 
 
 def _with_more(stretch: Stretch, more_bytes: int) -> Stretch:
-    """With what was there before the step began."""
+    """Add the bytes that were alive before the step began."""
     start_bytes, peak_bytes = stretch.start_bytes + more_bytes, stretch.peak_bytes + more_bytes
     return stretch._replace(start_bytes=start_bytes, peak_bytes=peak_bytes)
 
 
 def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    """The most of each stretch, over steps that did the same as the last one."""
+    """Return the largest figures of each stretch, over the steps with the same marks as the last
+    one."""
     marks = [stretch.mark for stretch in courses[-1]]
     alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
     return [
@@ -107,8 +110,8 @@ def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
 
 
 def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
-    """`step`, with marks where blocks begin and end. Other hooks see what a block returns after its
-    end, since one may replace it."""
+    """Run `step`, with marks where blocks begin and end. The mark comes before other hooks on a
+    block's result, since one may replace the result."""
     returned = functools.partial(_returned, mark)
     handles: list[RemovableHandle] = [model.register_forward_hook(returned)]
     for number, block in enumerate(blocks):
@@ -124,7 +127,7 @@ def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mar
 
 
 class Border(NamedTuple):
-    """Where a block begins or ends a phase."""
+    """A mark: block `number` begins or ends a phase."""
 
     number: int
     is_backward: bool
@@ -136,7 +139,7 @@ def _returned(mark: Mark, module: nn.Module, args: object, result: object) -> No
     mark(RETURNED)
 
 
-# What is compiled around a block leaves marks out.
+# Not compiled: a compiled caller would leave the marks out.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
     mark(Border(number, is_backward=False, begins=True))
@@ -146,6 +149,7 @@ def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
 def _after(
     mark: Mark, number: int, module: nn.Module, args: object, kwargs: object, result: object
 ) -> None:
+    """Mark the end of a block's forward, and arrange for the marks of its backward."""
     mark(Border(number, is_backward=False, begins=False))
     given = {id(leaf) for leaf in trees.tree_leaves((args, kwargs))}
     for leaf in trees.tree_leaves(result):
@@ -161,7 +165,7 @@ def _after(
 def moments_of(
     seen: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
 ) -> Iterator[StepMoment]:
-    """What of each stretch is not accounted for by the blocks."""
+    """Yield a moment for each stretch: the bytes that the blocks do not account for."""
     keep: set[int] = set()
     for stretch in seen:
         border: Border | None = None if stretch.mark == RETURNED else stretch.mark
@@ -173,12 +177,12 @@ def moments_of(
         if border is None or running is None:
             yield StepMoment(stretch.peak_bytes - kept_bytes, keeping)
             continue
-        # What the block needs counts from when it begins: what comes in is there by then.
+        # The block's own bytes count from its beginning: incoming gradients are alive by then.
         option, incoming = options[running], incoming_bytes[running] if border.is_backward else 0
         own_bytes = option.backward_peak_bytes if border.is_backward else option.forward_peak_bytes
         others_bytes = kept_bytes - (option.saved_bytes if running in keep else 0)
         outside_bytes = max(
             stretch.start_bytes - kept_bytes - incoming,
-            stretch.peak_bytes - others_bytes - own_bytes,  # what else was made meanwhile
+            stretch.peak_bytes - others_bytes - own_bytes,  # other memory allocated meanwhile
         )
         yield StepMoment(outside_bytes, keeping, running, border.is_backward)

@@ -1,4 +1,4 @@
-"""Report: what was planned of a step, and what its bytes are."""
+"""Report: the plan of a step, and the owners of its bytes."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rockplan.values.plan import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
-    """A block of a step. kind: number of the blocks that are planned as one with it; option: how it
-    runs; eager: unplanned."""
+    """A block of a step. kind: number of its kind (blocks planned as one); option: how it runs;
+    eager: how it would run unplanned."""
 
     path: str
     kind: int
@@ -25,9 +25,9 @@ class PlacedBlock:
 
 @dataclass(frozen=True, slots=True)
 class StepBytes:
-    """Who owns the peak of a step, or of what runs beside the blocks. outside_bytes: measured;
-    saved_bytes: what blocks keep meanwhile; running_bytes: what the block `path` needs that runs,
-    '' where none does."""
+    """The owners of the peak of a step, or of a part of it. outside_bytes: measured beside the
+    blocks; saved_bytes: what blocks save meanwhile; running_bytes: what the running block `path`
+    needs; path is '' if none runs."""
 
     outside_bytes: int
     saved_bytes: int
@@ -42,10 +42,10 @@ class StepBytes:
 
 @dataclass(frozen=True, slots=True)
 class BlocksPlan:
-    """What `solve_blocks` planned.
+    """The plan of `solve_blocks`.
 
     blocks: in the order of their forwards; moments: of the step that was measured; left: (path,
-    why) of blocks that are left as they are; others: calls that are in flight meanwhile.
+    why) of blocks that are not planned; others: calls that are in flight meanwhile.
     """
 
     budget_bytes: int
@@ -60,39 +60,39 @@ class BlocksPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """Predicted, of a whole step, with what other calls in flight hold."""
+        """The predicted peak of a whole step, other calls in flight included."""
         return step_peak_bytes(self.moments, self.options) + self.others.needed_bytes(self.options)
 
     @property
     def eager_peak_bytes(self) -> int:
-        """The same where every block runs unplanned."""
+        """The same if every block runs unplanned."""
         eager = [block.eager for block in self.blocks]
         return step_peak_bytes(self.moments, eager) + self.others.needed_bytes(eager)
 
     @property
     def saved_bytes(self) -> int:
-        """What all blocks keep between their phases, beside what they return."""
+        """What all blocks save between their phases, beside what they return."""
         return sum(option.saved_bytes for option in self.options)
 
     @property
     def overhead(self) -> float:
-        """Predicted extra time, of the blocks alone: 0.05 is 5 % of the time of all blocks."""
+        """Predicted extra time of the blocks alone: 0.05 is 5 % of the time of all blocks."""
         eager_ns = sum(block.eager.time_ns for block in self.blocks)
         return sum(option.time_ns for option in self.options) / max(eager_ns, 1) - 1.0
 
     @property
     def peak(self) -> StepBytes:
-        """Who owns the predicted peak."""
+        """The owners of the predicted peak."""
         return owners(self.moments, self.blocks)
 
     @property
     def beside(self) -> StepBytes:
-        """The most that is needed while no block runs: by the loss, mostly."""
+        """The owners of the peak while no block runs: mostly the loss."""
         return owners([m for m in self.moments if m.running is None], self.blocks)
 
     @property
     def first_bytes(self) -> int:
-        """Alive beside the blocks when the first one begins."""
+        """Bytes alive beside the blocks when the first one begins."""
         return next((m.outside_bytes for m in self.moments if m.running is not None), 0)
 
     def __str__(self) -> str:
@@ -119,7 +119,7 @@ class BlocksPlan:
         return [f"others          {held} held by {self.others.count} more calls in flight"]
 
     def _rows(self) -> list[str]:
-        """A line for blocks that differ in numbers of layers alone."""
+        """Return a line for blocks that differ only in numbers of layers."""
         rows = Counter(
             (re.sub(r"\d+", "*", block.path), block.kind, block.option, block.eager.time_ns)
             for block in self.blocks
@@ -134,7 +134,7 @@ class BlocksPlan:
 
 
 def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:
-    """Of the moment at which most is alive."""
+    """Return the owners of the moment with the most bytes alive."""
     options = [block.option for block in blocks]
     if not moments:
         return StepBytes(0, 0)
@@ -146,7 +146,7 @@ def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> Step
 
 
 def described(step_bytes: StepBytes) -> str:
-    """The parts of a peak, in words."""
+    """Return the parts of a peak, in words."""
     outside, saved = format_bytes(step_bytes.outside_bytes), format_bytes(step_bytes.saved_bytes)
     parts = [f"{outside} beside the blocks", f"{saved} kept by blocks"]
     if step_bytes.path:

@@ -1,9 +1,9 @@
 """Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
 
-takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: none of
-rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so that times by
-them are estimates, and the ratio of two of them says more. They were written down from memory of
-the document that a row names, and not compared with it.
+takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: none about
+rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so that times
+computed from them are estimates, and ratios of such times say more. They were written down from
+memory of the document that a row names, and not compared with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rockplan.errors import InvalidBudget, InvalidInput
 _MIB, _GIB = 1 << 20, 1 << 30
 
 CONTEXT_BYTES = 512 * _MIB
-"""Of a CUDA context and the kernels of a step, which the caching allocator does not see. 426 MiB
+"""Bytes of a CUDA context and the kernels of a step, unseen by the caching allocator. 426 MiB
 before any kernel is loaded (RTX 6000 Ada, PyTorch 2.10 for CUDA 13: unslothai/unsloth-zoo pull
 request 1053), "around 400MB" (pytorch/pytorch issue 109888); the rest is for kernels, which are
 loaded as they first run (CUDA_MODULE_LOADING=LAZY). The same for all rows: not measured by us."""
@@ -27,7 +27,8 @@ loaded as they first run (CUDA_MODULE_LOADING=LAZY). The same for all rows: not 
 
 @dataclass(frozen=True, slots=True)
 class Tflops:
-    """Dense products with sums in float32, 10^12 operations a second. None: no units for them."""
+    """Rates of dense products with sums in float32, 10^12 operations a second. None: the device has
+    no units for them."""
 
     float32: float
     tf32: float | None
@@ -37,13 +38,13 @@ class Tflops:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device; None is what is not known of one that is asked for in bytes.
+    """A device; None stands for unknown facts of a device that is given in bytes.
 
     memory_bytes: all that CUDA gives to programs, its context included. PyTorch states it
     (`total_memory`, and out-of-memory errors: "has a total capacity of"); drivers differ in what
-    they keep, and a row has the least that was seen in such errors in public.
-    capability: compute capability. bandwidth_gb_s: of its memory, 10^9 bytes a second; link_gb_s:
-    to the host, one way. source: of bandwidth, arithmetic and link.
+    they keep, and a row has the least that was seen in such errors in public. capability: compute
+    capability. bandwidth_gb_s: of its memory, 10^9 bytes a second; link_gb_s: to the host, one way.
+    source: of bandwidth, arithmetic and link.
     """
 
     name: str
@@ -56,21 +57,21 @@ class Gpu:
 
     @property
     def cublas_bytes(self) -> int:
-        """Of the workspace that cuBLAS and cuBLASLt share (TORCH_CUBLASLT_UNIFIED_WORKSPACE, on
-        unless set to 0). The first product on a stream takes it from the caching allocator and it
-        stays, one for each thread that multiplies: one for forward, one for backward.
+        """Bytes of the workspace that cuBLAS and cuBLASLt share (TORCH_CUBLASLT_UNIFIED_WORKSPACE,
+        on unless set to 0). The first product on a stream takes it from the caching allocator and
+        it stays, one for each thread that multiplies: one for forward, one for backward.
 
         `parseChosenWorkspaceSize` of aten/src/ATen/cuda/CublasHandlePool.cpp: 32 MiB, or
         ":4096:2:16:8" before Hopper (and, in some releases, on Blackwell: this is the larger one).
-        CUBLAS_WORKSPACE_CONFIG means another size.
+        CUBLAS_WORKSPACE_CONFIG sets another size.
         """
         is_small = self.capability is not None and self.capability < (9, 0)
         return 8 * _MIB + 128 * 1024 if is_small else 32 * _MIB
 
     @property
     def usable_bytes(self) -> int:
-        """What is left for the caching allocator; cuDNN takes its workspaces from it, too, for one
-        convolution at a time."""
+        """Bytes for the caching allocator. (cuDNN takes its workspaces from it, too, for one
+        convolution at a time.)"""
         return max(self.memory_bytes - CONTEXT_BYTES, 0)
 
     def __str__(self) -> str:
@@ -78,10 +79,11 @@ class Gpu:
 
 
 def gpu(device: object) -> Gpu:
-    """The device of a name in GPUS, in any usual spelling ('H100 80GB', 'rtx4090'); one of so many
-    bytes (80 * 2**30, '80GiB'); a `torch.device` of this machine, with what it says of itself.
+    """Return the device of a name in GPUS, in any usual spelling ('H100 80GB', 'rtx4090'); a device
+    of so many bytes (80 * 2**30, '80GiB'); or a `torch.device` of this machine, with the facts it
+    reports.
 
-    Raises InvalidInput, with the names that there are.
+    Raises InvalidInput, with the known names.
     """
     if isinstance(device, Gpu):
         return device
@@ -98,7 +100,7 @@ def gpu(device: object) -> Gpu:
 
 
 def listing() -> str:
-    """A line for each row of GPUS."""
+    """Return a line for each row of GPUS."""
     lines = (
         f"{row.name:<10} {row.memory_bytes / _GIB:6.2f} GiB  {row.bandwidth_gb_s:6g} GB/s  "
         f"{row.tflops.float16 if row.tflops else 0:6g} Tflop/s at 16 bits"
@@ -114,13 +116,13 @@ _BYTES = re.compile(r"\s*[\d._]+\s*[kmgt]i?b\s*", re.IGNORECASE)
 
 @cache
 def _words(name: str) -> frozenset[str]:
-    """What tells a device from others: 'NVIDIA A100-SXM4-80GB' is an a100 of 80."""
+    """Return the words that tell a device from others: 'NVIDIA A100-SXM4-80GB' is an a100 of 80."""
     return frozenset(_NOISE.sub(" ", _SIZE.sub(r" \1 ", name.lower())).split())
 
 
 def _named(name: str) -> tuple[Gpu, ...]:
-    """Rows that a name may mean: those of just its words, or of these and others. How many
-    gigabytes it has is not enough."""
+    """Return the rows that a name may mean: those with just its words, else those with more.
+    Gigabytes alone are no name."""
     asked = _words(name)
     if all(re.fullmatch(r"\d{1,3}", word) for word in asked):
         return ()
@@ -129,6 +131,7 @@ def _named(name: str) -> tuple[Gpu, ...]:
 
 
 def _of_bytes(text: str | int) -> Gpu:
+    """Return a device of so many bytes. Raises InvalidInput."""
     if isinstance(text, str) and not _BYTES.fullmatch(text):
         _raise_unknown(text, GPUS)
     try:
@@ -140,6 +143,7 @@ def _of_bytes(text: str | int) -> Gpu:
 
 
 def _at_hand(device: Any) -> Gpu:
+    """Return a CUDA device of this machine."""
     import torch
 
     found = torch.cuda.get_device_properties(device)
@@ -167,7 +171,7 @@ def _row(
     link_gb_s: float,
     source: str,
 ) -> Gpu:
-    """tflops: in float32, TF32, float16, bfloat16."""
+    """Return a row of GPUS. tflops: in float32, TF32, float16, bfloat16."""
     memory_bytes = int(memory_gib * _GIB)
     return Gpu(name, memory_bytes, capability, bandwidth_gb_s, Tflops(*tflops), link_gb_s, source)
 

@@ -1,8 +1,8 @@
-"""Reserved: what PyTorch's caching allocator takes from a CUDA device for the steps of a plan.
+"""Reserved: what PyTorch's caching allocator reserves on a CUDA device for the steps of a plan.
 
-takes: a Plan; what is there, and the changes of steps. returns: the plan, which says so; the bytes
-of one block that is worth taking first. guarantees: a replay of three steps by the model of the
-allocator (`fitting.allocator`), with segments that expand where the process asks for them.
+takes: a Plan; or storages that exist and the changes of steps. returns: the plan with that figure;
+the size of one block that is worth allocating first. guarantees: three steps are replayed by the
+model of the allocator (`fitting.allocator`), with expandable segments if the process asks for them.
 """
 
 from __future__ import annotations
@@ -21,15 +21,16 @@ from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 
 WORTH = 0.01
-"""Share of what is reserved. Of twelve plans of full size (benchmarks/results/reserve.md) those
-blocks that promise more save something, and those that promise less cost as often."""
+"""Share of the reserved bytes that a first block must be predicted to save. Of twelve plans of full
+size (benchmarks/results/reserve.md), blocks that promise more save something, and those that
+promise less cost as often."""
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def with_reserved(plan: Plan) -> Plan:
-    """With `reserved_bytes`, for a plan of a CUDA device: beyond parameters, buffers, inputs and
-    the parameters' `.grad`, as `peak_bytes`."""
+    """Return the plan with `reserved_bytes`, if it is for a CUDA device: beyond parameters,
+    buffers, inputs and the parameters' `.grad`, as `peak_bytes`."""
     device = device_of(plan.graph)
     if device is None or plan.reserved_bytes is not None:
         return plan
@@ -46,16 +47,16 @@ def with_reserved(plan: Plan) -> Plan:
 
 
 def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
-    """Bytes of the storages of tensors, each once."""
+    """Return the bytes of the storages of tensors, each once."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return tuple(storages.values())
 
 
 def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
-    """Of one block that is allocated and given back before training, from which others are split:
-    what `changes` need at most, beside what is there (`held`, bytes of storages); 0 where that
-    saves less than what is WORTH it."""
+    """Return the bytes of a block to allocate and free before training, from which later blocks are
+    split: the most that `changes` need beside `held` (bytes of each existing storage); 0 if that
+    saves less than `WORTH`."""
     there, asked = tuple(held), tuple(changes)
     plain = usage(there, asked)
     needed_bytes = usage((), asked, expandable=True).allocated_peak_bytes
@@ -72,11 +73,11 @@ def take(device: torch.device, size_bytes: int) -> None:
 
 
 def is_expandable() -> bool:
-    """Whether segments of this process expand."""
+    """True if segments of this process expand."""
     return any("expandable_segments:True" in os.environ.get(name, "") for name in SETTINGS)
 
 
 def device_of(graph: CDGraph) -> torch.device | None:
-    """The CUDA device that a graph runs on."""
+    """Return the CUDA device that a graph runs on, None if there is none."""
     names = {v.spec.device for v in graph.values if v.spec.device.startswith("cuda")}
     return torch.device(min(names)) if names and torch.cuda.is_available() else None

@@ -1,12 +1,11 @@
-"""Tracker: the changes of Python that runs over fake tensors.
+"""Tracker: the memory changes of Python code that runs over fake tensors.
 
 takes: code that runs inside of it, under a FakeTensorMode. returns: an allocation for each new
-storage, a free when it dies, in the order of eager execution, since Python and autograd hold fake
+storage and a free when it dies, in the order of eager execution: Python and autograd hold fake
 tensors exactly as long as they would hold real ones. guarantees: nothing of their sizes is
-allocated, but for calls that are measured (`metered`).
+allocated, except by calls that are measured (`metered`).
 
-What an operator allocates inside of itself and gives back is known where calls are measured alone,
-and left out elsewhere.
+Temporary memory inside an operator is counted only if calls are measured.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _numbers = itertools.count()
 
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """changes: so far. owner: of what is allocated from now on."""
+    """Records memory changes. owner: of memory that is allocated from now on."""
 
     def __init__(self, owner: Holding, *, metered: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -39,10 +38,11 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known: dict[int, weakref.ref[Any]] = {}
 
     def know(self, tensor: torch.Tensor, key: Hashable, owner: Holding) -> None:
-        """`tensor` is there already; it is given back when it dies."""
+        """Note that `tensor` exists already; its memory is given back when it dies."""
         self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
 
     def _watch(self, storage: Any, change: MemoryChange) -> None:
+        """Record the free of `change` when the storage dies."""
         address = storage._cdata
 
         def freed(reference: object) -> None:
@@ -55,6 +55,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Run an operator and record the storages that it makes."""
         kwargs = kwargs or {}
         try:
             result = func(*args, **kwargs)
@@ -74,6 +75,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _inside(owner: Holding) -> Holding:
+    """Return the owner of temporary memory inside a call."""
     return owner if owner is Holding.OPTIMIZER_TEMPORARIES else Holding.WORKSPACES
 
 
@@ -82,8 +84,8 @@ def _bytes_of(tensor: torch.Tensor) -> int:
 
 
 def _assumed(func: Any, args: tuple[Any, ...]) -> float | int:
-    """A number that Python asks for and nobody knows: sizes of an optimizer's tensors do not hang
-    on it. What a condition asks for, they may. Raises what was raised."""
+    """Return a made-up number that Python asks for and nobody knows: sizes of an optimizer's
+    tensors do not depend on it. Raises for booleans, on which they may."""
     tensor = args[0]
     if func is not torch.ops.aten._local_scalar_dense.default or tensor.dtype is torch.bool:
         raise DataDependentOutputException(func)
@@ -94,8 +96,8 @@ _measured: dict[Hashable, int] = {}
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """What the call allocates on CPU beyond its results: it runs on made-up tensors, once for each
-    kind of call in this process. 0 where it does not run on them."""
+    """Return the bytes that a call allocates on CPU beyond its results, measured on made-up
+    tensors, once for each kind of call in this process. 0 if it does not run on them."""
     leaves, spec = trees.tree_flatten((args, kwargs))
     key = (str(func), str(spec), *map(_described, leaves))
     if key not in _measured:
@@ -105,6 +107,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Measure a call; 0 if it fails."""
     made: list[Any] = []
 
     def call() -> None:

@@ -1,6 +1,6 @@
-"""Training step: what a loop does beside forward, backward and `optimizer.step()`.
+"""Training step: what a training loop does beside forward, backward and `optimizer.step()`.
 
-guarantees: what cannot go together is refused when it is written down.
+guarantees: settings that exclude each other are refused when they are made.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ class TrainingStep:
     `torch.amp.GradScaler` scales the loss and unscales the gradients. average: an exponential
     moving average of parameters, as `torch.optim.swa_utils.AveragedModel` keeps it with
     `get_ema_multi_avg_fn`: a copy of parameters and buffers on the device. in_backward: an
-    optimizer for each parameter steps as soon as its gradient is there
-    (`register_post_accumulate_grad_hook`), and lets it go.
-    Raises InvalidInput for other values, and where an optimizer that steps in backward has
-    gradients that add up, are kept, clipped or unscaled.
+    optimizer for each parameter steps as soon as its gradient exists
+    (`register_post_accumulate_grad_hook`), and frees it. Raises InvalidInput for other values, and
+    if gradients are to add up, be kept, clipped or unscaled while optimizers step in backward.
     """
 
     accumulate: int = 1

@@ -1,8 +1,8 @@
-"""One HTML page about a plan that opens without a network.
+"""One HTML page about a plan, which opens without a network.
 
-takes: a Plan, and what was measured or compared beside it. returns: the page as text: style, data
-and script are inside, nothing is loaded. guarantees: texts of the model (names, paths) are
-escaped; tables and figures are those of `explain`, `memory` and the plan.
+takes: a Plan, and measurements or comparisons beside it. returns: the page as text, with its style,
+data and script inside; it loads nothing. guarantees: texts of the model (names, paths) are escaped;
+tables and figures are those of `explain`, `memory` and the plan.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def html_report(
     measured: MeasuredTimeline | None = None,
     eager_measured: MeasuredTimeline | None = None,
 ) -> str:
-    """A self-contained HTML page: summary, curve, memory over time, schedule, what owns the peak,
-    recomputed operations.
+    """Return a self-contained HTML page: summary, curve, memory over time, schedule, owners of the
+    peak, recomputed operations.
 
-    plan: a Plan or a planned module. series: what to show beside the plan on the memory-time
+    plan: a Plan or a planned module. series: lines and marks beside the plan on the memory-time
     curve, as for `pictures.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
     measured, eager_measured: as for `pictures.draw_memory`.
     """
@@ -61,7 +61,7 @@ def html_report(
 
 
 def page(title: str, sections: Iterable[str], drawn: str = "") -> str:
-    """drawn: what draws figures, if anything is left to draw."""
+    """Return a page. drawn: the script and data that draw figures, '' for none."""
     return _PAGE.format(
         title=html.escape(title),
         style=_asset("report.css"),
@@ -123,6 +123,7 @@ def _figure(identity: str) -> str:
 
 
 def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> str:
+    """Return the section with the main figures."""
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     gap = plan.certificate.gap
     cards = (
@@ -145,6 +146,7 @@ def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> s
 
 
 def _lead(what: str, explanation: Explanation) -> str:
+    """Return the paragraph that names a peak and its largest owner."""
     owner = ""
     for first in explanation.shares[:1]:
         share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
@@ -165,7 +167,7 @@ def _basis(plan: Plan) -> str:
 
 
 def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
-    """heads: (title, is it a column of numbers); cells are HTML already."""
+    """Return a table. heads: (title, True for a column of numbers); cells are HTML already."""
     classes = [' class="number"' if number else "" for _, number in heads]
     head = "".join(
         f"<th{c}>{html.escape(t)}</th>" for c, (t, _) in zip(classes, heads, strict=True)
@@ -179,6 +181,7 @@ def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> s
 
 
 def _owners(explanation: Explanation) -> str:
+    """Return the section about the owners of the peak."""
     shares = table(
         (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
         (
@@ -220,6 +223,7 @@ def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
 
 
 def _recomputed(explanation: Explanation) -> str:
+    """Return the section about re-executed operations."""
     if not explanation.recomputations:
         return section("recomputed", "Recomputed operations", "No operation runs again.")
     heads = (
@@ -278,6 +282,7 @@ def _data(
     measured: MeasuredTimeline | None,
     eager_measured: MeasuredTimeline | None,
 ) -> dict[str, object]:
+    """Return the data that the script of the page draws."""
     planned, eager, rows = planned_timeline(plan), eager_timeline(plan), block_rows(plan)
     return {
         "timelines": [
@@ -306,6 +311,7 @@ def _data(
 def _timeline_data(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> dict[str, object]:
+    """Return the data of one timeline."""
     title = ", ".join(_title_parts(predicted, measured, budget_bytes))
     moments = predicted.moments
     return {

@@ -1,11 +1,11 @@
-"""Answer key: by what an answer is kept that was given before.
+"""Answer key: the key under which an answer of `fit` is stored in the cache.
 
-takes: a model, a sample, a small capture, what was asked. returns: the key of an answer.
-guarantees: it has the source of this package, versions, the graph of a small call to the byte, and
-of each module its class, the file that its class is written in, and its attributes, also inside of
-containers, configurations and functions (code, constants, defaults, closures): what decides the
-graphs of other sizes. Not seen: what is deeper than a few containers or functions, attributes of
-objects without `__dict__`, global variables, and the files of functions that a forward calls.
+takes: a model, a sample, a small capture, the question. returns: the key. guarantees: it includes
+the source of this package, versions, the graph of a small call to the byte, and of each module its
+class, the file that the class is written in, and its attributes, also inside containers,
+configurations and functions (code, constants, defaults, closures): these decide the graphs of other
+sizes. Not seen: what is deeper than a few containers or functions, attributes of objects without
+`__dict__`, global variables, and the files of functions that a forward calls.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _VALUES = (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_for
 _DEPTH = 6
 _OF_TORCH = "torch.nn."
 _OWN = frozenset(vars(nn.Module()))
-"""What each module has, of which parameters, buffers and modules are in lines of their own."""
+"""Attributes of every module; parameters, buffers and submodules have their own lines."""
 
 
 def answer_key(model: nn.Module, sample: object, graph: object, **asked: object) -> dict[str, str]:
-    """graph: of a small call; asked: what else the answer depends on, by name, as values whose
-    `repr` says all of them."""
+    """Return the key of an answer. graph: of a small call; asked: what else the answer depends on,
+    by name, as values whose `repr` is complete."""
     return {
         "planner": planner(),
         "torch": str(torch.__version__),
@@ -52,6 +52,7 @@ def _digest(lines: Any) -> str:
 
 
 def _lines(model: nn.Module) -> Iterator[str]:
+    """Yield the lines that describe a model."""
     seen = set[int]()
     for name, module in model.named_modules():
         kind = type(module)
@@ -68,7 +69,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
 
 @functools.cache
 def _source(kind: type) -> str:
-    """Digest of the file that a class is written in; its name where there is none."""
+    """Return the digest of the file that a class is written in; its name if there is no file."""
     try:
         path = inspect.getsourcefile(kind)
         return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
@@ -82,7 +83,8 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _of_argument(leaf: Any) -> object:
-    """Numbers decide what is computed; floating-point ones do not."""
+    """Describe an argument: integers by their values, which decide what is computed; floating-point
+    tensors by shape and dtype."""
     if not isinstance(leaf, torch.Tensor):
         return _described(leaf)
     if leaf.is_meta or leaf.dtype.is_floating_point or leaf.layout is not torch.strided:
@@ -92,8 +94,8 @@ def _of_argument(leaf: Any) -> object:
 
 
 def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> str:
-    """Plain values, what containers and other objects hold of them, each once, and the names of
-    classes."""
+    """Describe plain values, and the values inside containers and objects, each object once; else
+    name the class."""
     if isinstance(value, _PLAIN + _VALUES):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -123,7 +125,7 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
 
 
 def _cell(cell: CellType) -> object:
-    """Its content; None while there is none."""
+    """Return the content of a cell, None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -131,7 +133,7 @@ def _cell(cell: CellType) -> object:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """Without hashes, such as configurations of transformers keep, which are others in each
-    process."""
+    """Return the attributes of an object without hashes (configurations of transformers keep some),
+    which differ in each process."""
     held = getattr(value, "__dict__", {})
     return {k: v for k, v in held.items() if not k.endswith("hash")}

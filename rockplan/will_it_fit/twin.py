@@ -1,8 +1,8 @@
-"""Twin: a model of the shapes of one on the meta device, in memory that is not there.
+"""Twin: a copy of a model on the meta device, in CPU memory that is never touched.
 
-takes: a module, arguments. returns: a copy on CPU where it has anything on the meta device, else
-the module itself. guarantees: no memory of the sizes of its parameters is touched: it is asked of
-the system, which gives pages as they are written to, and nothing writes there.
+takes: a module, arguments. returns: a copy on CPU if it has anything on the meta device, else the
+module itself. guarantees: no memory of the sizes of its parameters is used: it is allocated, but
+the system supplies pages only when they are written, and nothing writes to them.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from rockplan.python_state import trees
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Buffers, and tables that modules keep, are zeros where they are on the meta device. Raises
-    InvalidInput where the system gives no memory that is not there."""
+    """Return the twin of a model. Buffers, and tensors in attributes of modules, that are on the
+    meta device become zeros. Raises InvalidInput if the system allocates no memory beyond what it
+    has."""
     if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
         return model
     memo: dict[int, Any] = {}
@@ -35,13 +36,14 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 def _tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield what modules have in attributes, also in containers of those."""
+    """Yield the tensors in attributes of modules, also inside containers."""
     for module in model.modules():
         leaves = trees.tree_leaves(vars(module))
         yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 
 def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an uninitialized CPU tensor of the same layout. Raises InvalidInput."""
     try:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     except RuntimeError as error:
@@ -52,7 +54,7 @@ def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_values(tree: Any) -> Any:
-    """Arguments whose tensors on the meta device are zeros on CPU."""
+    """Return arguments with zeros on CPU in place of tensors on the meta device."""
 
     def real(leaf: Any) -> Any:
         is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
