@@ -58,7 +58,8 @@ def minimum_needs(segments: Segments) -> Integers:
 
 
 def fastest_need(segments: Segments) -> int:
-    """Return the bytes with which every block runs once with its fastest option."""
+    """Return the bytes with which every block runs once with its fastest option: the most, over the
+    blocks, of the bytes that earlier blocks hold and the block's own peak."""
     steps: list[tuple[int, int]] = []
     segment = segments.whole
     while segment != EMPTY:

@@ -129,11 +129,11 @@ class Explanation:
 def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
     """Explain a plan, or the execution that keeps everything, as `rockplan.explain` does. Raises
     InvalidInput."""
-    made = plan_in(plan)
+    explained = plan_in(plan)
     if unplanned:
-        graph = as_eager(made.graph)
+        graph = as_eager(explained.graph)
         return explain_schedule(graph, keep_all(graph))
-    return explain_schedule(made.graph, made.schedule)
+    return explain_schedule(explained.graph, explained.schedule)
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:

@@ -42,11 +42,11 @@ def html_report(
     curve, as for `pictures.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
     measured, eager_measured: as for `pictures.draw_memory`.
     """
-    made = plan_in(plan)
-    explanation = explain_plan(made)
-    everything = explain_plan(made, unplanned=True)
+    shown_plan = plan_in(plan)
+    explanation = explain_plan(shown_plan)
+    everything = explain_plan(shown_plan, unplanned=True)
     sections = [
-        _summary(made, explanation, everything),
+        _summary(shown_plan, explanation, everything),
         section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
         section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
         section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
@@ -54,7 +54,7 @@ def html_report(
         _recomputed(explanation),
     ]
     data = json.dumps(
-        _data(made, (plan_series(made), *series), measured, eager_measured),
+        _data(shown_plan, (plan_series(shown_plan), *series), measured, eager_measured),
         separators=(",", ":"),
     ).replace("<", "\\u003c")
     return page(title, sections, _DRAWN.format(data=data, script=_asset("report.js")))
@@ -213,6 +213,7 @@ def _owners(explanation: Explanation) -> str:
 
 
 def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
+    """Return the cells of a tenant."""
     price = price_text(tenant.price, explanation) if tenant.price else tenant.undroppable
     return (
         format_bytes(tenant.size_bytes),
@@ -254,6 +255,7 @@ def _recomputed(explanation: Explanation) -> str:
 
 
 def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
+    """Return the cells of recomputations of one kind."""
     count = f" x{len(group)}" if len(group) > 1 else ""
     return (
         f"<code>{html.escape(pattern)}</code>{count}",
@@ -265,6 +267,7 @@ def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
 
 
 def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
+    """Return the cells of one recomputation."""
     return (
         f"<code>{html.escape(again.name)}</code>",
         str(again.times),
@@ -336,6 +339,7 @@ def _timeline_data(
 def _title_parts(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> Iterator[str]:
+    """Yield the figures in the title of a timeline."""
     yield f"predicted peak {format_bytes(predicted.peak_bytes)}"
     if measured is not None:
         yield f"measured {format_bytes(measured.peak_bytes)}"

@@ -97,10 +97,10 @@ def draw_memory(
     `rockplan.measured_timeline` of steps of the planned and of the original module; drawn as a
     line, at the measured times. Raises MissingLibrary.
     """
-    made = plan_in(plan)
+    drawn_plan = plan_in(plan)
     rows = (
-        (eager_timeline(made), eager_measured, None),
-        (planned_timeline(made), measured, made.budget_bytes),
+        (eager_timeline(drawn_plan), eager_measured, None),
+        (planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
     )
     colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
     figure = _figure(9, 5.6)
@@ -205,21 +205,21 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     above, when its operations run; below, how many bytes of its activations are alive. If the plan
     pages, there is a row of copies each way. plan: a Plan or a planned module. Raises
     MissingLibrary."""
-    made = plan_in(plan)
-    rows = block_rows(made)
+    drawn_plan = plan_in(plan)
+    rows = block_rows(drawn_plan)
     figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
     axis = figure.subplots()
     highest = max((alive for row in rows for _, alive in row.alive), default=1)
     for position, row in enumerate(rows):
         _draw_row(axis, position, row, highest)
-    boundary = planned_timeline(made).backward_ns / 1e6
+    boundary = planned_timeline(drawn_plan).backward_ns / 1e6
     axis.axvline(boundary, color="#404040", linestyle=":", linewidth=1)
     axis.set_ylim(len(rows), -0.35)
-    axis.set_xlim(0, made.time_ns / 1e6)
+    axis.set_xlim(0, drawn_plan.time_ns / 1e6)
     axis.set_yticks([p + 0.5 for p in range(len(rows))], [r.name for r in rows], fontsize=8)
     axis.set_xlabel("predicted time, ms")
     axis.set_title(
-        f"schedule: {made.overhead:+.1%} time within {format_bytes(made.peak_bytes)}; "
+        f"schedule: {drawn_plan.overhead:+.1%} time within {format_bytes(drawn_plan.peak_bytes)}; "
         "right: kept for backward",
         fontsize=10,
         loc="left",

@@ -256,8 +256,8 @@ def plan_trace(
     """Return JSON for Perfetto and chrome://tracing: the plan beside keeping everything, both
     predicted, and measurements of either (`rockplan.measured_timeline`). plan: a Plan or a planned
     module. Raises InvalidInput."""
-    made = plan_in(plan)
-    eager, planned = eager_timeline(made), planned_timeline(made)
+    traced_plan = plan_in(plan)
+    eager, planned = eager_timeline(traced_plan), planned_timeline(traced_plan)
     measurements = {eager.name: eager_measured, planned.name: measured}
     present = {name: timeline for name, timeline in measurements.items() if timeline is not None}
     return trace_json((eager, planned), present)

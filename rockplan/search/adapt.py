@@ -98,9 +98,9 @@ def adapted(
     problem = _problem(alike[0], lowered, waits, options)
     limit_bytes = _limit_bytes(alike, problem, budget)
     for one in alike:
-        made = _transferred(one, problem, limit_bytes)
-        if made is not None:
-            return Adapted(made, one.plan, one.has_other_sizes(lowered.graph))
+        plan = _transferred(one, problem, limit_bytes)
+        if plan is not None:
+            return Adapted(plan, one.plan, one.has_other_sizes(lowered.graph))
     return None
 
 
@@ -156,13 +156,13 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
     schedule = _within(graph, _replayed(one, graph), limit_bytes)
     if schedule is None:
         return None
-    made = planning.plan_of(problem, schedule, limit_bytes)
-    if made is not None and problem.waits:
-        made = planning.waiting(made, problem.waits)
-    if made is None or made.peak_bytes > limit_bytes:
+    plan = planning.plan_of(problem, schedule, limit_bytes)
+    if plan is not None and problem.waits:
+        plan = planning.waiting(plan, problem.waits)
+    if plan is None or plan.peak_bytes > limit_bytes:
         return None
-    is_as_good = made.overhead <= (1 + MORE) * one.plan.overhead + WORSE
-    return made if is_as_good or limit_bytes < needed_bytes else None
+    is_as_good = plan.overhead <= (1 + MORE) * one.plan.overhead + WORSE
+    return plan if is_as_good or limit_bytes < needed_bytes else None
 
 
 def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | None:

@@ -128,13 +128,13 @@ def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
     """Return `option` as a plan, which hands gradients over in groups as far as its backward peak
     allows."""
     graph, schedule = problem.graph, option.schedule
-    made = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
-    assert made is not None
+    plan = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
+    assert plan is not None
     boundary = schedule.forward_length
     during = [0] * boundary + _while_running(graph, schedule)[boundary:]
     merged = merge_handovers(graph, schedule, GraphView(graph).sizes, during, frozenset())
     verify(graph, merged)
-    return replace(made, schedule=merged, budget_bytes=peak_of(option))
+    return replace(plan, schedule=merged, budget_bytes=peak_of(option))
 
 
 def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
@@ -174,8 +174,8 @@ def thriftiest(graph: CDGraph, options: Options) -> Schedule:
 def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
     """Search the least peak if all results of repeatable forward nodes are dropped at the turn."""
     returned = frozenset(graph.outputs)
-    made = (d for n in graph.forward if n.recomputable for d in n.writes)
-    dropping = replace(graph, dropped=tuple(sorted(d for d in made if d not in returned)))
+    repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
+    dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
     limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)

@@ -67,8 +67,8 @@ def plan_in_flight(
             f"(Options(in_flight={count}))",
             unplanned_bytes=needed_bytes(problem.unplanned, count),
         )
-    made = min(fitting, key=lambda plan: plan.time_ns)
-    return replace(made, budget_bytes=size_bytes, in_flight=count)
+    fastest = min(fitting, key=lambda plan: plan.time_ns)
+    return replace(fastest, budget_bytes=size_bytes, in_flight=count)
 
 
 def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan | None]:
@@ -97,6 +97,6 @@ def _within(
         if left_bytes <= 0:
             continue
         option = option_within(constrained, limit_bytes, min(left_bytes, peak_of(kept)), options)
-        made = None if option is None else planning.plan_of(problem, option.schedule, MOST_BYTES)
-        if made is not None and needed_bytes(made, options.in_flight) <= size_bytes:
-            yield share, made
+        plan = None if option is None else planning.plan_of(problem, option.schedule, MOST_BYTES)
+        if plan is not None and needed_bytes(plan, options.in_flight) <= size_bytes:
+            yield share, plan

@@ -47,11 +47,11 @@ class LeastPeak:
     def find(self, limits: Limits) -> Incumbent:
         """Return the best schedule of this search, and of earlier ones that were cut short."""
         if self.known is None or not self.known.is_complete:
-            made = least_peak(self.goal, limits)
+            found = least_peak(self.goal, limits)
             known = self.known
-            if known is not None and known.peak_bytes <= made.peak_bytes:
-                made = replace(known, is_complete=made.is_complete, trace=made.trace)
-            self._keep(made)
+            if known is not None and known.peak_bytes <= found.peak_bytes:
+                found = replace(known, is_complete=found.is_complete, trace=found.trace)
+            self._keep(found)
         assert self.known is not None
         return self.known
 
@@ -84,13 +84,13 @@ class LeastPeak:
         start = Incumbent(bound_ns=graph.time_ns, is_complete=stored.is_complete)
         return start.improved(self.goal, schedule)
 
-    def _keep(self, made: Incumbent) -> None:
+    def _keep(self, incumbent: Incumbent) -> None:
         """Note an incumbent, in the cache too."""
-        self.known = made
+        self.known = incumbent
         if self.goal.cache:
-            assert made.schedule is not None
-            option = option_of(self.goal.graph, Orders(*made.schedule.phases))
-            family = OptionFamily((option,), solves=0, is_complete=made.is_complete)
+            assert incumbent.schedule is not None
+            option = option_of(self.goal.graph, Orders(*incumbent.schedule.phases))
+            family = OptionFamily((option,), solves=0, is_complete=incumbent.is_complete)
             self.goal.cache.put_family(self._key(), family)
 
 

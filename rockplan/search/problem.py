@@ -78,8 +78,8 @@ def measured(
 ) -> Problem:
     """Return the problem of a captured graph, with costs measured here, now or earlier. known: the
     profile of another graph that has some of the same calls."""
-    made = problem_of(lowered.graph, _profile(lowered, cache_of(options), known), options)
-    return replace(made, waits=waits, passes=lowered.trace)
+    problem = problem_of(lowered.graph, _profile(lowered, cache_of(options), known), options)
+    return replace(problem, waits=waits, passes=lowered.trace)
 
 
 def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
@@ -112,9 +112,9 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
     Raises InvalidInput."""
     if options.host is None:
         return None
-    made = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
+    activations = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
     # Scalars do not count: many graphs of CUDA have some on the CPU.
-    devices = {v.spec.device for v in graph.values if v.data in made and v.spec.shape}
+    devices = {v.spec.device for v in graph.values if v.data in activations and v.spec.shape}
     if len(devices) > 1:
         raise InvalidInput(
             f"activations of a module on several devices ({', '.join(sorted(devices))}) cannot be "

@@ -265,9 +265,9 @@ def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
 
 def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Schedule:
     """Return the legal schedule of these orders."""
-    made = with_frees(graph, *orders)
-    verify(graph, made)
-    return made
+    schedule = with_frees(graph, *orders)
+    verify(graph, schedule)
+    return schedule
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,8 +49,8 @@ def placed(
     turn, given = len(graph.forward), sorted(set(storages))
     fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(given)})
     used = [given[k] for k in fetched]
-    made = with_copies(graph, used, link)
-    pages = {p.data: p for p in paged(made)}
+    paged_graph = with_copies(graph, used, link)
+    pages = {p.data: p for p in paged(paged_graph)}
 
     def renumbered(i: int) -> int:
         if i < turn:
@@ -61,9 +61,9 @@ def placed(
 
     forward, backward = (tuple(map(renumbered, order)) for order in orders)
     if used:
-        forward, backward = _Placing(made, forward, backward, budget_bytes).orders()
-    schedule = with_frees(made, forward, backward)
-    return Placed(tuple(used), made, schedule, simulate(made, schedule).time_ns)
+        forward, backward = _Placing(paged_graph, forward, backward, budget_bytes).orders()
+    schedule = with_frees(paged_graph, forward, backward)
+    return Placed(tuple(used), paged_graph, schedule, simulate(paged_graph, schedule).time_ns)
 
 
 class _Placing:
