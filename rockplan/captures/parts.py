@@ -17,7 +17,7 @@ from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
 from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, refuse
 
 _HELPS_TO_RUN_ONCE = re.compile(rf"[.;:] {RUN_ONCE}", re.IGNORECASE)
-"""In an error that is about the first call alone (and not 'if only the first call is another')."""
+"""Matches errors that the first call alone causes (and not 'if only the first call is another')."""
 
 _PATTERNS = 4
 """Patterns that the advice writes out at most."""
@@ -32,7 +32,7 @@ def named_in_refusals(model: nn.Module) -> Iterator[None]:
         raise
     except CaptureError as error:
         if _HELPS_TO_RUN_ONCE.search(str(error)):
-            raise  # the same helps the whole model
+            raise  # one call before planning is the remedy, for the whole model
         with contextlib.suppress(CaptureError):
             refuse(When.MODULE, model)  # raises what would refuse each part, too
             error.args = (f"{error}{_advice(model, error.module_path or '')}",)
