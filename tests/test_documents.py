@@ -217,7 +217,10 @@ def test_commands_run(name: str, session: str) -> None:
     assert steps
     for step in steps:
         command, _, shown = step.partition("\n")
-        result = CliRunner().invoke(app, shlex.split(command))
+        words = shlex.split(command)
+        if words[0] == "solve":  # no stage of the search is left out on a busy machine
+            words += ["--time-limit", "600"]
+        result = CliRunner().invoke(app, words)
         assert result.exit_code == 0, result.output
         assert beginnings(shown) - {"..."} <= beginnings(result.stdout), command
 

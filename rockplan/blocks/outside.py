@@ -157,8 +157,12 @@ def _after(
         nodes = ends_of_backward(leaf) if is_own else None
         if nodes is not None:
             first, last = nodes
-            first.register_prehook(lambda gradients: mark(Border(number, True, begins=True)))
-            last.register_hook(lambda made, given: mark(Border(number, True, begins=False)))
+            first.register_prehook(
+                lambda gradients: mark(Border(number, is_backward=True, begins=True))
+            )
+            last.register_hook(
+                lambda made, given: mark(Border(number, is_backward=True, begins=False))
+            )
             return
 
 
