@@ -92,13 +92,13 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
     stores: list[ComputeNode] = []
     fetches: list[ComputeNode] = []
     for number, d in enumerate(chosen):
-        there, made = graph.data[d], graph.nodes[maker[d]]
-        host = DataNode(len(data), f"host_{there.name}", DataKind.HOST, there.size_bytes)
+        storage, made = graph.data[d], graph.nodes[maker[d]]
+        host = DataNode(len(data), f"host_{storage.name}", DataKind.HOST, storage.size_bytes)
         data.append(host)
         calls: tuple[tuple[Call, ...], tuple[Call, ...]] = (), ()
         tensors = [v.index for v in graph.values if v.data == d and v.view is None]
         if tensors:
-            spec = TensorSpec((there.size_bytes,), (1,), 0, "torch.uint8", "cpu")
+            spec = TensorSpec((storage.size_bytes,), (1,), 0, "torch.uint8", "cpu")
             stored = Value(len(values), host.index, host.name, spec)
             values.append(stored)
             out = Call(STORE, tuple(map(ValueRef, tensors)), (), (stored.index,))
@@ -106,11 +106,11 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
             calls = (out,), (back,)
         store = ComputeNode(
             index=turn + number,
-            name=f"store_{there.name}",
+            name=f"store_{storage.name}",
             phase=Phase.FORWARD,
             reads=(d,),
             writes=(host.index,),
-            time_ns=_time_ns(there.size_bytes, link.out_bytes_per_s),
+            time_ns=_time_ns(storage.size_bytes, link.out_bytes_per_s),
             calls=calls[0],
             recalls=calls[0],
             module=made.module,
@@ -123,11 +123,11 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
             replace(
                 store,
                 index=turn + count + number,
-                name=f"fetch_{there.name}",
+                name=f"fetch_{storage.name}",
                 phase=Phase.BACKWARD,
                 reads=store.writes,
                 writes=store.reads,
-                time_ns=_time_ns(there.size_bytes, link.in_bytes_per_s),
+                time_ns=_time_ns(storage.size_bytes, link.in_bytes_per_s),
                 calls=calls[1],
                 recalls=calls[1],
                 queue=Queue.IN,

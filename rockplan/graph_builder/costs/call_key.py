@@ -16,6 +16,7 @@ def call_key(graph: CDGraph, call: Call) -> str:
     copies = copies_storages(graph, call)
 
     def described(argument: object) -> object:
+        """Return an argument as JSON, values as specs at offset 0."""
         if isinstance(argument, ValueRef):
             value = graph.values[argument.index]
             spec = ["tensor", *spec_fields(value.spec, 0)]

@@ -79,7 +79,7 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
                 sizes[key] = _result_bytes(execution, result)
                 del result, execution
     seen = _seen_in_ranges(session)
-    return {key: _memory(*seen[key], timelines) for key, timelines in sizes.items()}
+    return {key: _memory(*seen[key], result_bytes) for key, result_bytes in sizes.items()}
 
 
 def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:

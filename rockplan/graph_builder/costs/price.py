@@ -104,13 +104,13 @@ def _say_unknown(calls: Iterable[Call]) -> None:
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
     """Return those costs of `known` that were measured on this device, torch and thread count."""
-    here = profile_of("measured", device, {})
+    current = profile_of("measured", device, {})
     if known is None or not known.source.startswith("measured"):
         return {}
     if (known.device, known.torch_version, known.threads) != (
-        here.device,
-        here.torch_version,
-        here.threads,
+        current.device,
+        current.torch_version,
+        current.threads,
     ):
         return {}
     # Estimated calls are tried again, so that a model that cannot run is refused every time.
@@ -161,8 +161,8 @@ def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile
 def profile_key(graph: CDGraph) -> str:
     """Return a text of what measured costs depend on besides the call: device, torch, threads, what
     was measured, and how kernels are compiled."""
-    here = profile_of("measured", device_of(graph), {})
-    key = f"{here.device}, torch {here.torch_version}, {here.threads} threads"
+    current = profile_of("measured", device_of(graph), {})
+    key = f"{current.device}, torch {current.torch_version}, {current.threads} threads"
     if torch.device(device_of(graph)).type == "cuda":
         key += ", host or device"
     return f"{key}, kernels {FINGERPRINT}" if graph.kernels else key

@@ -147,7 +147,8 @@ class _Finder:
         self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
-        """Return a Ref for a tensor, a description of anything else."""
+        """Return a Ref for a tensor, whose place is new if it was not met before; a description of
+        anything else."""
         if not isinstance(leaf, torch.Tensor):
             return described(leaf)
         for place, tensor in enumerate(self.tensors):

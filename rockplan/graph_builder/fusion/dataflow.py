@@ -109,7 +109,7 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
     """Return the dataflow of `parts`. roots: storages that the caller or autograd gets; kept:
     positions of opaque parts that run whether needed or not."""
     values = parts.values
-    running, there = needed(_steps(parts), roots, kept.__contains__)
+    running, needed_storages = needed(_steps(parts), roots, kept.__contains__)
     opaque = tuple(p for p in running if parts.parts[p].kind is PartKind.OPAQUE)
     forced = _storages(values, (v for p in opaque for v in parts.parts[p].reads)) | roots
     made: dict[int, Fusible] = {}
@@ -119,7 +119,7 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
         reads = tuple(dict.fromkeys(values[v].storage for v in part.reads))
         for value in part.makes:
             storage = values[value].storage
-            if storage in there:
+            if storage in needed_storages:
                 made[storage] = Fusible(
                     storage,
                     position,

@@ -87,10 +87,10 @@ def proposed(
     parts = parts_of(capture, opaque, table)
     roots = capture.view.wanted | capture.view.storages(capture.tiles.whole)
     flow = dataflow_of(parts, roots, _kept(capture, parts))
-    there = stored(flow, device_type_of(capture))
+    in_memory = stored(flow, device_type_of(capture))
     groups = [
-        fused_group(flow, there, group, len(capture.values), keeps_roundings)
-        for group in groups_of(flow, there)
+        fused_group(flow, in_memory, group, len(capture.values), keeps_roundings)
+        for group in groups_of(flow, in_memory)
     ]
     alone: list[Fused] = []
     compiled: list[Fused] = []

@@ -29,14 +29,14 @@ def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Te
     device = arguments[0].device if arguments else torch.device(kernel.device)
     values: dict[int, Any] = dict(enumerate(arguments))
 
-    def here(argument: Any) -> Any:
+    def moved(argument: Any) -> Any:
         return device if isinstance(argument, torch.device) else argument
 
     last = {v: i for i, c in enumerate(kernel.calls) for v in (r.index for r in refs(c))}
     last |= dict.fromkeys(kernel.results, len(kernel.calls))
     for position, call in enumerate(kernel.calls):
-        args = pytree.tree_map(here, [substitute(a, values.__getitem__) for a in call.args])
-        kwargs = {k: here(substitute(a, values.__getitem__)) for k, a in call.kwargs}
+        args = pytree.tree_map(moved, [substitute(a, values.__getitem__) for a in call.args])
+        kwargs = {k: moved(substitute(a, values.__getitem__)) for k, a in call.kwargs}
         result = facts.resolve(call.op)(*args, **kwargs)
         results = result if isinstance(result, list | tuple) else [result]
         values |= {r: t for r, t in zip(call.results, results, strict=True) if r is not None}

@@ -43,105 +43,111 @@ times slower than eager."""
 
 def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
     """Return the storages to write to memory. One pass decides in execution order; further rounds
-    reconsider each choice until nothing changes."""
+    reconsider each choice until nothing changes. device_type: decides what a kernel call costs."""
 
     def call_bytes(storage: int) -> int:
+        """Return the bytes that memory moves in the time of a kernel that stores `storage`."""
         spec = flow.parts.values[flow.made[storage].value].spec
         elements = flow.sizes[storage] if spec.dtype == "torch.bool" else 0
         own_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
         return own_bytes + elements * BOOL_BYTES.get(device_type, 0)
 
     statistics: set[int] = set()
-    there = set(flow.forced)
+    in_memory = set(flow.forced)
     for storage in flow.made:
-        if storage not in there and _is_statistic(flow, storage, there):
+        if storage not in in_memory and _is_statistic(flow, storage, in_memory):
             statistics.add(storage)
-            there.add(storage)
-        elif storage not in there and _should_store(flow, storage, there, call_bytes(storage)):
-            there.add(storage)
-        _store_operands(flow, storage, there)
+            in_memory.add(storage)
+        elif storage not in in_memory and _should_store(
+            flow, storage, in_memory, call_bytes(storage)
+        ):
+            in_memory.add(storage)
+        _store_operands(flow, storage, in_memory)
     for _ in range(ROUNDS):
-        before = frozenset(there)
-        for storage in sorted(there - flow.forced, key=lambda s: -flow.made[s].maker):
-            there.discard(storage)
-            is_used = storage in statistics and len(flow.nearest_users(storage, there, 2)) == 2
-            if is_used or _should_store(flow, storage, there, call_bytes(storage)):
-                there.add(storage)
+        before = frozenset(in_memory)
+        for storage in sorted(in_memory - flow.forced, key=lambda s: -flow.made[s].maker):
+            in_memory.discard(storage)
+            is_used = storage in statistics and len(flow.nearest_users(storage, in_memory, 2)) == 2
+            if is_used or _should_store(flow, storage, in_memory, call_bytes(storage)):
+                in_memory.add(storage)
         for storage in flow.made:
-            if storage not in there and _should_store(flow, storage, there, call_bytes(storage)):
-                there.add(storage)
-            _store_operands(flow, storage, there)
-        if before == there:
+            if storage not in in_memory and _should_store(
+                flow, storage, in_memory, call_bytes(storage)
+            ):
+                in_memory.add(storage)
+            _store_operands(flow, storage, in_memory)
+        if before == in_memory:
             break
-    return frozenset(there)
+    return frozenset(in_memory)
 
 
-def _should_store(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
-    """Return whether `storage` should be stored, given that those `there` are. call_bytes: bytes
-    that the traffic must fall by."""
-    return _is_computed_too_often(flow, storage, there) or _is_worth_it(
-        flow, storage, there, call_bytes
+def _should_store(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: int) -> bool:
+    """Return whether `storage` should be stored, beyond those that are `in_memory`. call_bytes:
+    bytes that the traffic must fall by."""
+    return _is_computed_too_often(flow, storage, in_memory) or _is_worth_it(
+        flow, storage, in_memory, call_bytes
     )
 
 
-def _is_computed_too_often(flow: Dataflow, storage: int, there: set[int]) -> bool:
+def _is_computed_too_often(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
     """Return whether the next kernels would recompute too many values for `storage`."""
-    computed = len(flow.interior([storage], there))
+    computed = len(flow.interior([storage], in_memory))
     if computed * USERS <= AGAIN:
         return False
-    users = len(flow.nearest_users(storage, there, USERS))
+    users = len(flow.nearest_users(storage, in_memory, USERS))
     return users > 1 and computed * users > AGAIN
 
 
-def _store_operands(flow: Dataflow, storage: int, there: set[int]) -> None:
-    """Add operands of `storage` to `there` until its kernel computes and reads little enough."""
+def _store_operands(flow: Dataflow, storage: int, in_memory: set[int]) -> None:
+    """Add operands of `storage` to `in_memory` until its kernel does and reads little enough."""
 
     def effort(one: int) -> tuple[int, int]:
-        return len(flow.interior([one], there)), len(flow.leaves([one], there))
+        """Return how many values the kernel of a storage computes and reads."""
+        return len(flow.interior([one], in_memory)), len(flow.leaves([one], in_memory))
 
     computed, read = effort(storage)
     while computed > COMPUTED or read > READ:
-        operands = [s for s in flow.made[storage].reads if s in flow.made and s not in there]
+        operands = [s for s in flow.made[storage].reads if s in flow.made and s not in in_memory]
         efforts = {operand: effort(operand) for operand in operands}
         if max(efforts.values(), default=(1, 1)) <= (1, 1):
             return
         by = 0 if computed > COMPUTED else 1
-        there.add(max(operands, key=lambda s: (efforts[s][by], efforts[s], s)))
+        in_memory.add(max(operands, key=lambda s: (efforts[s][by], efforts[s], s)))
         computed, read = effort(storage)
 
 
-def _is_statistic(flow: Dataflow, storage: int, there: set[int]) -> bool:
+def _is_statistic(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
     """Return whether `storage` is a small value that is expensive to compute, from which several
     kernels compute large ones."""
     size_bytes = flow.made[storage].size_bytes
     made = (flow.made[r] for r in flow.readers.get(storage, ()))
     is_small = any(not m.is_reduction and m.size_bytes >= STATISTIC * size_bytes for m in made)
-    is_shared = is_small and len(flow.nearest_users(storage, there, 2)) == 2
-    return is_shared and _takes_long(flow, storage, there)
+    is_shared = is_small and len(flow.nearest_users(storage, in_memory, 2)) == 2
+    return is_shared and _takes_long(flow, storage, in_memory)
 
 
-def _takes_long(flow: Dataflow, storage: int, there: set[int]) -> bool:
+def _takes_long(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
     """Return whether a reduction or a sine lies between stored values and `storage`."""
-    on_the_way = (flow.made[s] for s in flow.interior([storage], there))
+    on_the_way = (flow.made[s] for s in flow.interior([storage], in_memory))
     return any(m.is_reduction or m.is_trigonometric for m in on_the_way)
 
 
-def _is_worth_it(flow: Dataflow, storage: int, there: set[int], call_bytes: int) -> bool:
+def _is_worth_it(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: int) -> bool:
     """Return whether storing `storage` lowers the bytes that the next kernels read and write by
     more than `call_bytes`; or does not raise them, if they would recompute a reduction."""
     size_bytes = flow.made[storage].size_bytes
-    own_bytes = _bytes(flow, flow.leaves([storage], there))
+    own_bytes = _bytes(flow, flow.leaves([storage], in_memory))
     if own_bytes <= size_bytes:
         return False
-    users = flow.nearest_users(storage, there, USERS)
+    users = flow.nearest_users(storage, in_memory, USERS)
     if len(users) < 2:
         return False
-    before = sum(_bytes(flow, flow.leaves([user], there)) for user in users)
-    there.add(storage)
-    after = sum(_bytes(flow, flow.leaves([user], there)) for user in users)
-    there.discard(storage)
+    before = sum(_bytes(flow, flow.leaves([user], in_memory)) for user in users)
+    in_memory.add(storage)
+    after = sum(_bytes(flow, flow.leaves([user], in_memory)) for user in users)
+    in_memory.discard(storage)
     gain_bytes = before - after - own_bytes - size_bytes
-    return gain_bytes > call_bytes or (gain_bytes >= 0 and _takes_long(flow, storage, there))
+    return gain_bytes > call_bytes or (gain_bytes >= 0 and _takes_long(flow, storage, in_memory))
 
 
 def _bytes(flow: Dataflow, storages: Iterable[int]) -> int:

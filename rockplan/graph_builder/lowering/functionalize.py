@@ -96,7 +96,8 @@ class _Rewriting:
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
-        """Note versions that the next call makes, changes and reads. read: its storages."""
+        """Update inputs and `is_read` of latest versions, for a call that is added next. read: the
+        storages that it reads, as recorded."""
         made = self._view.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}

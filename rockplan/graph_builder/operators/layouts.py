@@ -114,6 +114,8 @@ def form(name: str, arguments: object) -> object:
     with tensors or their specs as leaves."""
 
     def described(leaf: Any) -> object:
+        """Return a leaf without its sizes: the arrangement of a tensor; sizes in a list as 0, 1 or
+        2."""
         if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
             strides = leaf.stride() if callable(leaf.stride) else leaf.stride
             return _arrangement(tuple(leaf.shape), tuple(strides)), str(leaf.dtype)

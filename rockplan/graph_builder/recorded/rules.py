@@ -61,13 +61,13 @@ def made_once(run: Capture) -> Iterator[str]:
 
 def views_read_what_they_share(run: Capture) -> Iterator[str]:
     """A result in an existing storage is a view of an operand of its call."""
-    there = run.view.storages(run.view.given)
+    existing = run.view.storages(run.view.given)
     for position, recorded in enumerate(run.calls):
         read = run.view.storages(recorded.reads)
         results = run.view.storages(recorded.call.made)
-        for storage in (results & there) - read:
+        for storage in (results & existing) - read:
             yield f"call {position}, {recorded.call.op}, has a result in storage {storage}"
-        there |= results
+        existing |= results
 
 
 def values_fit_their_storage(run: Capture) -> Iterator[str]:

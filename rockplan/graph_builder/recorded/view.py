@@ -76,11 +76,11 @@ class RunView:
     @cached_property
     def writers(self) -> dict[int, tuple[int, ...]]:
         """Storage -> positions of the calls that make it or change it, in order."""
-        there = set(self.storages(self.given))
+        existing = set(self.storages(self.given))
         writers: dict[int, list[int]] = defaultdict(list)
         for position, recorded in enumerate(self.calls):
-            new = self.storages(recorded.call.made) - there
-            there |= new
+            new = self.storages(recorded.call.made) - existing
+            existing |= new
             for storage in self.storages(recorded.writes) | new:
                 writers[storage].append(position)
         return {storage: tuple(positions) for storage, positions in writers.items()}

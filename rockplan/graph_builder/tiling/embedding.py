@@ -68,7 +68,7 @@ def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) ->
     assert isinstance(padding, int)
     spec = new.values[tokens.index].spec
     count, integers = prod(spec.shape), {"dtype": torch.int64}
-    here = {**integers, "device": torch.device(spec.device)}
+    on_device = {**integers, "device": torch.device(spec.device)}
 
     def make(op: str, *args: Any, **kwargs: Any) -> ValueRef:
         return ValueRef(*new.add(embedding, op, args, tuple(kwargs.items())))
@@ -78,8 +78,8 @@ def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) ->
         is_none = make("aten.unsqueeze.default", make(_EQUAL, given, padding), len(spec.shape))
         gradient = make("aten.masked_fill.Scalar", gradient, is_none, 0)
     flat = make(_VIEW, given, (count,))
-    table = make("aten.full.default", (rows,), count, **here)
-    places = make("aten.arange.default", count, **here)
+    table = make("aten.full.default", (rows,), count, **on_device)
+    places = make("aten.arange.default", count, **on_device)
     table = make("aten.scatter_reduce.two", table, 0, flat, places, "amin")
     first = make(_VIEW, make("aten.gather.default", table, 0, flat), spec.shape)
     summed = make(GRADIENT, gradient, first, count, -1, by_frequency)

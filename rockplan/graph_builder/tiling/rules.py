@@ -243,7 +243,7 @@ def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | Non
 def _along(
     call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
 ) -> RowWise | None:
-    """Return how an operator along one dimension is cut, if that dimension is no row."""
+    """Return how an operator along one dimension is cut, if that dimension is none of the rows."""
     rows = _common(rows_of) if rows_of else wanted
     given = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
@@ -310,8 +310,8 @@ def _pointwise(
     for ref in refs(call):
         shape = specs(ref.index).shape
         by = len(shape) - len(result)
-        there = range(max(rows.first + by, 0), rows.last + by + 1)
-        sizes = [shape[d] for d in there]
+        dims = range(max(rows.first + by, 0), rows.last + by + 1)
+        sizes = [shape[d] for d in dims]
         is_absent = all(size == 1 for size in sizes)
         missing = result[rows.first : rows.last + 1 - len(sizes)]
         if (
@@ -320,7 +320,7 @@ def _pointwise(
             and all(size == 1 for size in missing)
             and not is_absent
         ):
-            operands[ref.index] = Rows(there[0], there[-1])
+            operands[ref.index] = Rows(dims[0], dims[-1])
         elif not is_absent or ref.index in rows_of:
             return None
     return RowWise(operands, (rows,))

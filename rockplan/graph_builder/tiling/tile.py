@@ -112,8 +112,8 @@ class _TiledRun:
 
     def capture(self) -> Capture:
         """Return the tiled run. Raises _NotTiled."""
-        for beside, head in self._levels():
-            for position in sorted(beside):
+        for outside, head in self._levels():
+            for position in sorted(outside):
                 self._new.calls.append(self._recorded.calls[position])
             for part in self._parts:
                 for position in head:

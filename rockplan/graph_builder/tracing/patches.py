@@ -117,21 +117,21 @@ def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             setattr(owner, name, own)
 
 
-def _in_this_thread_only(replacement: Any, elsewhere: Any) -> Any:
+def _in_this_thread_only(replacement: Any, original: Any) -> Any:
     """Return a replacement that other threads do not see; possible for functions and setters of
     properties only."""
     if isinstance(replacement, property):
-        return property(replacement.fget, in_this_thread(replacement.fset, elsewhere.__set__))
+        return property(replacement.fget, in_this_thread(replacement.fset, original.__set__))
     is_function = callable(replacement) and not isinstance(replacement, type)
-    return in_this_thread(replacement, elsewhere) if is_function else replacement
+    return in_this_thread(replacement, original) if is_function else replacement
 
 
-def in_this_thread(function: Any, elsewhere: Any) -> Callable[..., Any]:
+def in_this_thread(function: Any, original: Any) -> Callable[..., Any]:
     """Return a function that calls `function` in this thread and `elsewhere` in others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        chosen = function if threading.get_ident() == thread else elsewhere
+        chosen = function if threading.get_ident() == thread else original
         return chosen(*args, **kwargs)
 
     return call

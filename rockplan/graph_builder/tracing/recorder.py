@@ -494,8 +494,8 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """Detach such constants on exit. The recorder of a failed run, to which the traceback may
-        refer, keeps no tensors."""
+        """Detach `constants_with_history` on exit. The recorder of a failed run, to which the
+        traceback may refer, keeps no tensors."""
         try:
             yield
         except BaseException:

@@ -107,16 +107,16 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
         if held.identity not in owners:
             continue
         now = held.elements
-        known, there = dict(before), dict(now)
+        former, current = dict(before), dict(now)
         if held.kind.step == "all":
             values = [value for _, value in (*now, *before)]
             keys: list[Any] = [None]
         else:
-            keys = [k for k in {**start, **there} if (held.identity, k) in changes]
-            pairs = [(there.get(k, ABSENT), known.get(k, ABSENT)) for k in keys]
+            keys = [k for k in {**start, **current} if (held.identity, k) in changes]
+            pairs = [(current.get(k, ABSENT), former.get(k, ABSENT)) for k in keys]
             data = [held.is_registry or not _is_opaque(*pair) for pair in pairs]
             keys = [*itertools.compress(keys, data)]
-            values = [of.get(k, ABSENT) for k in keys for of in (there, known)]
+            values = [of.get(k, ABSENT) for k in keys for of in (current, former)]
         can_be_left = not held.is_registry and all(map(_is_plain, values))
         for key in keys:
             place = held.place if held.kind.step == "all" else held.element(key)
@@ -211,8 +211,10 @@ def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | Non
     reached = another()
     if reached is None:
         return False
-    there = {(one.held.identity, one.key): one.value for one in holding(reached, made.is_ours)}
-    return there.get((entry.held.identity, entry.key)) is entry.value
+    stored_again = {
+        (one.held.identity, one.key): one.value for one in holding(reached, made.is_ours)
+    }
+    return stored_again.get((entry.held.identity, entry.key)) is entry.value
 
 
 def _refusal(place: Place, is_kept: bool = False) -> RockplanError:

@@ -52,7 +52,8 @@ class Rule:
         return tuple(Size((Call(count, (ref,), (), (free,)),), item) for ref in refs)
 
     def _by_result(self, name: str, ref: ValueRef, free: int) -> Size:
-        """Return the size of the operator's own first result, computed without weights."""
+        """Return the Size that is the length of the operator's own first result, without weights.
+        name: of the operator; ref: its argument; free: the first unused value."""
         names = facts.argument_names(self.operator)
         given = dict(zip(names, self.args, strict=False)) | self.kwargs
         plain = {n: a for n, a in given.items() if n not in (names[0], "weights")}
