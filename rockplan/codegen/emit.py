@@ -254,8 +254,8 @@ class _Emitter:
 
     def _save(self, position: int) -> None:
         """Put variables that later slices need into the frame: those of our storages that are no
-        views. position: the next event. A storage that the caller holds is saved only if a later
-        event reads it."""
+        views. position: the next event. A storage that the caller holds is saved only for later
+        events."""
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -364,7 +364,8 @@ class _Emitter:
         self._live[data] = []
 
     def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
-        """Write the calls of one execution. taken: the takeover that it uses."""
+        """Write the calls of one execution, with its place in the model, replay of random draws,
+        and what differs if the forward runs again. taken: the takeover that it uses."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)

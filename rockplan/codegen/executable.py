@@ -34,8 +34,7 @@ class Executable:
     made for; devices, device_types: where the graph computes; random: it draws random numbers;
     early: positions of targets that are read after their complete gradient was handed over; again:
     builds the plan for a forward phase that runs once more, and so changes no buffers (raises
-    BackwardError if that is impossible). layout: of the storages that it pages to the host, None if
-    it pages none.
+    BackwardError if that is impossible). layout: of the storages that it pages to the host, if any.
     """
 
     code: Code
@@ -175,8 +174,8 @@ def _run(
     executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
 ) -> tuple[torch.Tensor, ...]:
     """Run generated code with the kernels of eager. guard: skips dispatch keys, those of autograd.
-    Gradient mode is on (some kernels look at it), and autocast off, because its casts are operators
-    of the graph."""
+    Gradient mode is on (some kernels look at it), and autocast off, since its casts are in the
+    graph."""
     for device_type in executable.device_types:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

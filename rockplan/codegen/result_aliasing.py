@@ -29,8 +29,7 @@ class Relations:
 
     results: those that are tensors, in order; apart: for results that require a gradient, (result,
     results that it is directly computed from), the latter listed first; made_from: (result, all
-    results that it is computed from); overlapping: pairs that require a gradient and share
-    elements.
+    results that it is computed from); overlapping: pairs with gradient that share elements.
     """
 
     results: tuple[int, ...]

@@ -339,8 +339,7 @@ def _spanning(chain: _Chain) -> set[int]:
 def _background_bytes(chain: _Chain) -> list[int]:
     """Return for each block the most bytes alive outside its problem while it runs.
 
-    It runs forward in the first pass, perhaps forward again while the blocks above it run backward,
-    and backward.
+    It runs forward, perhaps forward again while the blocks above it run backward, and backward.
     """
     lifetimes = list(_lifetimes(chain))
     outside = _sum_over_time(

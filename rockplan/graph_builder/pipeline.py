@@ -49,8 +49,7 @@ class HeadStaysWhole(Exception):
 
 def functionalize(run: Capture, options: Options) -> Capture:
     """Replace changes in place by operators that make a new storage. Only changes that could not be
-    in one node with what they change; with a tiled head or kernels, all changes where that is
-    possible."""
+    in one node with what they change; with a tiled head or kernels, all possible changes."""
     return with_versions(run, everywhere=bool(options.tile or options.compile))
 
 

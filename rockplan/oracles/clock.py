@@ -4,8 +4,7 @@ takes: a priced CDGraph and a legal Schedule. returns: Clock. guarantees: on eac
 runs at a time. Computations run in the order of the schedule. A copy out begins as soon as its
 operand is made, in the order of making; a copy in where it stands, since its memory is allocated
 there. Computations wait for a copy out where it stands, since the operand may be freed there, and
-for a copy in where its result is first read. Without copies the time is the sum of the
-computations' times.
+for a copy in where its result is first read. Without copies the time is a sum over computations.
 """
 
 from __future__ import annotations

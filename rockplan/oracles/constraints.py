@@ -56,8 +56,7 @@ def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
 
     That is memory of the caller, so the promised peak counts the gradients only. But a plan that
     fills its budget at that node to the last byte would make a step need more. The workspace is
-    capped so that keeping everything needs no more than in eager, where the loss has no more room
-    either.
+    capped so that keeping everything needs no more than in eager, where a loss has no more room.
     """
     everything = keep_all(graph)
     last = graph.nodes[len(graph.forward) - 1]

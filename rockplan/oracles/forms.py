@@ -1,7 +1,6 @@
 """Forms: check an intermediate form (run or graph) against a table of rules.
 
-takes: rules. A rule is a function that yields what breaks it; its docstring says what holds. raises
-IllegalForm.
+takes: rules, functions that yield what breaks them; their docstrings say what holds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Legality of a graph: a table of rules, each a function that yields what breaks it.
 
-takes: a CDGraph. `oracles.forms.check` applies them after each pass if `CHECKED` is on; `verify`
+takes: a CDGraph. `oracles.forms.check` applies them after passes if `CHECKED` is on; `verify`
 judges schedules.
 """
 

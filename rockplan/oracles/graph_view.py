@@ -48,8 +48,8 @@ class GraphView:
     @cached_property
     def states(self) -> dict[int, int]:
         """Random node -> index of the storage of the generator's state before it, numbered beyond
-        the graph's storages. The first execution makes it, if the node runs more than once;
-        re-executions read it."""
+        the graph's storages. The first execution makes it, if the node runs more than once; others
+        read it."""
         drawing = (n.index for n in self.graph.nodes if n.random)
         return {i: k for k, i in enumerate(drawing, len(self.graph.data))}
 

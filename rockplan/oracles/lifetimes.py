@@ -24,8 +24,7 @@ from rockplan.values.schedule import Compute, Free, Schedule
 class Owner(Enum):
     """What owns bytes. STORAGE: data, from its computation to its free. COPY: the second copy of
     data while an operation makes it again. WORKSPACE: temporaries inside a node. GENERATOR: the
-    saved generator state of a node that draws again, and the current state set aside while it
-    does."""
+    saved generator state of a node that draws again, and the state set aside meanwhile."""
 
     STORAGE = "storage"
     COPY = "copy"
@@ -137,8 +136,7 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
     """Return position of a computation -> the takeover that it uses.
 
     Its operands die there: they are freed directly after it, before anything else runs or the
-    forward phase ends (`GraphView.taken`). A re-execution that copies a storage that is alive takes
-    nothing over.
+    forward phase ends (`GraphView.taken`). A re-execution that copies a storage takes nothing over.
     """
     takeovers: dict[int, Takeover] = {}
     view = view_of(graph)

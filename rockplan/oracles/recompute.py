@@ -67,8 +67,7 @@ class RecomputeCosts:
         depth: int = 0,
     ) -> float:
         """Return the time to make `d` and all missing storages that this needs; NEVER if it is not
-        less than the limit. known: results for missing storages; the ones computed here are
-        added."""
+        less than the limit. known: results for missing storages, added to."""
         step = self._steps[d]
         if step is None:
             return NEVER
@@ -91,8 +90,8 @@ class RecomputeCosts:
         self, d: int, is_there: IsThere, known: dict[int, float], depth: int = 0
     ) -> float:
         """Return the least additional bytes in which `d` can be made, if nothing that is alive is
-        freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if it cannot be made. known: results by
-        storage, added to."""
+        freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if it cannot be made. known: results,
+        added to."""
         if d in known:
             return known[d]
         step = self._steps[d]

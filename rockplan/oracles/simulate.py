@@ -22,8 +22,7 @@ class Simulation:
     """Bytes beyond resident storages; time in nanoseconds under the graph's prices.
 
     saved_bytes: alive between forward and backward; peak_event: index of the event at the peak.
-    time_ns includes the time that computations wait for copies. host_peak_bytes: peak of host
-    memory.
+    time_ns includes the time that computations wait for copies. host_peak_bytes: of host memory.
     """
 
     peak_bytes: int

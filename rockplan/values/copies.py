@@ -67,8 +67,7 @@ class Paged:
 class Trip:
     """The way of one paged storage to the host and back, in ns of the plan's clock. leaves_ns,
     gone_ns: begin and end of the copy out. comes_ns, back_ns: begin and end of the first copy in.
-    times_back: number of copies in; waits_ns: how long computations wait for all copies of this
-    storage."""
+    times_back: number of copies in; waits_ns: how long computations wait for all its copies."""
 
     data: int
     size_bytes: int

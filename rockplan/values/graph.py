@@ -292,8 +292,7 @@ class CDGraph:
     backward phase: whatever needs them later makes them again.
     eager_order: indices of all nodes that are not optional, in the order in which eager executes
     them; empty if they are in that order.
-    kernels: compiled kernels that calls name. tiles: in how many parts the head is computed, 0 if
-    it is not tiled.
+    kernels: compiled kernels that calls name. tiles: parts of the head, 0 if not tiled.
     """
 
     data: tuple[DataNode, ...]
@@ -327,7 +326,7 @@ class CDGraph:
 
     def __str__(self) -> str:
         """Return a line for each node: index, phase, name, what it reads -> what it writes, its
-        bytes, its time; first a line of what else holds of the graph. Names are those of generated
+        bytes, its time; first a line of what else holds of the graph. Names are those of the
         code."""
         lines = [_facts_line(self), *aligned(map(self._row, self.nodes), numbers=(0, 4, 5))]
         return "\n".join(lines)

@@ -19,8 +19,8 @@ from rockplan.values.schedule import Schedule, kept_data
 
 class Status(Enum):
     """OPTIMAL: the time equals the bound; FEASIBLE: legal, gap as stated; TIME_LIMIT: a time limit
-    cut the search for this plan, or for the plan of the smallest budget: then the time may equal
-    the bound."""
+    cut the search for this plan, or for the plan of the smallest budget: then it may equal the
+    bound."""
 
     OPTIMAL = "optimal"
     FEASIBLE = "feasible"
@@ -69,8 +69,7 @@ class StageTrace:
 @dataclass(frozen=True, slots=True)
 class PassTrace:
     """What a pass from a module to its graph left. forward, backward: number of calls of the run,
-    or nodes of the graph, in each phase; is_changed: the pass returned another value than it was
-    given."""
+    or nodes of the graph, in each phase; is_changed: it returned another value than it got."""
 
     name: str
     forward: int

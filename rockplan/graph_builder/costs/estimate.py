@@ -37,8 +37,7 @@ def roofline(
     workspace.
 
     Time is the larger of bytes read and written over `bytes_per_s` and floating-point operations
-    (of matrix products, convolutions and attention) over `flops_per_s`. keys: of `graph`, if they
-    are known.
+    (of matrix products, convolutions and attention) over `flops_per_s`. keys: of `graph`, if known.
     """
     costs: dict[str, OpCost] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):

@@ -189,8 +189,7 @@ Mark = Callable[[Any], None]
 
 class Stretch(NamedTuple):
     """A part of a step, from one mark to the next. mark: label of its beginning, None for the start
-    of the step; start_bytes, peak_bytes: alive at its start, and at its peak, relative to the
-    step's start."""
+    of the step; start_bytes, peak_bytes: alive then and at most, relative to the step's start."""
 
     mark: Any
     start_bytes: int

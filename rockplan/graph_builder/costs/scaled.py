@@ -55,8 +55,7 @@ def scaled(
     alike: Mapping[int, int],
 ) -> tuple[CDGraph, Profile]:
     """Return `graph` with prices derived from the priced graph `known`, and the profile. values: as
-    for `measure`; alike: index of a node of `graph` -> index of the node of `known` that does the
-    same."""
+    for `measure`; alike: index of a node of `graph` -> index of the same node in `known`."""
     keys = call_keys(graph)
     profile = sized(graph, values, keys)
     priced = price(graph, profile, keys)

@@ -48,7 +48,7 @@ class UnknownCall(Interrupted):
     def find_out(self, before: UnknownCall | None) -> None:
         """Run the call and remember its outcome. before: the unknown call of the recording before
         this one. Raises CaptureError if the call fails, does what a plan cannot repeat, or differs
-        in each recording."""
+        each time."""
         place = self.module_path or "", self.source or ""
         if before is not None and (key := key_of(before.call)) not in _MET:
             del KNOWN[key]
@@ -89,8 +89,8 @@ class _MadeByCall:
 @dataclass(frozen=True, slots=True)
 class _Kept:
     """What autograd's context keeps of a call for its backward. attributes: place -> tensor in
-    attributes of the context. Saved tensors are kept by autograd itself; kept here, results would
-    keep themselves alive."""
+    attributes of the context. Saved tensors are kept by autograd itself: kept here, results would
+    never die."""
 
     known: Known
     attributes: dict[int, torch.Tensor]

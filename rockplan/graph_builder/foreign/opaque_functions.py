@@ -1,7 +1,7 @@
 """Opaque functions and their calls.
 
-A call holds everything that decides what it does except the values of tensors, and can be run on
-tensors, real or fake.
+A call holds everything that decides what it does but values of tensors, and runs on real or fake
+ones.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ _KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd"
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
     """One registered function. declared: the arguments of `rockplan.opaque` as text; backward_name:
-    'backward', or 'vjp' if it has that; packet: name of its operators; other fields: as given to
-    `opaque`."""
+    'backward', or 'vjp' if it has that; packet: name of its operators; others: as in `opaque`."""
 
     kind: type[Function]
     declared: str
@@ -97,8 +96,8 @@ def _as_in_eager(autocast: Autocast) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class OpaqueForward:
     """A call of a forward. leaves, structure: of its arguments, tensors as Refs; tensors: their
-    specs; needs: for each argument whether it requires a gradient; changed: places of tensors that
-    it writes into."""
+    specs; needs: which arguments require a gradient; changed: places of tensors that it writes
+    into."""
 
     function: Opaque
     leaves: tuple[Any, ...]

@@ -146,8 +146,7 @@ def _pairs(
     """Yield (position of a result, position of the operand to write it over), the largest result
     first. The operand is the first fitting one that no later node reads. If later nodes read all of
     them, the largest result still gets one, which dies in some schedules; other results get none.
-    seen: data that the caller or autograd sees; last: data -> index of the last node that reads
-    it."""
+    seen: data that the caller or autograd sees; last: data -> last node that reads it."""
     (call,) = node.calls
     read = [graph.values[ref.index] for ref in value_refs(call.args)]
     count = Counter(value.data for value in read)
@@ -208,8 +207,8 @@ class KnownKernel:
 
     def at_once(self, over: Over) -> Kernel | None:
         """Return the variant that writes results as soon as nothing else reads the operand, and
-        before that an intermediate value that several calls read, if that is possible; None if
-        neither is."""
+        before that an intermediate value that several calls read, if possible; None if neither
+        is."""
         early: dict[int, int] = {}
         at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
         for place, operand in over:

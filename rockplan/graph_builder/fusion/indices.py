@@ -225,8 +225,7 @@ def _holds(spec: TensorSpec, fill: int) -> bool:
 
 def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:
     """Yield integers to try for `count` inputs: the same for all, then all combinations. Candidates
-    are numbers near literals in the calls (added or subtracted on the way to an index) and near
-    sizes."""
+    are numbers near literals in the calls (terms on the way to an index) and near sizes."""
     literals = [n for call in indices.kernel.calls for n in _numbers((call.args, call.kwargs))]
     literals += [one.size for one in indices.ranges]
     around = (n for literal in literals for n in (literal, literal + 1, literal - 1, -literal))

@@ -152,8 +152,7 @@ def more_bytes_of(kernel: Kernel) -> int:
 
 def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
     """Return the bytes that an in-place variant needs beyond the plain kernel less what it saves;
-    or the reason to drop it: on made-up inputs it computes other bits, or needs much more
-    memory."""
+    or why it is dropped: on made-up inputs it computes other bits, or needs much more memory."""
     plain = _functions.get(kernel.plain)
     if plain is None:
         return "what it stands for cannot be compiled"

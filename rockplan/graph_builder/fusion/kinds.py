@@ -32,8 +32,7 @@ _UNNAMED = words(
 @dataclass(frozen=True, slots=True)
 class Fused:
     """A group as a call. inputs: values that it reads; results: values that it makes, one for each
-    of the group's targets; owners: positions of the recorded calls that it computes, completely or
-    in part."""
+    of the group's targets; owners: positions of the recorded calls that it computes (parts of)."""
 
     group: Group
     inputs: tuple[int, ...]

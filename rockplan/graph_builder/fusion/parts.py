@@ -404,8 +404,7 @@ class _Decomposing(TorchDispatchMode):
         is_shared: Sequence[bool],
     ) -> PartKind:
         """Return the kind of a part. Raises _NotFused for an operator that kernels do not compute.
-        given: numbers of its tensors; is_shared: for each result whether it shares an argument's
-        storage."""
+        given: numbers of its tensors; is_shared: which results share an argument's storage."""
         if any(is_shared):
             is_other = row_of(str(func)).view is ViewKind.OTHER_NUMBERS
             if not all(is_shared) or is_other or _packet(func) in _BY_MEMORY:
@@ -458,8 +457,8 @@ _BY_LABEL = frozenset(["aten.nll_loss_backward.default", "aten.nll_loss2d_backwa
 
 def _of_labels(call: Call) -> Table:
     """Return decompositions for the scatter by labels in the backward of a loss. The forward has
-    checked these labels, so a comparison may replace the scatter. Other indices must be checked by
-    the operator."""
+    checked these labels, so a comparison may replace it. Other indices must be checked by the
+    operator."""
     return {torch.ops.aten.scatter.value: _compared} if call.op in _BY_LABEL else {}
 
 

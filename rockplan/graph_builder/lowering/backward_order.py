@@ -157,8 +157,8 @@ def _place(
 
     after: nodes that it must follow. `memory` is in the state after all of `order`, before and
     after the call. Bytes are relative to what is alive before the neighbours in question: `in_hand`
-    is the most that any of them and `node` need in the current order, `passed` what they need after
-    `node` ran first.
+    is the most that any of them and `node` need in the current order, `passed` after `node` ran
+    first.
     """
     best = place = len(order)
     last = memory.effect(node)

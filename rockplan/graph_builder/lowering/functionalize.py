@@ -55,8 +55,7 @@ class _Version:
 
 class _Rewriting:
     """One walk over the calls. Storages are named as recorded. `_versions` has the latest version
-    of each storage that the run makes, `_written` the position of the last call that makes or
-    changes it."""
+    of each storage that the run makes, `_written` the position of its last maker or writer."""
 
     def __init__(self, capture: Capture, everywhere: bool) -> None:
         self._capture, self._view = capture, capture.view

@@ -46,8 +46,7 @@ def _sum_into_first(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> bool:
     """Keep the first contribution to a gradient alive until the last is made: autograd adds each of
-    the others to it in place when it is handed over. Return False, changing nothing, if they are
-    not made in order."""
+    the others to it in place when it is handed over. Return False if they are not made in order."""
     makers = [made_by.get(d, -1) for d in contributions]
     if makers != sorted(makers) or makers[0] < 0:
         return False

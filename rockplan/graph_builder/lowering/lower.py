@@ -235,8 +235,8 @@ def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequenc
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     """Add the caller's scalars to the data; return those that backward() holds from its start to
     its end. These are the gradient of a loss that the module returns, which is the root of the
-    engine's run; and the value and gradient of what the caller computes from the result (a loss, or
-    a scaled loss)."""
+    engine's run; and the value and gradient of what the caller computes from the result (a
+    loss)."""
     tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
     held = {numbering.values[numbering.value(t)].data for t in scalars}

@@ -1,6 +1,6 @@
 """Gradient sums: which additions of a recorded run are made by the engine of autograd.
 
-takes: the view of a run. returns: the contributions to the gradient of each target, and which calls
+takes: the view of a run. returns: contributions to the gradient of each target, and the calls that
 add them.
 """
 

@@ -117,8 +117,7 @@ def _worked_out(
     operator: OpOverload, args: tuple[Any, ...], given: Sequence[Any]
 ) -> _Recipe | None:
     """Return the recipe of a view, a matrix product or an elementwise operator by running the real
-    code on meta tensors; None for other operators. The shape rules of fake tensors take ten times
-    as long."""
+    code on meta tensors; None for other operators. Shape rules take ten times as long."""
     is_view, is_pointwise = facts.is_plain_view(operator), facts.is_pointwise(operator)
     if not (is_view or is_pointwise or facts.is_product(operator)):
         return None

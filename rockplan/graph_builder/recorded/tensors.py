@@ -1,6 +1,6 @@
 """Tensors made from a TensorSpec: the one place that makes them.
 
-takes: a spec, and the memory or a function that fills it. returns: a tensor, a fake one under a
+takes: a spec, and the memory or a function that fills it. returns: a tensor, fake under a
 FakeTensorMode.
 """
 

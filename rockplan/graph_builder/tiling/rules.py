@@ -175,8 +175,7 @@ def row_wise(
     call: Call, specs: Specs, known: Mapping[int, Rows], groups: Groups, wanted: Rows | None = None
 ) -> RowWise | None:
     """Return how a call that makes new tensors computes them by parts; None if it cannot. known:
-    value -> rows, for operands that are cut; wanted: rows of its result, for a call none of whose
-    operands are cut."""
+    value -> rows, for operands that are cut; wanted: rows of its result, if no operand is cut."""
     op = call.op
     given = list(dict.fromkeys(r.index for r in refs(call)))
     by_value = {v: known[v] for v in given if v in known}

@@ -92,8 +92,8 @@ class _RowsPart:
 class _TiledRun:
     """Writes the tiled run. Recorded values keep their numbers; those of parts are new. `_merged`:
     views of whole values with their rows in one dimension; `_sums`: result -> sum of the parts so
-    far; `_sliced`, `_joined`: as `Tiles.whole` and `Tiles.joined`; `_whole`: values of the head
-    that others read."""
+    far; `_sliced`, `_joined`: as `Tiles.whole` and `Tiles.joined`; `_whole`: values that others
+    read."""
 
     def __init__(self, recorded: Capture, region: Region, size: int) -> None:
         self._region, self._run, self._groups = region, region.run, region.groups

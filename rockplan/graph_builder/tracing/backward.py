@@ -59,7 +59,7 @@ class RecordedBackward:
     gradients: one for each, None if the result does not depend on it; tangents: output position ->
     value of its incoming gradient; sources: for each leaf of the result, the positions of other
     leaves that its backward pass goes through; ignores_autocast: it is the same under the caller's
-    autocast state."""
+    autocast."""
 
     targets: list[torch.Tensor]
     gradients: tuple[torch.Tensor | None, ...]

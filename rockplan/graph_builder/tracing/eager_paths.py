@@ -197,8 +197,7 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
     """Replace `Module._apply`: `expert.to(x.device)` may leave the module as it is; other moves are
-    refused. PyTorch itself refuses to move a stand-in of a parameter, since it has other
-    references."""
+    refused. PyTorch refuses to move stand-ins of parameters, which have other references."""
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))

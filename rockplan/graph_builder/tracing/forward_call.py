@@ -42,8 +42,7 @@ _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-pla
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
     """One run of the forward. done: calls, constants and result, equal for runs that do the same;
-    changes: of the plain data that Python holds; drawn: generators of libraries that were drawn
-    from."""
+    changes: of the plain data that Python holds; drawn: generators of libraries that drew."""
 
     outputs: list[Any]
     spec: trees.TreeSpec

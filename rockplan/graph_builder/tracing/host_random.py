@@ -39,8 +39,7 @@ class _NotAdvanced:
 @contextlib.contextmanager
 def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Held]]:
     """Refuse draws while inside. refuse: raises with the place in the model. On exit the yielded
-    list has the generators of libraries that were drawn from, which are not put back
-    (`restored`)."""
+    list has the generators of libraries that were drawn from, not put back (`restored`)."""
     drawn: list[Held] = []
     _refuse_given(reached)
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]

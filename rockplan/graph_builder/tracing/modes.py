@@ -76,8 +76,8 @@ def without_logs_of_fake_tensors() -> Iterator[None]:
 @contextlib.contextmanager
 def without_modes() -> Iterator[None]:
     """Leave modes of the caller while inside: inference mode (autograd records nothing), anomaly
-    mode (it reads values of gradients), and dispatch modes, which are meant to see planned steps,
-    not planning."""
+    mode (it reads values of gradients), and dispatch modes (they are for planned steps, not for
+    planning)."""
     anomaly = torch.autograd.set_detect_anomaly(False)
     with torch.inference_mode(False), anomaly, _disable_current_modes():
         yield

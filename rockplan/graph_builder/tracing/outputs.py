@@ -1,7 +1,7 @@
 """Outputs: the leaves of the result, and those that the backward pass starts from.
 
 takes: the result of a recorded forward. returns: OutputLeaf for each leaf; positions and strides
-that a backward pass most likely starts from. guarantees: a leaf that a plan cannot return is
+that a backward pass most likely starts from. guarantees: leaves that no plan can return are
 refused.
 """
 
@@ -160,7 +160,7 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
 
 def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
     """Return the output that is named `loss`, or else the only scalar from which no other scalar is
-    computed, among those that require a gradient. Raises InvalidInput if there is none, or
+    computed, among those that require a gradient. Raises InvalidInput without one, or with
     several."""
     named = _position_of_loss(outputs, spec)
     if named is not None and named in candidates:

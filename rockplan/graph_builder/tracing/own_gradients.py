@@ -3,8 +3,7 @@
 A plan returns gradients of parameters and arguments to autograd. In eager execution the forward can
 also run backward itself, which adds to `.grad` at once, change which tensors require a gradient, or
 return a tensor of its own that gets one. A planned step would do none of that, so each is refused.
-takes: tensors of a recorded run. guarantees: if nothing is refused, all gradients come from the
-plan.
+takes: tensors of a recorded run. guarantees: unless refused, all gradients come from the plan.
 """
 
 from __future__ import annotations

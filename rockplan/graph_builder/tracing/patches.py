@@ -65,8 +65,7 @@ class Patch:
     """One name that is replaced while a forward is recorded.
 
     owner: a class or a module, or the name of a package: all its modules that have the name.
-    replacement: makes the replacement from the original and the recording. why: the reason for the
-    row.
+    replacement: makes the replacement from the original and the recording. why: its reason.
     """
 
     owner: Any

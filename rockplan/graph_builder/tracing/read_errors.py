@@ -51,7 +51,7 @@ def value_read_error(
     further: str,
 ) -> CaptureError:
     """Return the error for a read of a value. calls: that the value depends on; names: parameters,
-    buffers and inputs that it depends on; is_backward: read in the backward pass; further: another
+    buffers and inputs that it depends on; is_backward: read in the backward pass; further: a
     remedy."""
     what = f"a value that depends on {_listed(names)}"
     if not names:

@@ -28,8 +28,7 @@ def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
 
 def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
     """Raise if the second run differs from the first: the first left data that matters, or drew
-    random numbers that do. Data that is only left, or set before it is read, makes no
-    difference."""
+    random numbers that do. Data that is only left, or set before it is read, does not matter."""
     if first.done == second.done:
         return
     for change in first.changes:

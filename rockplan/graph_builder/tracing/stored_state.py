@@ -141,8 +141,8 @@ def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], dict[Any, 
 
 
 def _is_opaque(value: Any, former: Any) -> bool:
-    """Return whether `value` is an object compared by identity only, in place of another such
-    object or of nothing, or a function in place of nothing or of the same code."""
+    """Return whether `value` can only be compared by identity, and replaces nothing or another such
+    object (a function: nothing, or one of the same code)."""
     if is_other_code(value, former):
         return False
     told = (ABSENT, None)

@@ -1,10 +1,9 @@
 """Unwatched: calls of the backward pass that eager executes differently without a dispatch mode.
 
-takes: a call, and the storages of its tensors. returns: a call with the bits of eager.
-One case are zeros without memory, such as the gradient of `sgn`. Nothing may write to them, their
-operators cannot be recorded, and a product with them is zero whatever the other operand is,
-infinity included. Here they become zeros with memory, and products that eager does not compute are
-not computed.
+takes: a call, and the storages of its tensors. returns: a call with the bits of eager. One case are
+zeros without memory, such as the gradient of `sgn`. Nothing may write to them, their operators
+cannot be recorded, and a product with them is zero whatever the other operand is, infinity
+included. Here they become zeros with memory, and products that eager leaves out are left out.
 """
 
 from __future__ import annotations

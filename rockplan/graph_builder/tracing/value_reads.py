@@ -195,8 +195,8 @@ class ValueReader:
         numbers: Set[int] = frozenset(),
     ) -> list[str] | None:
         """Return names of those `leaves` that may differ between calls and cannot be compared
-        before a call; None if there are none, and no draws or side effects. (An unnamed one gives
-        an empty list.)"""
+        before a call; None if there are none, and no draws or side effects. (Unnamed ones are left
+        out.)"""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
