@@ -105,7 +105,7 @@ class Returned:
     """The results of one call, watched after they were returned."""
 
     def __init__(self, related: Relations, results: Mapping[int, torch.Tensor]) -> None:
-        """results: by position, as `related.results`."""
+        """Begin to watch. results: position -> tensor, for `related.results`."""
         self._related = related
         inner = {j for _, direct in related.apart for j in direct}
         self._hooks = {j: _hooks(results[j]) for j in inner}

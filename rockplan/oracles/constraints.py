@@ -34,11 +34,11 @@ NEAREST = 3
 
 
 def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> CDGraph:
-    """`graph` whose legal schedules keep and recompute what the patterns match.
+    """Return `graph` restricted to schedules that keep and recompute what the patterns match.
 
-    keep: what the backward phase reads of the matching activations stays from the forward phase
-    on. recompute: nothing that matches is alive between the phases.
-    Raises InvalidConstraint for a pattern that matches nothing, or cannot be obeyed.
+    keep: what the backward phase reads of the matching activations stays from the forward phase on.
+    recompute: nothing that matches is alive between the phases. Raises InvalidConstraint for a
+    pattern that matches nothing, or cannot be obeyed.
     """
     if not keep and not recompute:
         return graph

@@ -15,7 +15,7 @@ Rule = Callable[[CDGraph], Iterator[str]]
 
 
 def numbered_by_place(graph: CDGraph) -> Iterator[str]:
-    """Nodes, storages and values are numbered by their places."""
+    """Nodes, storages and values are numbered by their positions."""
     of_kinds = {
         "node": [node.index for node in graph.nodes],
         "storage": [data.index for data in graph.data],

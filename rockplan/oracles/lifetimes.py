@@ -47,12 +47,12 @@ class Lifetime:
 
     @property
     def start(self) -> int:
-        """The first event during which they are alive."""
+        """The first event during which the bytes are alive."""
         return (self.opens + 1) // 2
 
     @property
     def stop(self) -> int:
-        """The first event after `start` during which they are not."""
+        """The first event after `start` during which they are not alive."""
         return (self.closes + 1) // 2
 
     @property
@@ -68,13 +68,14 @@ class Lifetime:
         return graph.data[self.index].kind.value if stored else self.owner.value
 
     def maker(self, graph: CDGraph) -> ComputeNode | None:
-        """The node that owns the bytes or wrote the data; None for tangents."""
+        """Return the node that owns the bytes or wrote the data; None for tangents."""
         node = self.index if self.is_of_node else view_of(graph).producer.get(self.index)
         return None if node is None else graph.nodes[node]
 
 
 def lifetimes(graph: CDGraph, schedule: Schedule) -> tuple[Lifetime, ...]:
-    """Every lifetime of more than 0 bytes that covers an event, by start, owner and index."""
+    """Return every lifetime of more than 0 bytes that covers an event, by start, owner and
+    index."""
     of_bytes = (f for f in starmap(Lifetime, spans(graph, schedule)) if f.size_bytes)
     ordered = sorted(of_bytes, key=lambda f: (f.start, f.owner.value, f.index))
     return tuple(f for f in ordered if f.start < f.stop)

@@ -67,7 +67,7 @@ class Curve:
         return self.points[0].peak_bytes
 
     def at(self, budget_bytes: int) -> CurvePoint | None:
-        """The fastest point within budget_bytes; None below the minimum."""
+        """Return the fastest point within budget_bytes; None below the minimum."""
         fitting = [p for p in self.points if p.peak_bytes <= budget_bytes]
         return fitting[-1] if fitting else None
 

@@ -46,7 +46,7 @@ def activation_names(graph: CDGraph) -> tuple[str, ...]:
 
 
 def operator_of(node: ComputeNode) -> str:
-    """'addmm' for the node 'addmm_12'."""
+    """Return 'addmm' for the node 'addmm_12'."""
     return re.sub(r"_\d+$", "", node.name)
 
 
@@ -56,8 +56,8 @@ def _stem(node: ComputeNode) -> str:
 
 
 def pattern_of(name: str) -> str:
-    """'layers.*.attn/softmax' for 'layers.3.attn/softmax#1', 'layers.*.norm/layer_norm' for
-    'layers.3.norm/layer_norm:2'."""
+    """Return a name for all layers: 'layers.*.attn/softmax' for 'layers.3.attn/softmax#1',
+    'layers.*.norm/layer_norm' for 'layers.3.norm/layer_norm:2'."""
     module, slash, operator = name.partition("/")
     if not slash:
         return name

@@ -186,7 +186,7 @@ class _Numbering:
         return f"{name}_{number}"
 
     def call(self, call: Call) -> Call:
-        """`call` with references to values of the graph."""
+        """Return `call` with references to values of the graph."""
         return renamed(call, self.value, self.value_of.get)
 
 
