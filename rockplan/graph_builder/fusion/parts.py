@@ -92,8 +92,8 @@ class _Expansion:
         self.values = list(capture.values)
         self._table = table
         self._fakes = FakeTensorMode()
-        self._view = capture.view
-        self._storages = self._view.next_storage
+        self._run = capture.view
+        self._storages = self._run.next_storage
         self._templates: dict[Hashable, _Template | None] = {}
 
     def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
@@ -140,9 +140,9 @@ class _Expansion:
         """Return whether nothing that the call reads or makes is written to later, and the run
         changes nothing of the caller's that it reads: a kernel may then read it at any time."""
         looked_at = _looked_at(recorded.call)
-        touched = self._view.storages((*looked_at, *recorded.call.made))
-        late = any(self._view.last_change.get(storage, -1) >= position for storage in touched)
-        return not late and touched.isdisjoint(self._view.changed_outside)
+        touched = self._run.storages((*looked_at, *recorded.call.made))
+        late = any(self._run.last_change.get(storage, -1) >= position for storage in touched)
+        return not late and touched.isdisjoint(self._run.changed_outside)
 
     def _is_plain(self, call: Call) -> bool:
         """Return whether all tensors have elements, are on one device and of dtypes that compilers

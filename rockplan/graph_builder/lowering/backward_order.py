@@ -127,23 +127,23 @@ class _Liveness:
         view = GraphView(graph)
         self._view, self._sizes, self._made = view, view.sizes, view.made_bytes
         first = len(graph.forward)
-        self._left = [0] * len(graph.data)
+        self._readers_left = [0] * len(graph.data)
         for data, nodes in view.readers.items():
-            self._left[data] = sum(n >= first for n in nodes) + (data in graph.held)
+            self._readers_left[data] = sum(n >= first for n in nodes) + (data in graph.held)
 
     def run(self, node: ComputeNode) -> None:
         for d in node.reads:
-            self._left[d] -= 1
+            self._readers_left[d] -= 1
 
     def undo(self, node: ComputeNode) -> None:
         for d in node.reads:
-            self._left[d] += 1
+            self._readers_left[d] += 1
 
     def effect(self, node: ComputeNode) -> _ByteEffect:
         """Return the effect of running `node` now."""
-        dying = [d for d in node.reads if self._left[d] == 1]
+        dying = [d for d in node.reads if self._readers_left[d] == 1]
         made = self._made[node.index]
-        unread = sum(self._sizes[d] for d in node.writes if not self._left[d])
+        unread = sum(self._sizes[d] for d in node.writes if not self._readers_left[d])
         taken = self._view.taken(node.index, dying.__contains__)
         taken_bytes = self._view.bytes_of(taken.operands) if taken else 0
         freed = unread + sum(self._sizes[d] for d in dying)

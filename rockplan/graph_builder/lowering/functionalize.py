@@ -39,7 +39,7 @@ def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
 class _Version:
     """The content of a recorded storage from the call at position `begun` on.
 
-    storage: where it is in the new run; whole: the value that covers all of it, None for the first
+    storage: where it is in the new run; base: the value that covers all of it, None for the first
     version, which no operator of ours made; members: value as recorded -> value in this version;
     inputs: storages that the calls which make this version read; is_read: other calls read it.
     """
@@ -47,7 +47,7 @@ class _Version:
     phase: Phase
     begun: int
     storage: int
-    whole: int | None = None
+    base: int | None = None
     members: dict[int, int] = field(default_factory=dict)
     inputs: set[int] = field(default_factory=set)
     is_read: bool = False
@@ -58,13 +58,13 @@ class _Rewriting:
     of each storage that the run makes, `_written` the position of its last maker or writer."""
 
     def __init__(self, capture: Capture, everywhere: bool) -> None:
-        self._capture, self._view = capture, capture.view
+        self._capture, self._run = capture, capture.view
         self._everywhere = everywhere
-        self._callers = self._view.storages(self._view.given)
-        self._unchangeable = _unchangeable(self._view)
-        self._writing = NewCalls(self._view)
+        self._callers = self._run.storages(self._run.given)
+        self._unchangeable = _unchangeable(self._run)
+        self._writing = NewCalls(self._run)
         self._values, self._calls = self._writing.values, self._writing.calls
-        self._storages = self._view.next_storage
+        self._storages = self._run.next_storage
         self._versions: dict[int, _Version] = {}
         self._written: dict[int, int] = {}
 
@@ -80,24 +80,24 @@ class _Rewriting:
     def add(self, position: int) -> None:
         """Add the call at `position`, on the latest versions of its arguments. Its change in place
         becomes a new version if it should not run in one node with the old one."""
-        recorded = self._view.calls[position]
-        read = self._view.storages(recorded.reads)
+        recorded = self._run.calls[position]
+        read = self._run.storages(recorded.reads)
         call = renamed(recorded.call, self._latest, int)
         reads, writes = (tuple(map(self._latest, vs)) for vs in (recorded.reads, recorded.writes))
         changing = self._changing(recorded, call, read)
         if changing is not None:
-            whole = self._renew(recorded.writes[0], recorded.phase)
-            call, writes = replace(changing, results=(whole,)), ()
+            base = self._renew(recorded.writes[0], recorded.phase)
+            call, writes = replace(changing, results=(base,)), ()
         else:
             call = replace(call, results=self._results_of(recorded))
-        if not self._view.is_view(position):
+        if not self._run.is_view(position):
             self._note_versions(recorded, read)
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
         """Update inputs and `is_read` of latest versions, for a call that is added next. read: the
         storages that it reads, as recorded."""
-        made = self._view.storages((*recorded.call.made, *recorded.writes))
+        made = self._run.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}
             self._written[storage] = len(self._calls)
@@ -112,7 +112,7 @@ class _Rewriting:
         if op is None or len(recorded.writes) != 1 or recorded.call.results != recorded.writes:
             return None
         (changed,) = recorded.writes
-        value = self._view.values[changed]
+        value = self._run.values[changed]
         version = self._versions.get(value.storage)
         if version is None or version.phase is not recorded.phase:
             return None
@@ -132,12 +132,12 @@ class _Rewriting:
 
     def _renew(self, changed: int, phase: Phase) -> int:
         """Begin a version of the storage of `changed`; return the value that covers all of it."""
-        value = replace(self._view.values[changed], storage=self._storages)
+        value = replace(self._run.values[changed], storage=self._storages)
         self._storages += 1
-        whole = self._new(value)
-        version = _Version(phase, len(self._calls), value.storage, whole)
-        self._versions[self._view.values[changed].storage] = version
-        return whole
+        base = self._new(value)
+        version = _Version(phase, len(self._calls), value.storage, base)
+        self._versions[self._run.values[changed].storage] = version
+        return base
 
     def _new(self, value: RecordedValue) -> int:
         self._values.append(value)
@@ -148,40 +148,38 @@ class _Rewriting:
         its arguments, or a new tensor, either in a new storage (whose first version begins here) or
         a view into the latest version of a storage."""
         for value in recorded.call.made:
-            storage = self._view.storage(value)
+            storage = self._run.storage(value)
             if value in recorded.reads or storage in self._callers:
                 continue
             version = self._versions.setdefault(
                 storage, _Version(recorded.phase, len(self._calls), storage)
             )
-            if version.whole is not None:
-                self._values[value] = replace(self._view.values[value], storage=version.storage)
+            if version.base is not None:
+                self._values[value] = replace(self._run.values[value], storage=version.storage)
                 version.members[value] = value
         return tuple(None if r is None else self._latest(r) for r in recorded.call.results)
 
     def _latest(self, value: int) -> int:
         """Return the value that holds what `value` holds now, in the latest version of its storage;
         write a view of that version if there is none yet."""
-        version = self._versions.get(self._view.storage(value))
-        if version is None or version.whole is None:
+        version = self._versions.get(self._run.storage(value))
+        if version is None or version.base is None:
             return value
         if value not in version.members:
-            spec = self._view.spec(value)
-            is_whole = spec == self._values[version.whole].spec
-            version.members[value] = version.whole if is_whole else self._derived(version, spec)
+            spec = self._run.spec(value)
+            is_whole = spec == self._values[version.base].spec
+            version.members[value] = version.base if is_whole else self._derived(version, spec)
         return version.members[value]
 
     def _derived(self, version: _Version, spec: TensorSpec) -> int:
         """Write a view of the version with this spec; return its value."""
-        assert version.whole is not None
+        assert version.base is not None
         last = self._calls[-1]
-        whole = self._values[version.whole]
-        view = self._new(replace(whole, spec=spec))
-        args = (ValueRef(version.whole), spec.shape, spec.stride, spec.offset)
+        base = self._values[version.base]
+        view = self._new(replace(base, spec=spec))
+        args = (ValueRef(version.base), spec.shape, spec.stride, spec.offset)
         call = Call("aten.as_strided.default", args, (), (view,))
-        self._calls.append(
-            replace(last, call=call, reads=(version.whole,), writes=(), random=False)
-        )
+        self._calls.append(replace(last, call=call, reads=(version.base,), writes=(), random=False))
         return view
 
 

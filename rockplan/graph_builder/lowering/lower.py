@@ -124,7 +124,7 @@ class _Numbering:
     """Numbers recorded storages and values for the graph, in order of first appearance."""
 
     def __init__(self, view: RunView) -> None:
-        self._view = view
+        self._run = view
         self._names: dict[str, int] = defaultdict(int)
         self.data: list[DataNode] = []
         self.values: list[Value] = []
@@ -135,7 +135,7 @@ class _Numbering:
         if ordinal not in self.data_of:
             index = len(self.data)
             self.data_of[ordinal] = index
-            kind = self._view.kinds[ordinal]
+            kind = self._run.kinds[ordinal]
             self.data.append(DataNode(index, name, kind, size_bytes))
         return self.data_of[ordinal]
 
@@ -143,9 +143,9 @@ class _Numbering:
         """Return the graph's index of a recorded value; its chain of views is numbered first."""
         if recorded in self.value_of:
             return self.value_of[recorded]
-        value = self._view.values[recorded]
-        position = self._view.views.get(recorded)
-        derived = None if position is None else self._view.calls[position]
+        value = self._run.values[recorded]
+        position = self._run.views.get(recorded)
+        derived = None if position is None else self._run.calls[position]
         if derived is not None:
             if _is_same_value(derived.call):
                 self.value_of[recorded] = self.value(derived.reads[0])
@@ -167,10 +167,10 @@ class _Numbering:
         execution derives them all."""
         values = list(self.values)
         for recorded, index in self.value_of.items():
-            position, view = self._view.views.get(recorded), values[index].view
+            position, view = self._run.views.get(recorded), values[index].view
             if view is None or position is None:
                 continue
-            call = self._view.calls[position].call
+            call = self._run.calls[position].call
             if _is_same_value(call):
                 continue
             named = tuple(None if r is None else self.value_of.get(r) for r in call.results)
