@@ -115,11 +115,9 @@ class Returned:
         self._versions = {i: counter._version for i, counter in self._counters.items()}
 
     def check_between(self, made: int, ends_here: bool) -> None:
-        """Raise BackwardError if leaf `made` got a gradient, and a result that it is computed from
-        waits for its part of it: the part stays inside the plan.
-
-        ends_here: autograd goes on from `made` to such results only, and no further.
-        """
+        """Raise BackwardError if leaf `made` got a gradient, and somebody waits for its part in the
+        gradient of a result that it is computed from: that part stays inside the plan. ends_here:
+        autograd goes on from `made` to such results only."""
         made_from = dict(self._related.made_from)[made]
         if ends_here:
             names = ", ".join(f"leaf {i}" for i in made_from)

@@ -63,7 +63,7 @@ class Lifetime:
         return self.opens <= 2 * event < self.closes
 
     def kind(self, graph: CDGraph) -> str:
-        """Return the kind of the storage, or the name of the other owner."""
+        """Return the kind of the storage, or the name of another owner."""
         stored = self.owner is Owner.STORAGE
         return graph.data[self.index].kind.value if stored else self.owner.value
 

@@ -44,7 +44,7 @@ class DataKind(Enum):
 
     @property
     def weighs(self) -> bool:
-        """True if its bytes count on the device."""
+        """True if the storage's bytes count on the device."""
         return self not in _WEIGHTLESS
 
 
@@ -121,7 +121,7 @@ class Call:
 
     @property
     def made(self) -> tuple[int, ...]:
-        """Return the indices of its results, without unused ones."""
+        """Indices of the results, without unused ones."""
         return tuple([r for r in self.results if r is not None])
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -231,7 +231,7 @@ class Takeover:
 
     @property
     def outline(self) -> Takeover:
-        """Return the part of it that a document (plan file, digest) keeps."""
+        """The part of a takeover that a document (plan file, digest) keeps."""
         return Takeover(self.operands, self.results)
 
 

@@ -151,12 +151,12 @@ class Interface:
 
     @property
     def results(self) -> tuple[int, ...]:
-        """Return the positions of the leaves that are tensors, one for each tensor object."""
+        """Positions of the leaves that are tensors, one for each tensor object."""
         leaves = enumerate(self.outputs)
         return tuple(i for i, leaf in leaves if leaf.value is not None and leaf.first == i)
 
     @property
     def residents(self) -> tuple[int, ...]:
-        """Return the values handed to the generated code, in this order."""
+        """Values handed to the generated code, in this order."""
         named = [v for _, v in (*self.parameters, *self.buffers)]
         return (*named, *(v for _, v in self.inputs), *self.constants)

@@ -62,7 +62,7 @@ class Opaque:
     backward_mutates: tuple[str, ...]
 
     def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
-        """Return the line of source that also declares these writes."""
+        """Return the line of source that declares the function with these writes added."""
         written = {
             "mutates": (*self.mutates, *mutates),
             "backward_mutates": (*self.backward_mutates, *backward_mutates),
@@ -123,7 +123,7 @@ class OpaqueForward:
         return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
-        """Run it on `tensors`. is_fake: use the function's `fake`, if it has one."""
+        """Run the forward on `tensors`. is_fake: run the function's `fake` instead, if any."""
         given = self._as_given(tensors)
         args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
         ctx, function = Context(self.needs), self.function
@@ -169,7 +169,7 @@ class OpaqueBackward:
         return f"{self.function.called}.{self.function.backward_name}"
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
-        """Run it on `tensors`. is_fake: use `fake_backward`, or make empty gradients."""
+        """Run the backward on `tensors`. is_fake: run `fake_backward`, or make empty gradients."""
         given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             given[place].requires_grad_()
@@ -196,7 +196,7 @@ class OpaqueBackward:
         return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that it gets without a copy; the outcome refers to them."""
+        """Return the tensors that the backward gets without a copy; the outcome refers to them."""
         return [t for i, t in enumerate(given) if i not in self.copied]
 
     def _like_arguments(self) -> tuple[Any, ...]:
@@ -325,7 +325,7 @@ _PLAIN = (
 
 
 def is_plain(leaf: Any) -> bool:
-    """Return whether the key of a call can describe this argument."""
+    """Return whether the key of a call can describe `leaf`, one of its arguments."""
     # Modules and their methods cannot: what they read differs for a copy of the module.
     owner = getattr(leaf, "__self__", leaf)
     is_function = callable(leaf) and not isinstance(owner, nn.Module)

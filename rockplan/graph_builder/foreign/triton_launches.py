@@ -80,8 +80,8 @@ class Launch:
         self.kernel[self._grid](*args, **named, **dict(self.options))
 
     def _on(self, storage: torch.Tensor, place: int) -> torch.Tensor:
-        """Return the tensor of this place. storage: that tensor, or its whole storage if several
-        tensors share it."""
+        """Return the tensor at `place`. storage: that tensor, or its whole storage if several share
+        it."""
         if self.tensors.storages.count(self.tensors.storages[place]) == 1:
             return storage
         spec = self.tensors.specs[place]

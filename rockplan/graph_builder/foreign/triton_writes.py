@@ -204,7 +204,8 @@ class _Function(ast.NodeVisitor):
     def _of_function(
         self, function: Any, node: ast.Call, positional: list[Names], named: dict[Any, Names]
     ) -> Names:
-        """Do the same for a call of a function of the user's under `triton.jit`."""
+        """Return the parameters that the result of a call of another jit function may be computed
+        from; note what that writes."""
         names = list(inspect.signature(function).parameters)
         made_of = dict(zip(names, positional, strict=False)) | named
         given = dict(zip(names, node.args, strict=False))
@@ -258,7 +259,7 @@ def _global(function: Any, name: str) -> Any:
 
 
 def _is_jit(value: Any) -> bool:
-    """Return whether `triton.jit` was applied to it."""
+    """Return whether the value is a function that `triton.jit` was applied to."""
     return _is_of_triton(type(value)) and isinstance(plain_function(value), types.FunctionType)
 
 

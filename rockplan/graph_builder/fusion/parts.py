@@ -57,7 +57,7 @@ class OperatorPart:
 
     @property
     def makes(self) -> tuple[int, ...]:
-        """Return the values that it makes or changes."""
+        """Values that the operator makes or changes."""
         return tuple(dict.fromkeys((*self.call.made, *self.writes)))
 
 

@@ -95,7 +95,8 @@ def _beside_the_loss(graph: CDGraph) -> int:
 
 
 def predecessors(graph: CDGraph) -> list[set[int]]:
-    """Return for each node the nodes that it must directly follow."""
+    """Return for each node the nodes that must run before it, without those that follow from
+    theirs."""
     producer = producers(graph)
     before = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
     last: int | None = None

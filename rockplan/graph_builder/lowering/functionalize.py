@@ -160,8 +160,8 @@ class _Rewriting:
         return tuple(None if r is None else self._latest(r) for r in recorded.call.results)
 
     def _latest(self, value: int) -> int:
-        """Return the value that holds what `value` holds now, in the latest version of its storage;
-        write a view of that version if there is none yet."""
+        """Return the value with the current content of `value`, in the latest version of its
+        storage; write a view of that version if there is none yet."""
         version = self._versions.get(self._run.storage(value))
         if version is None or version.base is None:
             return value

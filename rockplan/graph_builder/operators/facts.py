@@ -364,7 +364,7 @@ def follows_shapes(operator: OpOverload) -> bool:
 
 @functools.cache
 def is_plain_view(operator: OpOverload) -> bool:
-    """Return whether the result has the same elements as the only tensor argument."""
+    """Return whether the operator returns a view with the elements of its only tensor argument."""
     facts = facts_of(operator)
     tensors_taken = sum("Tensor" in str(a.type) for a in operator._schema.arguments)
     is_view = facts.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
@@ -387,6 +387,6 @@ PRODUCTS = ("aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.b
 
 @functools.cache
 def is_product(operator: OpOverload) -> bool:
-    """Return whether it is a matrix product: on all devices its result is allocated by the code
-    that also makes the result for meta tensors (PyTorch calls such kernels structured)."""
+    """Return whether the operator is a matrix product: on all devices its result is allocated by
+    the code that also makes the result for meta tensors (PyTorch calls such kernels structured)."""
     return operator_name(operator) in PRODUCTS

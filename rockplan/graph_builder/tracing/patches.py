@@ -126,7 +126,7 @@ def _in_this_thread_only(replacement: Any, original: Any) -> Any:
 
 
 def in_this_thread(function: Any, original: Any) -> Callable[..., Any]:
-    """Return a function that calls `function` in this thread and `elsewhere` in others."""
+    """Return a function that calls `function` in this thread and `original` in others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

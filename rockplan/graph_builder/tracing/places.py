@@ -23,7 +23,8 @@ from rockplan.python_state.answers import PLACE
 
 
 def ask_places(recorder: Recorder, questions: Questions) -> None:
-    """Make places of the caller's tensors that operators use questions of the plan."""
+    """Note places in memory of the caller's tensors that operators depend on, as questions of the
+    plan."""
     asked: dict[int, set[str]] = defaultdict(set)
     for recorded in recorder.calls:
         for attribute in _asked_by(recorded):

@@ -125,7 +125,7 @@ def refuse_without_memory(module: nn.Module) -> None:
 
 
 def refuse(when: When, module: nn.Module) -> None:
-    """Raise the first finding of a rule of this stage."""
+    """Raise the first finding of the rules of stage `when`."""
     for row in REFUSALS:
         if row.when is when and row.rule is not None:
             for finding in row.rule(module):

@@ -99,8 +99,8 @@ def refuse_cached(reached: Reached, made: RunTensors) -> None:
 
 
 def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ...]:
-    """Return the data that each call leaves outside of tensors. Raises UnsupportedModel if a
-    planned call could not leave it there."""
+    """Return the plain data that each call stores in Python objects. changes: (holder, key) of all
+    that the run changed. Raises UnsupportedModel if a planned call could not store it."""
     assignments: list[Assignment] = []
     owners = {owner for owner, _ in changes}
     for held, before, start in _known(snapshot):
@@ -154,8 +154,8 @@ def _is_opaque(value: Any, former: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether it is immutable data, a collection of such data (a call leaves a copy), or a
-    tensor that existed before the call."""
+    """Return whether a value is immutable data, a collection of such data (a call leaves a copy),
+    or a tensor that existed before the call."""
     if type(value) in (dict, list, set, deque):
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))

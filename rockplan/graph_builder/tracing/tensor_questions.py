@@ -27,7 +27,7 @@ from rockplan.python_state.contents import described
 from rockplan.values.interface import ABSENT, Question
 
 # Attributes that no planned call could give, whatever their value.
-_TOLD_ALONE = {
+_NEVER_TOLD = {
     "_version": "how often it was written to",
 }
 # Attributes that are allowed if they are None, which is asked again before each call.
@@ -70,8 +70,8 @@ class Questions:
         """Answer questions while inside. namespaces: global variables of the code that may ask."""
         with contextlib.ExitStack() as stack:
             stack.enter_context(_members(FakeTensor, self._members()))
-            alone = {name: self._alone(name, what) for name, what in _TOLD_ALONE.items()}
-            stack.enter_context(_members(torch.Tensor, alone))
+            refused = {name: self._refused(name, what) for name, what in _NEVER_TOLD.items()}
+            stack.enter_context(_members(torch.Tensor, refused))
             stack.enter_context(_members(type(nn.Parameter), {"__instancecheck__": self._is_a()}))
             told = {"type": _Type, "id": self._id}
             for namespace in namespaces:
@@ -165,7 +165,8 @@ class Questions:
         return id(self.real.get(id(value), value))
 
     def ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
-        """Note a question: each later call must find `answer` again, if `tensor` is a stand-in."""
+        """Note that the forward read `attribute` of a tensor of the caller: later calls must find
+        `answer`."""
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
@@ -302,8 +303,9 @@ class Questions:
 
         return as_subclass
 
-    def _alone(self, name: str, what: str) -> property:
-        """Return a property that is refused if the user's code reads it."""
+    def _refused(self, name: str, what: str) -> property:
+        """Return a property that raises a refusal if the user's code reads it. what: its
+        meaning."""
         original: Any = getattr(torch._C.TensorBase, name)
         thread = threading.get_ident()
 
@@ -316,7 +318,7 @@ class Questions:
         return property(get)
 
     def _if_none(self, name: str, what: str) -> property:
-        """Return a property that is refused if it is not None on the real tensor."""
+        """Return a property that raises a refusal if it is not None on the real tensor."""
         original: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:

@@ -276,8 +276,8 @@ class ValueReader:
                 )
 
     def _is_read_again(self, recorder: Recorder, guard: Guard, written: Sequence[int]) -> bool:
-        """Return whether the next call reads what `guard` expects from the buffers `written`, which
-        this call changes."""
+        """Return whether the next call reads what `guard` expects, from buffers `written` that this
+        call changes."""
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, written)
         known = self._known.keys() | self._buffers.keys() | dict(recorder.constants).keys()
         if leaves - known or not all(c.is_repeatable for c in calls):
