@@ -271,7 +271,7 @@ def output_leaves(
 
 
 def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    """Raise if an output shares a storage with a tensor of the caller that requires a gradient."""
+    """Raise if an output that requires a gradient shares a storage with a tensor of the caller."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
         raise NAMED["result that is an argument"].error(position=position)

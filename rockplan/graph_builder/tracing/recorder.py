@@ -417,9 +417,9 @@ class Recorder(TorchDispatchMode):
         return changed
 
     def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy tensors that a kernel writes into in the backward pass, if the forward pass or
-        autograd's saved tensors hold them: plans write into none of these. written: tensors grouped
-        by storage. A later read of the original is refused."""
+        """Copy tensors that a kernel writes into in the backward pass, if the forward pass made
+        them, or the caller as incoming gradients: plans write into neither. written: tensors
+        grouped by storage. A later read of the original is refused."""
         if self.phase is Phase.FORWARD:
             return
         resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
