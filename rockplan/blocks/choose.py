@@ -1,8 +1,8 @@
 """Choose: an option for each block of a step, within a budget.
 
-takes: the kinds of the blocks with the options that are known, the moments of a step, a budget.
-returns: the options by which the blocks take least time. guarantees: the peak that the moments
-predict with them is within the budget; options that this budget needs are looked for.
+takes: the kinds of the blocks with their known options, the moments of a step, a budget. returns:
+the options with which the blocks take least time. guarantees: the peak that the moments predict
+with them is within the budget; options for just this budget are searched.
 
 No model is touched here.
 """
@@ -36,8 +36,8 @@ from rockplan.values.progress import report
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """Blocks that are planned as one: their problem, the options that are known, and the bytes of
-    the gradients that come in."""
+    """Blocks that are planned as one: their problem, their known options (`family`), and the bytes
+    of the incoming gradients."""
 
     problem: Problem
     eager: BoundedOption
@@ -57,8 +57,8 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class BlockSequence:
-    """The blocks of a step, what is known of their options, and the step beside them. others: calls
-    that are in flight meanwhile."""
+    """The blocks of a step with their known options, and the measured rest of the step. others:
+    calls that are in flight meanwhile."""
 
     blocks: tuple[CapturedBlock, ...]
     kinds: dict[Any, BlockKind]
@@ -74,31 +74,38 @@ class BlockSequence:
         return self.needed_bytes([self.kinds[b.kind].eager for b in self.blocks])
 
     def needed_bytes(self, options: Sequence[BoundedOption]) -> int:
+        """Return the bytes of the step with these options, other calls in flight included."""
         return step_peak_bytes(self.moments, options) + self.others.needed_bytes(options)
 
     def budget_bytes(self, wanted: Budget) -> int:
+        """Return the budget in bytes; for the smallest budget the least for which there is a
+        choice."""
         least_bytes = least_budget(self.families, self.moments, self.others)
         return wanted.within(self.eager_peak_bytes) or least_bytes
 
     def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
+        """Return the fastest choice within the budget, None if there is none."""
         return fastest_options(self.families, self.moments, budget_bytes, self.others)
 
     def left_bytes(self, budget_bytes: int) -> int:
-        """For the call that runs, where others keep what they do in the fastest choice; without
-        any choice, where they keep least."""
+        """Return the bytes left for the call that runs, if other calls in flight save what they do
+        in the fastest choice (if there is no choice, the least they can)."""
         chosen = self.fastest(budget_bytes) or [thrifty(family) for family in self.families]
         return budget_bytes - self.others.needed_bytes(chosen)
 
     def least(self) -> tuple[BoundedOption, ...]:
-        """The fastest within the least budget that there is a choice for."""
+        """Return the fastest choice within the least budget that has any."""
         chosen = self.fastest(least_budget(self.families, self.moments, self.others))
         assert chosen is not None
         return chosen
 
     def with_options_for(self, budget_bytes: int, options: Options) -> BlockSequence:
-        """For each limit of what a block keeps, the fastest option with the peak that is left where
-        all blocks of its kind keep as much; then the same half way between the limits that the
-        choice has and their neighbours, where something is left to gain."""
+        """Return the sequence with more options for this budget.
+
+        For each limit of a block's saved bytes, the fastest option is searched with the peak that
+        remains if all blocks of its kind save as much; then, if there is something to gain, the
+        same for limits half way between the chosen ones and their neighbours.
+        """
         if self.fastest(budget_bytes) == self.fastest(MOST_BYTES):
             return self
         limits = {key: _kept(kind.family) for key, kind in self.kinds.items()}
@@ -111,15 +118,16 @@ class BlockSequence:
         return extended._extended(limits, extended.left_bytes(budget_bytes), options)
 
     def overhead(self, chosen: Sequence[BoundedOption]) -> float:
-        """Of the time of all blocks."""
+        """Return the extra time of the blocks with these options, as a share of their unplanned
+        time."""
         eager_ns = sum(self.kinds[block.kind].eager.time_ns for block in self.blocks)
         return sum(option.time_ns for option in chosen) / max(eager_ns, 1) - 1
 
     def _extended(
         self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
     ) -> BlockSequence:
-        """With an option for each limit of what a block of a kind keeps, where the peak that is
-        left is less than that of what is known."""
+        """Return the sequence with an option for each limit of saved bytes of a kind, if the
+        remaining peak is below that of the known options."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(map(peak_of, kind.family))
@@ -142,8 +150,8 @@ class BlockSequence:
         return replace(self, kinds=kinds)
 
     def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
-        """For the inside of each block of a kind, where all of these keep `saved_bytes`, and others
-        as little as they can."""
+        """Return the peak left for a block of a kind if all blocks of this kind save `saved_bytes`,
+        and the others as little as they can."""
         saved = [
             saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
             for b, family in zip(self.blocks, self.families, strict=True)
@@ -157,6 +165,7 @@ class BlockSequence:
         )
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
+        """Return the error for a budget that is too small."""
         least_bytes = least_budget(self.families, self.moments, self.others)
         chosen = self.least()
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
@@ -176,6 +185,7 @@ class BlockSequence:
         )
 
     def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
+        """Say how much other calls in flight hold, '' if there are none."""
         if not self.others.count:
             return ""
         held = format_bytes(self.others.needed_bytes(chosen))
@@ -183,21 +193,22 @@ class BlockSequence:
 
 
 WORTH_A_SECOND_LOOK = 0.05
-"""Of the time of the blocks: with less to gain, limits half way are not looked at. On six layers of
-GPT-2 within the peak of checkpointing they took 25.1 % down to 21.4 %."""
+"""Share of the time of the blocks: with a smaller overhead, limits half way are not tried. On six
+layers of GPT-2 within the peak of checkpointing they lowered it from 25.1 % to 21.4 %."""
 
 
 def _is_known(natural: BoundedOption, saved_bytes: int, peak_bytes: int) -> bool:
-    """Is the fastest option that keeps just as much known, and does it fit?"""
+    """True if the fastest option that saves just as much is known, and fits."""
     return natural.saved_bytes == saved_bytes and peak_of(natural) <= peak_bytes
 
 
 def _kept(family: Iterable[BoundedOption]) -> list[int]:
+    """Return the different saved bytes of a family, ascending."""
     return sorted({option.saved_bytes for option in family})
 
 
 def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
-    """Between each of `used` and its neighbours among `limits`, which ascend."""
+    """Return the middle between each of `used` and its neighbours among `limits` (ascending)."""
     positions = {
         (limits[i] + limits[j]) // 2
         for i in (limits.index(u) for u in used if u in limits)
@@ -208,5 +219,5 @@ def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
 
 
 def thrifty(family: Sequence[BoundedOption]) -> BoundedOption:
-    """The option that keeps least, with the least peak."""
+    """Return the option that saves least, with the least peak."""
     return min(family, key=lambda o: (o.saved_bytes, peak_of(o), o.time_ns))

@@ -1,12 +1,12 @@
-"""Inputs: what blocks are called with, found by one run of the sample.
+"""Inputs: the arguments of blocks, found by one run of the sample.
 
-takes: a model, its blocks, a sample. returns: the call of each block, and what the run wrote to.
-guarantees: all is as it was (`untouched`); nothing that autograd would save for a backward pass
-through a block stays.
+takes: a model, its blocks, a sample. returns: the call of each block, and the tensors that the run
+wrote to. guarantees: all is left as it was (`untouched`); nothing that autograd would save for a
+backward pass through a block stays alive.
 
 The run is a real one, under autograd, since values of integers (positions, masks, routes) and
-`requires_grad` decide what a block does; what autograd saves in a block goes at once, so that it
-needs little memory. Blocks that are called alike share the arguments of the first.
+`requires_grad` decide what a block does; tensors that autograd saves in a block are freed at once,
+so that it needs little memory. Blocks that are called alike share the arguments of the first.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ from rockplan.runtime.planned_state import original_forward
 
 @dataclass(frozen=True, slots=True)
 class SampleCall:
-    """How a block is called. kind: by which programs are found; autocast: as it was; held: what its
-    arguments held, which a model may add to since (the features of dense connections)."""
+    """The call of a block. kind: the key of its programs; autocast: state during the call; held:
+    contents of its arguments, to which a model may add later (the features of dense
+    connections)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -48,7 +49,7 @@ class SampleCall:
 
     @contextlib.contextmanager
     def as_called(self) -> Iterator[None]:
-        """The arguments hold what they held."""
+        """Put the contents that the arguments had in the call back, inside."""
         since = [(held, held.elements) for held, _ in self.held]
         _write(self.held)
         try:
@@ -58,26 +59,28 @@ class SampleCall:
 
 
 def _write(held: Iterable[tuple[Held, list[Element]]]) -> None:
+    """Make each holder hold these elements."""
     for holder, elements in held:
         if not same_elements(holder.kind.elements(holder.owner), elements):
             holder.kind.write(holder.owner, elements)
 
 
 def _held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Held, list[Element]]]:
+    """Yield (holder, its elements) of the containers and objects among the arguments."""
     for held in reached(nn.Module(), _nothing, args, kwargs).holders:
         if held.place.is_callers:
             yield held, held.elements
 
 
 def _nothing() -> None:
-    """A forward that comes to nothing but its arguments."""
+    """A forward that reaches only its arguments."""
 
 
 @dataclass(slots=True)
 class SampleRun:
-    """calls: of each block by its path, in the order of the calls; missing: paths of those that are
-    not called; repeated: of those that are called several times; called: identities of all modules
-    that are; written: what the run wrote to."""
+    """The result of a sample run. calls: of each block by its path, in the order of the calls;
+    missing: paths of blocks that are not called; repeated: of blocks that are called several times;
+    called: identities of all modules that are called; written: tensors that the run wrote to."""
 
     calls: dict[str, SampleCall] = field(default_factory=dict)
     missing: tuple[str, ...] = ()
@@ -93,7 +96,7 @@ def sample_run(
     kwargs: dict[str, Any],
     loss: Loss | None = None,
 ) -> SampleRun:
-    """One run of the sample. Raises InvalidInput for a block under a transform of torch.func, or
+    """Run the sample once. Raises InvalidInput for a block under a transform of torch.func, or
     through which the forward runs a backward pass of its own."""
     run = SampleRun()
     shared: dict[Any, SampleCall] = {}
@@ -125,7 +128,7 @@ def sample_run(
         stack.enter_context(torch.enable_grad())
         result = model(*args, **kwargs)
         if loss is not None:
-            with contextlib.suppress(_BackwardThroughBlock):  # it may, of what a step keeps
+            with contextlib.suppress(_BackwardThroughBlock):  # a loss may run one, in a real step
                 loss(result)
         del result
     run.missing = tuple(path for path in blocks if path not in run.calls)
@@ -156,8 +159,8 @@ def refuse_repeated(run: SampleRun) -> None:
 def without_history(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """The arguments, with leaves in place of what was computed from other tensors: a backward pass
-    from here ends there."""
+    """Return the arguments with computed tensors replaced by leaves, at which a backward pass
+    ends."""
     leaves, spec = trees.tree_flatten((args, kwargs))
     detached: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
         [_without_history(leaf) for leaf in leaves], spec
@@ -172,14 +175,15 @@ def _without_history(leaf: Any) -> Any:
 
 
 def _reshard(model: nn.Module) -> None:
-    """No backward pass comes, after which `fully_shard` would."""
+    """Free gathered parameters, which `fully_shard` would do after a backward pass (there is
+    none)."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """The module has another forward meanwhile, inside of its hooks."""
+    """Give the module another forward inside, within its hooks."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -192,6 +196,9 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def _nothing_saved(path: str) -> Iterator[None]:
+    """Drop the tensors that autograd saves inside. A backward pass through them raises
+    _BackwardThroughBlock."""
+
     def refuse(saved: None) -> torch.Tensor:
         raise _BackwardThroughBlock(
             f"the forward of the model runs a backward pass of its own through block '{path}', "
@@ -206,4 +213,4 @@ def _nothing_saved(path: str) -> Iterator[None]:
 
 
 class _BackwardThroughBlock(InvalidInput):
-    """What a block saves is not there."""
+    """A backward pass needs what a block saved, which was dropped."""

@@ -1,7 +1,7 @@
-"""Kinds: blocks with one graph are measured and solved once, and run one program.
+"""Kinds: blocks with the same graph are measured and solved once, and run one program.
 
-takes: a block and a call of it. returns: what is to be planned; programs. guarantees: a program is
-run by another block only where the graph that was captured of that one is the same, call by call.
+takes: a block and a call of it. returns: its problem; programs. guarantees: another block runs a
+program only if its own captured graph is the same, call by call.
 
 Each block is captured by itself: modules of one class may differ in anything that a forward reads.
 """
@@ -42,9 +42,9 @@ from rockplan.values.schedule import keep_all
 class Allowance:
     """What a block may need of a step.
 
-    saved_bytes, peak_bytes: between the phases, and at one time. eager_bytes: what it keeps
-    unplanned; where a call keeps more, it may need more in proportion, and where nothing fits, the
-    smallest plan is taken. 0: never more.
+    saved_bytes: between the phases; peak_bytes: at one time. eager_bytes: what it saves unplanned:
+    a call that saves more unplanned may need more in proportion, and if nothing fits, the smallest
+    plan is taken. 0: never more.
     """
 
     saved_bytes: int
@@ -52,7 +52,8 @@ class Allowance:
     eager_bytes: int = 0
 
     def of(self, eager: BoundedOption) -> tuple[int, int]:
-        """For a call of which `eager` is the unplanned option."""
+        """Return the saved bytes and the peak allowed to a call whose unplanned option is
+        `eager`."""
         if not 0 < self.eager_bytes < eager.saved_bytes:
             return self.saved_bytes, self.peak_bytes
         ratio = eager.saved_bytes / self.eager_bytes
@@ -64,8 +65,8 @@ UNLIMITED = Allowance(MOST_BYTES, MOST_BYTES)
 
 @dataclass(frozen=True, slots=True)
 class CapturedBlock:
-    """A block with a call of it. source: where what the forward returns is not taken to be held in
-    the backward phase: that is for the rest of the model to do."""
+    """A block with a call of it. source: its captured call, in which returned results do not count
+    as held in the backward phase (they are counted by the rest of the model)."""
 
     call: ModuleCall
     source: CapturedCall
@@ -78,11 +79,13 @@ class CapturedBlock:
 
     @property
     def common_digest(self) -> str:
-        """Equal in all processes that plan the same block, each on a device of its own."""
+        """A digest that is equal in all processes that plan the same block, each on its own
+        device."""
         return graph_digest(self.source.lowered.graph, on_any_device=True)
 
 
 def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
+    """Capture a call of a block."""
     source = captured_call(call, options)
     lowered = replace(source.lowered, graph=_of_a_step(source.lowered.graph))
     source = replace(source, lowered=lowered)
@@ -90,7 +93,7 @@ def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
 
 
 def _of_a_step(graph: CDGraph) -> CDGraph:
-    """`graph`, whose results and loss are the step's."""
+    """Return `graph` without its results and its loss, which the step counts."""
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
@@ -101,7 +104,8 @@ def _of_a_step(graph: CDGraph) -> CDGraph:
 
 
 def block_problem(block: CapturedBlock, options: Options) -> Problem:
-    """With prices. There is no loss of the caller's inside a block, and no block inside one."""
+    """Return the problem of a block with prices. (It has no loss of the caller's and no blocks
+    inside.)"""
     with PLANNING:
         problem = measured(block.source.lowered, options, block.source.waits)
     return replace(problem, constrained=problem.graph, blocks=())
@@ -110,13 +114,13 @@ def block_problem(block: CapturedBlock, options: Options) -> Problem:
 def built_block(
     block: CapturedBlock, problem: Problem, option: BoundedOption, options: Options
 ) -> PlannedProgram:
-    """The program of a block that runs as `option` says."""
+    """Return the program of a block that runs as `option` says."""
     made = bounded_plan(problem, option)
     return built_program(block.call, made, block.source, options)
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
-    """`program` for another block of its kind: the same code, with constants of its own."""
+    """Return `program` for another block of its kind: the same code, with its own constants."""
     source = block.source
     call = block.call
     forward = original_forward(call.module)
@@ -130,10 +134,9 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 
 @dataclass(eq=False)
 class BlockPrograms:
-    """What is planned for the blocks of a model, by kind and allowance. plan: of the whole step,
-    for who asks; refused: paths of blocks that could not be planned when they were called;
-    switched_off: configurations that ask for no key-value cache since; told: what the user was
-    told once."""
+    """The programs of the blocks of a model, by kind and allowance. plan: of the whole step;
+    refused: paths of blocks that could not be planned when they were called -> why; switched_off:
+    configurations whose key-value cache was switched off; told: keys of warnings given."""
 
     options: Options
     plan: BlocksPlan | None = None
@@ -146,24 +149,25 @@ class BlockPrograms:
         return BlockPrograms, (self.options, self.plan, self.switched_off)
 
     def keep(self, block: CapturedBlock, allowance: Allowance, program: PlannedProgram) -> None:
+        """Note the program of a kind under an allowance."""
         self.known[(*block.kind, allowance)] = program
 
     def of(self, allowance: Allowance) -> tuple[PlannedProgram, ...]:
-        """What runs under `allowance`, for all kinds."""
+        """Return the programs of all kinds under `allowance`."""
         return tuple(program for key, program in self.known.items() if key[-1] == allowance)
 
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
-        """That of another block, where the block meets the module and its caller alike."""
+        """Return the program of another block, if this block has the same interface; else None."""
         known = self.known.get((*block.kind, allowance))
         interface = block.source.lowered.interface
-        # What calls leave in Python belongs to one block.
+        # Assignments of a call belong to one block.
         if known is None or interface.assignments or known.interface.assignments:
             return None
         return _shared(known, block) if known.interface == interface else None
 
 
 def say_block(error: CaptureError, path: str) -> None:
-    """Have `error` name the block, and what to do."""
+    """Make `error` name the block, and what to do."""
     error.args = (
         f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') leaves it as it "
         "is; or name parts of it as the blocks, such as its attention)",
@@ -172,7 +176,7 @@ def say_block(error: CaptureError, path: str) -> None:
 
 @dataclass(frozen=True, eq=False)
 class BlockMaker:
-    """Plans for further kinds of call of a block, under what it has of the budget of a step."""
+    """Plans further kinds of call of a block, within its allowance of a step."""
 
     path: str
     programs: BlockPrograms
@@ -187,6 +191,7 @@ class BlockMaker:
             raise
 
     def _make(self, call: ModuleCall) -> PlannedProgram:
+        """Return a known program, an adapted one, or a new one."""
         options = self.programs.options
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
@@ -203,8 +208,9 @@ class BlockMaker:
 def _adapted(
     problem: Problem, allowance: Allowance, known: Sequence[PlannedProgram]
 ) -> BoundedOption | None:
-    """What a known plan is for a call that differs in few operations, or none (a trainer passes a
-    number on to its layers that none of them reads): nothing is searched then."""
+    """Return the option of a known plan for a call that differs in few operations, or none (a
+    trainer passes its layers a number that they do not read); None if none fits. Nothing is
+    searched."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     for program in known:
         schedule = carried_over(program.plan, problem.graph)
@@ -222,7 +228,8 @@ def _adapted(
 
 
 def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
-    """The fastest that is found within the allowance."""
+    """Return the fastest option found within the allowance. Raises InfeasibleBudget, or warns and
+    returns the smallest one, as the options say."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     everything = option_with(problem, keep_all(problem.graph))
     if everything.saved_bytes <= saved_bytes and peak_of(everything) <= peak_bytes:

@@ -1,8 +1,8 @@
-"""Blocks: each repeated block of a model planned by itself, and the rest left to Python.
+"""Blocks: each repeated block of a model is planned by itself, and the rest left to Python.
 
 takes: a model, a sample, a budget for a step. returns: the same model, whose blocks are planned in
 place. guarantees: each block computes what it did, bit for bit; nothing else of the model changes.
-The peak that is promised rests on what was measured of one step beside the blocks.
+The predicted peak relies on a measurement of one step beside the blocks.
 """
 
 from __future__ import annotations
@@ -90,20 +90,20 @@ def solve_blocks(
     loss: Loss | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
-    """Plan the blocks of `model` in place, each by itself; returns `model`.
+    """Plan the blocks of `model` in place, each by itself; return `model`.
 
     The rest of the model runs as it is: with hooks, control flow, layers that are left out by
     chance, wrappers that come later (`fully_shard`, `DistributedDataParallel`, trainers).
 
     sample_input, sample_kwargs: one batch, as for `solve`. budget: peak bytes of a whole step, as
-    for `solve`; what runs beside the blocks is measured in a few steps of the sample, and
-    `blocks_of` says what it needs. optimizer: for 'auto', as for `solve`; there is room for all
-    gradients at once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated
-    blocks that `compare` finds. loss: of the result of the model, for the measured steps; None: the
-    model returns its loss, or what the caller's needs is left out.
-    Calls of other shapes are planned when they come, under what their block has of the budget;
-    with options.sizes the sample stands for the largest of them.
-    What an earlier call planned of this model is undone first, also where this one fails.
+    for `solve`; the memory beside the blocks is measured in a few steps of the sample, and
+    `blocks_of` reports it. optimizer: for 'auto', as for `solve`; there is room for all gradients
+    at once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated blocks that
+    `compare` finds. loss: computes the loss from the result of the model, for the measured steps;
+    None: the model returns its loss, or the memory of the caller's loss is left out.
+    Calls of other shapes are planned when they come, within what their block has of the budget;
+    with options.sizes the largest size of the sample is planned. What an earlier call planned of
+    this model is undone first, even if this call fails.
     Raises InvalidInput for blocks that overlap, that the sample does not reach, or that it calls
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
@@ -134,6 +134,7 @@ def _plan_blocks(
     *,
     are_found: bool,
 ) -> None:
+    """Find the calls of the blocks, and plan them. are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.told.add(SHARDING)
@@ -158,8 +159,8 @@ def _plan_blocks(
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput where other processes have other parameters, or other blocks: what is
-    gathered for planning would not fit together."""
+    """Raise InvalidInput if other processes have other parameters or other blocks: gathering them
+    together would fail."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     others = agreed.gathered("model", (own, [*named]))
     different = [rank for rank, (theirs, _) in others.items() if theirs != own]
@@ -179,8 +180,8 @@ def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Modu
 def _as_a_whole(
     model: nn.Module, call: SizedCall, options: Options, error: InfeasibleBudget
 ) -> str:
-    """What `solve` would need, which plans what is beside the blocks as well; '' where that is no
-    less, or cannot be."""
+    """Say what `solve` would need, which plans the rest of the model as well; '' if that is no
+    less, or fails."""
     limited = replace(options, time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     needed_bytes = least_bytes(call.of(model), limited)
     if needed_bytes is None or needed_bytes >= error.minimum_bytes:
@@ -192,7 +193,7 @@ def _as_a_whole(
 
 
 Left = tuple[tuple[str, str], ...]
-"""(path, why) of blocks that are left as they are."""
+"""(path, why) of blocks that are not planned, and run as they are."""
 
 
 def _blocks_called(
@@ -202,10 +203,12 @@ def _blocks_called(
     loss: Loss | None,
     are_found: bool,
 ) -> tuple[dict[str, nn.Module], SampleRun, Left]:
-    """The blocks, a run of the sample, and what is left of the blocks for what it shows. are_found:
-    nobody has named them, and what the forward calls decides.
+    """Return the blocks, a run of the sample, and the blocks that this run shows cannot be planned.
+    are_found: the user has not named the blocks, so that they may be replaced by those that the
+    forward calls.
 
-    Raises InvalidInput."""
+    Raises InvalidInput.
+    """
     run = sample_run(model, named, call.args, call.kwargs, loss)
     left: Left = ()
     if are_found and run.missing:
@@ -224,7 +227,8 @@ def _blocks_called(
 
 
 def blocks_of(model: nn.Module) -> BlocksPlan:
-    """What `solve_blocks` planned of `model`, to be printed. Raises InvalidInput without any."""
+    """Return the plan of `solve_blocks` for `model`, which can be printed. Raises InvalidInput if
+    there is none."""
     for block in model.modules():
         maker = make_program_of(block) if is_in_place(block) else None
         if isinstance(maker, BlockMaker) and maker.programs.plan is not None:
@@ -236,11 +240,11 @@ def blocks_of(model: nn.Module) -> BlocksPlan:
 
 
 _NONE_PLANNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
-"""Models of which all blocks are left, and why."""
+"""Model -> why none of its blocks is planned."""
 
 
 def restore_blocks(model: nn.Module) -> nn.Module:
-    """Undo `solve_blocks`; returns `model`."""
+    """Undo `solve_blocks`; return `model`."""
     _NONE_PLANNED.pop(model, None)
     for block in [*model.modules()]:
         if is_in_place(block):
@@ -253,8 +257,8 @@ def restore_blocks(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Measured:
-    """others: by path what ran of blocks whose backward started from other results than was
-    thought."""
+    """A measured step. others: path -> program that ran, of blocks whose backward started from
+    other results than assumed."""
 
     step: MeasuredStep
     kinds: dict[Any, BlockKind]
@@ -263,8 +267,8 @@ class _Measured:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call of `solve_blocks`. are_found: nobody has named the blocks; agreed: with other
-    processes."""
+    """One call of `solve_blocks`. written: tensors beside buffers that a step writes to; are_found:
+    the user has not named the blocks; agreed: processes that plan together."""
 
     model: nn.Module
     args: tuple[Any, ...]
@@ -283,7 +287,8 @@ class _Job:
         wanted: Budget,
         left: Left,
     ) -> None:
-        """Plan what can be planned of the blocks `named`, within `wanted`. left: of others."""
+        """Plan the blocks `named` as far as possible, within `wanted`. left: blocks that are not
+        planned."""
         captured, refused = self._captured(named, calls)
         left += refused
         while captured:
@@ -316,6 +321,8 @@ class _Job:
         wanted: Budget,
         left: Left,
     ) -> None:
+        """Measure a step, choose an option for each block so that the step fits, and install the
+        programs. On any error the blocks are restored."""
         try:
             step, captured, kinds = self._measured(captured, calls)
             moments = step.moments
@@ -329,6 +336,7 @@ class _Job:
                 PlacedBlock(path, numbers[block.kind], option, kinds[block.kind].eager)
                 for (path, block), option in zip(captured.items(), chosen, strict=True)
             )
+            # A budget in bytes is never exceeded; others may grow with the size of a call.
             grows = wanted.is_minimum or wanted.share is not None
             allowances = [
                 Allowance(o.saved_bytes, peak_of(o), grows * kinds[b.kind].eager.saved_bytes)
@@ -341,8 +349,8 @@ class _Job:
             raise
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
-        """Blocks that could be planned alone, and not as a step calls them: (path, why) of all of
-        their kinds."""
+        """Return (path, why) of all blocks of the kinds that could be planned alone, but not as a
+        step calls them."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
@@ -353,13 +361,13 @@ class _Job:
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
     ) -> tuple[dict[str, CapturedBlock], Left]:
-        """The blocks by path; and (path, why) of those that are left."""
+        """Return the captured blocks by path, and (path, why) of those that cannot be captured."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         failure: CaptureError | None = None
         for number, (path, block) in enumerate(named.items()):
             report("capturing blocks", number, len(named))
-            if failure is not None:  # other processes gather all blocks
+            if failure is not None:  # other processes wait until all gather each block
                 with gathered(block):
                     continue
             try:
@@ -380,6 +388,7 @@ class _Job:
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
+        """Capture one block. incoming: what its backward starts from, None if not known."""
         with under_autocast(call.autocast), gathered(block), call.as_called():
             refuse_parts(block)
             return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
@@ -387,8 +396,8 @@ class _Job:
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
-        """The moments of a step. Where backward starts from other results of a block than was
-        thought, the blocks as it does, and once again."""
+        """Measure a step. If backward starts from other results of a block than assumed, capture
+        that block again, and measure once more. Returns the step, the blocks, and their kinds."""
         first = self._measured_once(captured, calls)
         if not first.others:
             return first.step, captured, first.kinds
@@ -403,6 +412,7 @@ class _Job:
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> _Measured:
+        """Install the thriftiest options, measure a step, and restore the blocks."""
         kinds = self._kinds(captured.values())
         step = self._step_of(captured, calls, kinds)
         latest = {path: latest_of(block.call.module) for path, block in captured.items()}
@@ -420,8 +430,8 @@ class _Job:
         calls: dict[str, SampleCall],
         kinds: dict[Any, BlockKind],
     ) -> MeasuredStep:
-        """A step in which each block keeps as little as it can. What it calls in another way
-        than was thought is under no limit: it is measured once again."""
+        """Measure a step in which each block saves as little as possible. Calls of another kind
+        than assumed have no limit; they are measured a second time."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
         allowances = [UNLIMITED] * len(options)
         self._install(captured, calls, kinds, options, allowances)
@@ -440,7 +450,8 @@ class _Job:
         return self._most_of_all(step)
 
     def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
-        """With the most that is alive in any process whose step does the same."""
+        """Return the step with the largest figures of any process whose step has the same
+        moments."""
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
         own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
         every = self.agreed.gathered(("moments", courses), own).values()
@@ -449,13 +460,15 @@ class _Job:
         return MeasuredStep(tuple(replace(m, outside_bytes=b) for m, b in rows), returned)
 
     def _step(self, incoming: dict[int, torch.Tensor]) -> None:
-        """One step of the sample. incoming: the gradients that its results get, if they are there.
-        Those of scalars are made by each backward pass; others are the caller's, and stay."""
+        """Run one step of the sample. incoming: gradients of its results, filled by the first step.
+        Gradients of scalars are made anew by each backward pass; others belong to the caller, and
+        stay."""
         step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=incoming)
         if all(gradient.dim() == 0 for gradient in incoming.values()):
             incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
+        """Return the kinds of the blocks; one process decides for all with the same blocks."""
         blocks = {block.kind: block for block in captured}
 
         def key() -> object:
@@ -467,6 +480,7 @@ class _Job:
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
+        """Measure and solve one kind of block."""
         problem = block_problem(block, self.options)
         graph = problem.graph
         incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
@@ -476,7 +490,8 @@ class _Job:
         return BlockKind(problem, eager_option(graph), family, sum(incoming))
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Options of all blocks, from those that are known and those for just this budget."""
+        """Return options of all blocks, from the known ones and those searched for just this
+        budget; one process decides for all."""
 
         def key() -> object:
             kinds = [*sequence.kinds]
@@ -487,6 +502,7 @@ class _Job:
         return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes))
 
     def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
+        """Choose options in this process. Raises InfeasibleBudget, or warns, as the options say."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is not None:
@@ -509,7 +525,8 @@ class _Job:
         chosen: Sequence[BoundedOption],
         allowances: Sequence[Allowance],
     ) -> None:
-        """Have each block run as its option says, and calls of other kinds within its allowance."""
+        """Make each block run as its option says, and plan calls of other kinds within its
+        allowance."""
         report("writing the code")
         self.programs.known.clear()
         rows = zip(captured.items(), chosen, allowances, strict=True)
@@ -533,7 +550,7 @@ class _Job:
 
 
 def _said(left: Left) -> str:
-    """Each reason once, with the first block that it holds for."""
+    """Return each reason once, with the first block that it holds for."""
     paths: dict[str, list[str]] = {}
     for path, why in left:
         paths.setdefault(why, []).append(path)
@@ -542,7 +559,7 @@ def _said(left: Left) -> str:
 
 
 class _Unreached(InvalidInput):
-    """paths: of blocks that no gradient reaches."""
+    """No gradient reaches some blocks. paths: of these."""
 
     def __init__(self, paths: Sequence[str]) -> None:
         several = f" and {len(paths) - 1} more" if paths[1:] else ""
@@ -558,8 +575,8 @@ _UNREACHED = "no gradient reaches it in the measured step"
 
 
 def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
-    """Raise `_Unreached` where a block has not run backward: nothing of what it needs then would be
-    in the prediction."""
+    """Raise `_Unreached` if a block has not run backward: the prediction would miss what it needs
+    there."""
     reached = {m.running for m in moments if m.is_backward}
     missing = [path for number, path in enumerate(paths) if number not in reached]
     if missing:
@@ -567,7 +584,7 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
 
 
 def _check_options(options: Options) -> None:
-    """Raises InvalidInput for what means nothing for blocks."""
+    """Raise InvalidInput for options that do not apply to blocks."""
     check_options(options)
     for name in ("differentiated", "released", "only_loss", "keep", "recompute", "tile"):
         if getattr(options, name):

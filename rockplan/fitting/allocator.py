@@ -1,13 +1,13 @@
 """PyTorch's caching allocator, without a device: requests -> bytes allocated and reserved.
 
-takes: allocations and frees in order. returns: Usage. guarantees: what `DeviceCachingAllocator` of
-c10/cuda/CUDACachingAllocator.cpp does on one stream, with the constants of
+takes: allocations and frees in order. returns: Usage. guarantees: the behaviour of
+`DeviceCachingAllocator` of c10/cuda/CUDACachingAllocator.cpp on one stream, with the constants of
 c10/core/AllocatorConfig.h, with `expandable_segments` or without, no other setting
 (`max_split_size_mb`, `garbage_collection_threshold`, `roundup_power2_divisions`). Among free blocks
-of equal size it takes the one at the lowest address, as PyTorch does; addresses of segments are a
-driver's own, here in the order in which they are asked for.
+of equal size it takes the one at the lowest address, as PyTorch does; a driver chooses addresses of
+segments, here they are in the order in which segments are asked for.
 
-No other streams, no pools of graphs, and nothing that libraries take from the driver themselves.
+Other streams, pools of graphs, and memory that libraries take from the driver are not modelled.
 """
 
 from __future__ import annotations
@@ -20,23 +20,24 @@ MIN_BLOCK_BYTES = 512
 """kMinBlockSize: sizes are multiples of this (`round_size`)."""
 
 SMALL_BYTES = 1 << 20
-"""kSmallSize: of the largest request that the small pool serves (`get_pool`); in the large one a
-rest stays with its block unless it is larger (`should_split`)."""
+"""kSmallSize: the largest request that the small pool serves (`get_pool`); in the large pool a
+block is split only if the rest is larger (`should_split`)."""
 
 SMALL_SEGMENT_BYTES = 2 << 20
-"""kSmallBuffer: segments of the small pool, and its pages where segments expand."""
+"""kSmallBuffer: segments of the small pool, and its pages if segments expand."""
 
 LARGE_SEGMENT_BYTES = 20 << 20
 """large_segment_size: segments for requests below MIN_LARGE_BYTES, and pages of the large pool."""
 
 MIN_LARGE_BYTES = 10 << 20
-"""kMinLargeAlloc: from here on a request has a segment of its own."""
+"""kMinLargeAlloc: larger requests get a segment of their own."""
 
 ROUND_LARGE_BYTES = 2 << 20
-"""kRoundLarge: whose size is a multiple of this (`get_allocation_size`)."""
+"""kRoundLarge: the size of such a segment is a multiple of this (`get_allocation_size`)."""
 
 _ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 32
-"""Of an expandable segment; a device's bytes and an eighth, hence never used up."""
+"""Addresses of an expandable segment. (PyTorch reserves a device's bytes and an eighth: they never
+run out.)"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,12 +50,12 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Bytes, at most and at the end. allocated: by requests, rounded up to blocks; reserved: what
-    the device has given.
+    """Bytes at the peak and at the end. allocated: by requests, rounded up to blocks; reserved:
+    given by the device.
 
-    segments: that are held at the end, with `expandable` one a pool. retries: how often cached
-    segments were given back to a device that was full, which waits for it. failed_at: index of the
-    request that found no memory all the same, None if all did; there the replay ends.
+    segments: held at the end; with `expandable` one for each pool. retries: how often cached
+    segments were given back to a full device, which waits for that. failed_at: index of the request
+    that found no memory even so, None if all did; the replay ends there.
     """
 
     allocated_peak_bytes: int
@@ -69,7 +70,7 @@ class Usage:
 def replay(
     requests: Iterable[Request], expandable: bool = False, capacity_bytes: int | None = None
 ) -> Usage:
-    """What the allocator holds for `requests`, beginning with nothing.
+    """Replay `requests`, beginning with no memory; return the allocator's usage.
 
     expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. capacity_bytes: of the device,
     beside the context; None if it has enough.
@@ -86,13 +87,13 @@ def replay(
 
 
 def rounded(size_bytes: int) -> int:
-    """Bytes of the block for a request (`round_size`); none for 0."""
+    """Return the bytes of the block for a request (`round_size`); 0 for 0."""
     return _up(size_bytes, MIN_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
 class AddressRange:
-    """Bytes from `address` on, given to the request `key`, or free (None)."""
+    """Bytes from `address` on, allocated by the request `key`, or free (None)."""
 
     address: int
     size_bytes: int
@@ -100,10 +101,10 @@ class AddressRange:
 
 
 class CachingAllocator:
-    """State of the allocator of one device and one stream.
+    """The allocator of one device and one stream.
 
-    address_of: where a segment of so many bytes begins, apart from all others; None for one after
-    another. (Not of segments that expand.)
+    address_of: returns the address of a new segment of so many bytes; None: one after another. (Not
+    for expandable segments.)
     """
 
     def __init__(
@@ -125,7 +126,8 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, key: Hashable, size_bytes: int) -> bool:
-        """Whether there is memory for `key` (`malloc`). Raises ValueError where it has some."""
+        """Allocate memory for `key` (`malloc`). Returns False if there is none. Raises ValueError
+        if `key` has some."""
         if key in self._blocks:
             raise ValueError(f"{key} is allocated already")
         if size_bytes == 0:
@@ -148,9 +150,9 @@ class CachingAllocator:
         return True
 
     def free(self, key: Hashable) -> None:
-        """Keep the block for later requests, with free ones beside it (`free_block`)."""
+        """Free the block of `key`, merged with free neighbours (`free_block`)."""
         block = self._blocks.pop(key, None)
-        if block is None:  # of 0 bytes
+        if block is None:  # a request of 0 bytes
             return
         self.allocated_bytes -= block.size
         block.key = None
@@ -158,7 +160,7 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give free memory back: segments, or pages of those that expand
+        """Give free memory back to the device: segments, or pages of expandable ones
         (`release_cached_blocks`)."""
         for pool in (self._large, self._small):
             for block in pool.cached():
@@ -181,7 +183,7 @@ class CachingAllocator:
         )
 
     def segments(self) -> Iterator[tuple[AddressRange, ...]]:
-        """Blocks of each segment by address, those that have memory (`snapshot`)."""
+        """Yield the blocks of each segment that have memory, by address (`snapshot`)."""
         for head in self._heads.values():
             found = []
             block: _Piece | None = head
@@ -194,7 +196,8 @@ class CachingAllocator:
     # -- memory of the device ----------------------------------------------------------------------
 
     def _new(self, pool: _Pool, size: int) -> _Piece | None:
-        """A free block of `size` bytes or more that was not there (`alloc_block`)."""
+        """Return a new free block of `size` bytes or more, None if the device has none
+        (`alloc_block`)."""
         if self._expandable:
             return self._expanded(pool, size)
         size = _segment_bytes(size)
@@ -205,10 +208,12 @@ class CachingAllocator:
         return block
 
     def _following(self, size: int) -> int:
+        """Return the next unused address."""
         self._next_address += size
         return self._next_address - size
 
     def _reserve(self, size: int) -> bool:
+        """Count `size` more reserved bytes. Returns False if the device has no more."""
         if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
             return False
         self.reserved_bytes += size
@@ -218,15 +223,15 @@ class CachingAllocator:
     # -- segments that expand ----------------------------------------------------------------------
 
     def _expanded(self, pool: _Pool, size: int) -> _Piece | None:
-        """`try_allocate_expandable_block`: at the lowest address where free memory and addresses
-        without any make up for `size` bytes."""
+        """Return a block of `size` bytes at the lowest address where free memory and unmapped
+        addresses suffice (`try_allocate_expandable_block`); None if the device is full."""
         block = pool.room(size) or self._new_segment(pool)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None
         while block.size < size:
             following = block.next
             assert following is not None
-            # It takes in the free block before it.
+            # Mapping merges it with the free block before it.
             if not self._map(following, min(size - block.size, following.size)):
                 return None
             block = following
@@ -234,7 +239,7 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: _Pool) -> _Piece:
-        """Addresses without memory (`find_expandable_block`, its end)."""
+        """Return a segment of addresses without memory (the end of `find_expandable_block`)."""
         block = _Piece(pool, self._following(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES)
         block.is_mapped = False
         self._heads[block.address] = block
@@ -242,7 +247,8 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Piece, size: int) -> bool:
-        """Memory of whole pages for the beginning of a block without any (`map_block`)."""
+        """Map whole pages at the beginning of an unmapped block (`map_block`). Returns False if the
+        device is full."""
         pool = block.pool
         size = _up(size, pool.page_bytes)
         if not self._reserve(size):
@@ -256,7 +262,7 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Piece) -> None:
-        """Give back the pages that are wholly in a free block (`unmap_block`)."""
+        """Give back the pages that lie wholly in a free block (`unmap_block`)."""
         pool = block.pool
         page = pool.page_bytes
         begin = _up(block.address, page)
@@ -281,17 +287,18 @@ class CachingAllocator:
     # -- blocks of a segment -----------------------------------------------------------------------
 
     def _is_split(self, block: _Piece, size: int) -> bool:
-        """`should_split`."""
+        """True if a block is split for a request of `size` bytes (`should_split`)."""
         if block.pool.is_small or self._expandable:
             return block.size - size >= MIN_BLOCK_BYTES
         return block.size - size > SMALL_BYTES
 
     def _split(self, block: _Piece, size: int) -> None:
-        """The rest of a block is free (`alloc_found_block`)."""
+        """Split a block; the rest beyond `size` bytes is free (`alloc_found_block`)."""
         block.pool.add(self._cut(block, size))
 
     def _cut(self, block: _Piece, size: int) -> _Piece:
-        """The rest beyond `size` bytes of a block, in no list, as one of its own."""
+        """Split off the bytes beyond the first `size` as a block of its own, which is in no free
+        list yet."""
         rest = _Piece(block.pool, block.address + size, block.size - size)
         rest.is_mapped = block.is_mapped
         rest.previous, rest.next = block, block.next
@@ -302,7 +309,7 @@ class CachingAllocator:
         return rest
 
     def _merge(self, block: _Piece) -> None:
-        """A block in no list takes in free ones beside it (`try_merge_blocks`)."""
+        """Merge a block that is in no free list with free neighbours (`try_merge_blocks`)."""
         before, after = block.previous, block.next
         if before is not None and before.is_like(block):
             before.pool.remove(before)
@@ -321,7 +328,8 @@ class CachingAllocator:
 
 
 class _Piece:
-    """Of one segment, between the blocks before and after it in address."""
+    """A block of one segment, linked to the blocks before and after it in address. is_mapped: it
+    has memory."""
 
     __slots__ = ("pool", "address", "size", "key", "is_mapped", "previous", "next")
 
@@ -333,18 +341,18 @@ class _Piece:
         self.next: _Piece | None = None
 
     def is_like(self, other: _Piece) -> bool:
-        """Whether it is free, and has memory as the other one has."""
+        """True if it is free, and mapped as `other` is."""
         return self.key is None and self.is_mapped is other.is_mapped
 
     @property
     def expandable_bytes(self) -> int:
-        """With addresses after it that have no memory yet."""
+        """Its bytes and those of unmapped addresses right after it."""
         after = self.next
         return self.size + (0 if after is None or after.is_mapped else after.size)
 
 
 class _Pool:
-    """Free blocks: those with memory by size, then address; those without by address."""
+    """Free blocks: mapped ones by size, then address; unmapped ones by address."""
 
     def __init__(self, page_bytes: int, is_small: bool) -> None:
         self.page_bytes, self.is_small = page_bytes, is_small
@@ -367,8 +375,9 @@ class _Pool:
         return [block for _, _, block in self._free]
 
     def best(self, size: int, expandable: bool) -> _Piece | None:
-        """Take out the smallest that is large enough (`get_free_block`); of one that can expand,
-        what it can expand to counts."""
+        """Take out the smallest block that is large enough, None if there is none
+        (`get_free_block`). For expandable segments, unmapped addresses after a block count as its
+        size."""
         position = bisect_left(self._free, (size,))
         if position == len(self._free):
             return None
@@ -382,8 +391,8 @@ class _Pool:
         return self._free[position][2].expandable_bytes
 
     def room(self, size: int) -> _Piece | None:
-        """The first of blocks in a row, free or without memory, that have `size` bytes
-        (`find_expandable_block`)."""
+        """Return the first of neighbouring blocks, free or unmapped, that together have `size`
+        bytes, None if there are none (`find_expandable_block`)."""
         for _, unmapped in self._unmapped:
             before = unmapped.previous
             first = before if before is not None and before.key is None else unmapped
@@ -398,7 +407,7 @@ class _Pool:
 
 
 def _segment_bytes(size: int) -> int:
-    """`get_allocation_size`."""
+    """Return the size of a segment for a request (`get_allocation_size`)."""
     if size <= SMALL_BYTES:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:
@@ -407,4 +416,5 @@ def _segment_bytes(size: int) -> int:
 
 
 def _up(size: int, unit: int) -> int:
+    """Round `size` up to a multiple of `unit`."""
     return -(-size // unit) * unit

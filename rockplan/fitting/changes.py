@@ -1,7 +1,7 @@
-"""Changes: what a step asks of an allocator, in order, and who asks.
+"""Changes: the allocations and frees of a step, in order, with their owners.
 
-takes: changes. returns: the most bytes alive, and who has them then; what the caching allocator
-holds for them.
+takes: changes. returns: the most bytes alive, and whose they are; what the caching allocator holds
+for them.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from enum import Enum
 from rockplan.fitting.allocator import Request, Usage, replay
 
 REPLAYED_STEPS = 3
-"""The first one finds no segments; the third one mostly takes none."""
+"""Steps that are replayed: the first finds no segments, the third mostly takes no new ones."""
 
 
 class Holding(Enum):
-    """Who has bytes in a step of training."""
+    """The owner of bytes in a training step."""
 
     PARAMETERS = "parameters"
     BUFFERS = "buffers"
@@ -47,18 +47,18 @@ class MemoryChange:
 
     @property
     def freed(self) -> MemoryChange:
-        """That gives back what this one allocates."""
+        """The free of what this allocates."""
         return MemoryChange(self.key, self.size_bytes, self.owner, is_free=True)
 
     @property
     def request(self) -> Request:
-        """What it asks of the caching allocator."""
+        """The request to the caching allocator."""
         return Request(self.key, None if self.is_free else self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes alive, who has them, and after how many changes."""
+    """The most bytes alive, the bytes of each owner then, and the number of changes before."""
 
     size_bytes: int
     owners: Mapping[Holding, int]
@@ -66,7 +66,7 @@ class Peak:
 
 
 def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | None = None) -> Peak:
-    """resident: bytes that are alive before the first change."""
+    """Return the peak of changes. resident: bytes alive before the first change."""
     alive = Counter(resident or {})
     live_bytes = sum(alive.values())
     peak = Peak(live_bytes, dict(alive), 0)
@@ -81,8 +81,9 @@ def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | N
 def replayed_steps(
     first: Iterable[MemoryChange], later: Iterable[MemoryChange]
 ) -> tuple[MemoryChange, ...]:
-    """Of as many steps as are replayed, all but the first alike. What a step leaves, and no step
-    gives back (a norm, a factor of a scaler), goes when the next one has made its own."""
+    """Return the changes of REPLAYED_STEPS steps, all but the first alike. Memory that a step
+    leaves, and no step frees (a norm, a factor of a scaler), is freed when the next step has
+    allocated its own."""
     again = tuple(later)
     alive: dict[Hashable, MemoryChange] = {}
     changes = []
@@ -105,15 +106,16 @@ def usage(
     expandable: bool = False,
     capacity_bytes: int | None = None,
 ) -> Usage:
-    """What the caching allocator holds for `changes` beside what is there: `held`, bytes of each
-    storage, which it was asked for one by one."""
+    """Return what the caching allocator holds for `changes`, beside `held`: bytes of each existing
+    storage, which were allocated one by one."""
     there = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
     asked = (change.request for change in changes)
     return replay((*there, *asked), expandable, capacity_bytes)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:
-    """What is allocated and not given back, by key. Frees of what was there before are ignored."""
+    """Return the allocations that are not freed, by key. Frees of memory that existed before are
+    ignored."""
     alive: dict[Hashable, MemoryChange] = {}
     for change in changes:
         if change.is_free:

@@ -1,4 +1,4 @@
-"""Optimizer: what one step of the real one allocates, over fake tensors.
+"""Optimizer: the memory changes of a step of the real optimizer, over fake tensors.
 
 takes: an optimizer, a factory of one, or a name; parameters on any device. returns: OptimizerSteps:
 changes of the first step, which makes the state, and of a later one. guarantees: nothing of the
@@ -41,8 +41,9 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class OptimizerSteps:
-    """state_bytes: kept from step to step; first, later: changes of a step that makes the state,
-    and of one that finds it; before: of what is made before the first forward pass.
+    """Memory changes of an optimizer. state_bytes: kept from step to step; first, later: of a step
+    that makes the state, and of one that finds it; before: of memory that is allocated before the
+    first forward pass.
 
     each: of optimizers that step in backward, by the name of their parameter; then there is no
     other step.
@@ -100,14 +101,15 @@ def optimizer_steps(
 
 
 def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
+    """Return the steps of optimizers that step in backward."""
     name = next((steps.name for steps in each.values()), "none")
     state_bytes = sum(steps.state_bytes for steps in each.values())
     return OptimizerSteps(name, state_bytes, each=each)
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
-    """Under a FakeTensorMode: a parameter of the same shape, strides and dtype, with a gradient.
-    What is on the meta device is taken to be on CPU; of what is sharded it is this rank's part."""
+    """Return a fake parameter of the same shape, strides and dtype, with a gradient. A parameter on
+    the meta device counts as one on CPU; of a sharded one, the part of this rank counts."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     device = torch.device("cpu") if own.is_meta else own.device
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
@@ -121,12 +123,13 @@ def _made(
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
+    """Make the optimizer over the fake parameters. Raises InvalidInput."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return _over_fakes(optimizer, parameters, fakes)
     factory = _named(optimizer) if isinstance(optimizer, str) else optimizer
     try:
         made = factory([*fakes.values()])
-    except Exception as error:  # whatever the caller's function fails with
+    except Exception as error:  # the caller's function may raise anything
         raise InvalidInput(
             f"the optimizer cannot be made: {type(error).__name__}: {error}. It is called with the "
             "list of the parameters that have gradients, as fake tensors"
@@ -152,8 +155,8 @@ def _over_fakes(
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """A copy of the caller's optimizer without its state, of the parameters that have a gradient
-    here."""
+    """Return a copy of the caller's optimizer without its state, over those fake parameters that it
+    has."""
     memo: dict[int, Any] = {id(p): fakes[name] for name, p in parameters.items()}
     groups = []
     for group in optimizer.param_groups:
@@ -169,7 +172,7 @@ def _over_fakes(
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
-    """As PyTorch chooses for plain tensors on CUDA, which it does not for fake ones."""
+    """Set `foreach` as PyTorch chooses it for plain tensors on CUDA (for fake ones it does not)."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is not None or group.get("fused"):
             continue
@@ -180,7 +183,8 @@ def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Stepping:
-    """What steps: clips and unscales where it does; on_cuda: as there."""
+    """What a step runs: the scaler unscales, gradients are clipped, the optimizer steps. on_cuda:
+    as PyTorch does for parameters on CUDA."""
 
     optimizer: torch.optim.Optimizer
     fakes: Mapping[str, torch.Tensor]
@@ -189,12 +193,13 @@ class _Stepping:
     on_cuda: bool
 
     def run(self) -> None:
+        """Run one step."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clips:
             foreach = True if self.on_cuda else None
             torch.nn.utils.clip_grad_norm_([*self.fakes.values()], 1.0, foreach=foreach)
-        # Not by the scaler, which would look whether gradients are finite.
+        # Not `scaler.step`, which would read whether gradients are finite.
         self.optimizer.step()
         if self.scaler is not None:
             self.scaler.update()
@@ -203,7 +208,7 @@ class _Stepping:
 def _scaler(
     fakes: Mapping[str, torch.Tensor],
 ) -> tuple[list[MemoryChange], torch.amp.GradScaler]:
-    """A scaler that has scaled a loss, and what it keeps since then."""
+    """Return a scaler that has scaled a loss, and the memory that it keeps since."""
     device = next(iter(fakes.values())).device
     scaler = torch.amp.GradScaler(device.type)
     with Tracker(Holding.OPTIMIZER) as tracker:
@@ -213,6 +218,8 @@ def _scaler(
 
 
 def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
+    """Run a step and return its memory changes. Raises InvalidInput if it does not run over fake
+    tensors."""
     optimizer, fakes = parts.optimizer, parts.fakes
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():
@@ -234,6 +241,8 @@ def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
 
 
 def _owned(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
+    """Return a function that makes the optimizer the owner of changes that are kept."""
+
     def owned(change: MemoryChange) -> MemoryChange:
         if kept.get(change.key) is not change:
             return change

@@ -1,12 +1,12 @@
-"""Scheduled: the changes of memory of a schedule, as a step of training and its allocator see them.
+"""Scheduled: the memory changes of a schedule, as a training step and its allocator see them.
 
-takes: a priced CDGraph, a legal Schedule, which gradients stay. returns: changes, forward and
-backward, in which gradients become `.grad` of parameters as they are handed over. guarantees: where
+takes: a priced CDGraph, a legal Schedule, the gradients that stay. returns: changes, forward and
+backward, in which gradients become `.grad` of parameters when they are handed over. guarantees: if
 none stays, their peak is that of `simulate`; a result that takes over an operand's storage
 allocates nothing.
 
-Inside of an operation results come before temporaries, and these are one block: how kernels ask for
-them is not known.
+Within an operation results are allocated before temporaries, and these as one block (how kernels
+really allocate them is not known).
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from rockplan.values.interface import Interface
 from rockplan.values.schedule import Compute, Free, Schedule, Waits
 
 Gradients = Mapping[int, str]
-"""Storage of a gradient -> name of the parameter that has none before and keeps it."""
+"""Storage of a gradient -> name of the parameter that keeps it as its first `.grad`."""
 
 _ORDER = (Owner.STORAGE, Owner.COPY, Owner.GENERATOR, Owner.WORKSPACE)
 
 
 def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
-    """Of each parameter that gets gradients, the first one: autograd adds others to it."""
+    """Return the storage of each parameter's first gradient -> its name. (Autograd adds later ones
+    to it.)"""
     return {data[0]: name for name, data in all_gradients(graph, interface).items()}
 
 
 def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, ...]]:
-    """Storages of all gradients of each parameter that gets any, by its name."""
+    """Return name -> storages of all gradients, for each parameter that gets any."""
     names = {value: name for name, value in reversed(interface.parameters)}
     return {
         names[target]: tuple(graph.values[one].data for one in contributions)
@@ -43,8 +44,8 @@ def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, 
 
 
 def waits_of(graph: CDGraph, interface: Interface) -> Waits:
-    """Gradients, and their parameters, where each of these steps as soon as its gradient is
-    there."""
+    """Return (storages of gradients, storage of the parameter), for parameters that step as soon as
+    their gradient exists."""
     return tuple(
         (tuple(graph.values[one].data for one in contributions), graph.values[target].data)
         for target, contributions in interface.gradients
@@ -98,7 +99,7 @@ def scheduled_changes(
 
 
 def _end_of_frees(schedule: Schedule, moment: int) -> int:
-    """When the last of the frees is done that follow a moment, with nothing that runs between."""
+    """Return the moment at which the last of the frees that directly follow `moment` is done."""
     position = moment // 2
     while position + 1 < len(schedule.events) and isinstance(schedule.events[position + 1], Free):
         position += 1
@@ -106,8 +107,8 @@ def _end_of_frees(schedule: Schedule, moment: int) -> int:
 
 
 def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:
-    """Lifetime of an operand -> that of the result that takes over its storage, by their
-    numbers."""
+    """Return number of an operand's lifetime -> number of the lifetime of the result that takes
+    over its storage."""
     opens, closes = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for number, lifetime in enumerate(found):
         if lifetime.owner is Owner.STORAGE:
@@ -122,7 +123,7 @@ def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dic
 
 
 def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
-    """Where a product of matrices runs first, in forward and in backward."""
+    """Yield the position of the first matrix product in forward and in backward."""
     multiplies = [any(call.op in PRODUCTS for call in node.calls) for node in graph.nodes]
     positions = range(len(schedule.events))
     for phase in (positions[: schedule.forward_length], positions[schedule.forward_length :]):
@@ -134,6 +135,7 @@ def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
 
 
 def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:
+    """Return the owner of the bytes of a lifetime."""
     if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
         return Holding.WORKSPACES
     if lifetime.index in graph.handed:

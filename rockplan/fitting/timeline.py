@@ -1,8 +1,8 @@
-"""Timeline: the memory of whole steps of training, from one to the next.
+"""Timeline: the memory of whole training steps, from one to the next.
 
-takes: what is there before, the changes of forward and backward, an optimizer's. returns: Timeline,
-with its peak and who has it. guarantees: one sequence of changes, so that what comes when other
-things are gone is not counted beside them.
+takes: what exists before, the changes of forward and backward, those of an optimizer. returns:
+Timeline, with its peak and the owners of its bytes. guarantees: it is one sequence of changes, so
+that memory counts together only if it is alive together.
 """
 
 from __future__ import annotations
@@ -80,15 +80,16 @@ class Timeline:
         return {owner: sum(sizes) for owner, sizes in self.resident.items()}
 
     def usage(self, capacity_bytes: int | None = None) -> Usage:
-        """Of a device with so many bytes for the caching allocator, over several steps."""
+        """Return what the allocator holds over several steps, on a device with so many bytes for
+        it."""
         held = (size for sizes in self.resident.values() for size in sizes)
         return usage(held, replayed_steps(*self.steps), capacity_bytes=capacity_bytes)
 
 
 @dataclass(frozen=True, slots=True)
 class SizedTimeline:
-    """Those of batches from `first` on, from those of `first` and of one sample more, which are the
-    same changes of other sizes."""
+    """Timelines of all batches from `first` on, interpolated from those of `first` and of one
+    sample more (the same changes with other sizes)."""
 
     first: int
     one: Timeline
@@ -96,9 +97,11 @@ class SizedTimeline:
 
     @property
     def is_of_one_kind(self) -> bool:
+        """True if both timelines have the same changes up to sizes."""
         return _kind(self.one) == _kind(self.other)
 
     def at(self, batch: int) -> Timeline:
+        """Return the timeline of a batch."""
         more = batch - self.first
 
         def sized(x: int, y: int) -> int:
@@ -119,8 +122,8 @@ class SizedTimeline:
         return Timeline(resident, (first, later))
 
     def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
-        """The largest batch, of those from `first` on, that never has more bytes alive; one below
-        the least of `batches` where that has more."""
+        """Return the largest batch, from `first` on, that never has more than `size_bytes` alive;
+        one below the least of `batches` if that has more."""
         least, most = batches
         for live_bytes, more_bytes in zip(_alive(self.one), _alive(self.other), strict=True):
             each = more_bytes - live_bytes
@@ -138,6 +141,7 @@ def _kind(timeline: Timeline) -> object:
 
 
 def _alive(timeline: Timeline) -> Iterator[int]:
+    """Yield the bytes alive before the first change and after each."""
     changes = (change.change_bytes for change in timeline.changes)
     return accumulate(changes, initial=sum(timeline.resident_bytes.values()))
 
@@ -150,8 +154,8 @@ def timeline_of(
     accumulate: int = 1,
     set_to_none: bool = True,
 ) -> Timeline:
-    """`zero_grad(set_to_none)`, then `accumulate` times forward and backward, then a step of the
-    optimizer; twice."""
+    """Return the timeline of `zero_grad(set_to_none)`, then `accumulate` times forward and
+    backward, then a step of the optimizer; twice."""
     first = (
         *optimizer.before,
         *_accumulated(passes, accumulate, has_gradients=False),
@@ -166,5 +170,7 @@ def timeline_of(
 
 
 def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:
+    """Yield the changes of so many passes before one step. has_gradients: parameters have a `.grad`
+    at first."""
     for number in range(times):
         yield from passes.later if number or has_gradients else passes.first

@@ -1,4 +1,4 @@
-"""Ways to run a step: schedules without a search, which people compare a plan with.
+"""Ways to run a step without a search, which users compare a plan with.
 
 takes: a priced CDGraph. returns: a graph and a legal Schedule of it.
 """
@@ -15,14 +15,14 @@ from rockplan.values.schedule import Event, Free, Schedule, keep_all, with_frees
 
 
 def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
-    """Every node once, in eager's order."""
+    """Run every node once, in eager's order."""
     eager = as_eager(graph)
     return eager, _freed_as_eager_does(eager, keep_all(eager))
 
 
 def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:
-    """As `torch.utils.checkpoint` on each of `blocks`, paths of modules: what the backward pass of
-    one reads of its forward runs again before it begins."""
+    """Run as with `torch.utils.checkpoint` on each of `blocks`, paths of modules: what the backward
+    pass of a block reads of its forward is re-executed before it begins."""
     eager = as_eager(graph)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
@@ -47,8 +47,9 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
 
 
 def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Autograd lets go of what a function of the backward pass reads when all of it has run: here
-    nodes in a row of one line of a module, none of which reads what another makes."""
+    """Free the inputs of a backward function only when all of it has run, as autograd does. One
+    function is taken to be consecutive nodes of one line of a module, none of which reads what
+    another makes."""
     boundary = schedule.forward_length
     events: list[Event] = [*schedule.events[:boundary]]
     waiting: list[Event] = []

@@ -36,22 +36,23 @@ AMOUNTS = (1.0, 1.05, 0.9, 1.1, 0.8, 1.15, 1.2)
 """Of what the link carries: how much to page. More is faster until copies are late."""
 
 SHARE = 0.8
-"""Of the link that is planned for: slower links than the measured one, down to there, cost
+"""Share of the measured link that is planned for: a link that is slower by no more costs
 nothing."""
 
 LEAST_BYTES = 1 << 20
-"""Of a storage that is paged: less is not worth a copy."""
+"""Least size of a paged storage: smaller ones are not worth a copy."""
 
 DEPTH = 300
-"""Storages that have to be made for one another to make one again, at most."""
+"""Most storages that must be made for one another to recompute a storage."""
 
 FOREVER = 1e18
-"""Nanoseconds, in place of what cannot be made again."""
+"""Nanoseconds that stand for the time of a storage that cannot be recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Tried:
-    """What was planned as if copies took nothing, and what came of it with them."""
+    """A plan in which copies take no time (`found`), and the same plan with its copies placed
+    (`made`)."""
 
     storages: tuple[int, ...]
     asked: Goal
@@ -102,6 +103,7 @@ def _tried(goal: Goal, limits: Limits, planned: Planned) -> Iterator[_Tried]:
 
 
 def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent) -> _Tried:
+    """Place the copies of a plan."""
     assert goal.host is not None and goal.budget_bytes is not None and found.schedule is not None
     link = goal.host.link.share(SHARE)
     made = placed(goal.graph, storages, found.schedule.phases, link, goal.budget_bytes)
@@ -109,6 +111,7 @@ def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent
 
 
 def _fits(made: Placed, goal: Goal) -> bool:
+    """True if the plan pages anything, and is within both budgets."""
     assert goal.host is not None and goal.budget_bytes is not None
     verify(made.graph, made.schedule)
     found = simulate(made.graph, made.schedule)
@@ -117,8 +120,8 @@ def _fits(made: Placed, goal: Goal) -> bool:
 
 
 def by_worth(graph: CDGraph) -> list[int]:
-    """Storages that may be paged, those first that take longest to make for each byte, of equal
-    ones those that are made first."""
+    """Return the storages that may be paged: those first that take longest to recompute for each
+    byte; of equal ones, those made first."""
     view = GraphView(graph)
     kept = kept_data(graph, keep_all(graph))
     outside = {*graph.outputs, *graph.held, *graph.handed, *graph.dropped}
@@ -147,23 +150,26 @@ def by_worth(graph: CDGraph) -> list[int]:
 def chosen(
     graph: CDGraph, ranked: Sequence[int], link: HostLink, amount: float, host_bytes: int
 ) -> tuple[int, ...]:
-    """The first of `ranked` for which there is room: in the host, and on the link, of which
-    `amount` is used: out between when they are made and the turn, in between that and when they are
-    read."""
+    """Return the first of `ranked` that fit together into the host memory and on the link: their
+    copies out run between their making and the turn, the copies in between the turn and their
+    reads. amount: share of the link's rate."""
     before_ns, after_ns = _times(graph)
-    ways = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
+    directions = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
     taken: dict[int, int] = {}
     sizes = view_of(graph).sizes
     for d in ranked:
         tried = taken | {d: sizes[d]}
-        carried = (_is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in ways)
+        carried = (
+            _is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in directions
+        )
         if sum(tried.values()) <= host_bytes and all(carried):
             taken = tried
     return tuple(sorted(taken))
 
 
 def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: float) -> bool:
-    """Do all of them go over a link of so many bytes a nanosecond, each in what is left for it?"""
+    """True if a link of `rate` bytes a nanosecond carries all storages, each within the time that
+    it has."""
     carried = 0
     for d in sorted(sizes, key=left_ns.__getitem__):
         carried += sizes[d]
@@ -173,8 +179,8 @@ def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: floa
 
 
 def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Where nothing runs again: from when each storage is made to the turn, and from there to when
-    it is read."""
+    """Return, if nothing is re-executed, the ns from the making of each storage to the turn, and
+    from the turn to its first read."""
     everything = keep_all(graph)
     starts_ns = clock(graph, everything).starts_ns
     turn = everything.forward_length
@@ -192,11 +198,11 @@ def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
     return before, after
 
 
-# -- plans that were made elsewhere ---------------------------------------------------------------
+# -- plans read from files ------------------------------------------------------------------------
 
 
 def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
-    """Raise InvalidInput where one of `plans` pages more bytes than the options let it."""
+    """Raise InvalidInput if one of `plans` pages more bytes than the options allow."""
     pages = (simulate(p.graph, p.schedule).host_peak_bytes for p in plans if p.trips)
     needed_bytes = max(pages, default=0)
     allowed_bytes = 0 if options.host is None else options.host_bytes
@@ -209,7 +215,8 @@ def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
 
 
 def with_link_named(plan: Plan, options: Options) -> Plan:
-    """`plan`, whose origin says so where it was made for another link than that of the options."""
+    """Return `plan`; its origin says so if it was made for another link than that of the
+    options."""
     rate = options.link_bytes_per_s
     if rate is None or not plan.trips:
         return plan
@@ -222,4 +229,5 @@ def with_link_named(plan: Plan, options: Options) -> Plan:
 
 
 def _copies_ns(graph: CDGraph) -> dict[str, int]:
+    """Return the times of the copies, by name."""
     return {n.name: n.time_ns for n in graph.nodes if n.queue is not Queue.COMPUTE}

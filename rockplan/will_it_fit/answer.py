@@ -35,7 +35,7 @@ class FitRow:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """Its line in a table."""
+        """The cells of its line in a table."""
         length = "" if self.length is None else str(self.length)
         needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
         speed = "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
@@ -55,8 +55,8 @@ class Fit:
     notes: tuple[str, ...] = ()
 
     def largest(self, length: int | None = None) -> FitRow:
-        """The row of the largest batch at a length; of equal ones, that of least overhead. Raises
-        InvalidInput where there is no such length."""
+        """Return the row of the largest batch at a length; of equal ones, that of least overhead.
+        Raises InvalidInput if there is no such length."""
         rows = [row for row in self.rows if row.length == length]
         if not rows:
             lengths = ", ".join(str(n) for n in dict.fromkeys(row.length for row in self.rows))
@@ -64,13 +64,13 @@ class Fit:
         return max(rows, key=lambda row: (row.batch, -row.overhead))
 
     def fastest(self) -> FitRow | None:
-        """The row of most tokens a second, of those that fit; None where none fits, or times are
-        not known."""
+        """Return the row of most tokens a second, of those that fit; None if none fits, or times
+        are unknown."""
         rows = [row for row in self.rows if row.batch and row.tokens_per_s]
         return max(rows, key=lambda row: row.tokens_per_s or 0, default=None)
 
     def breakdown(self, way: str, length: int | None = None) -> dict[str, int]:
-        """Who has how many bytes of the device at the peak of a row: those of the row and the
+        """Return owner -> bytes of the device at the peak of a row: those of the row, and the
         context. Raises InvalidInput."""
         context_bytes = self.device_bytes - self.usable_bytes
         for row in self.rows:
@@ -84,7 +84,7 @@ class Fit:
 
     @classmethod
     def from_json(cls, text: str) -> Fit:
-        """Inverse of `to_json`. Raises AttributeError, KeyError, TypeError or ValueError for
+        """Read what `to_json` wrote. Raises AttributeError, KeyError, TypeError or ValueError for
         anything else."""
         facts = json.loads(text)
         rows = [{**row, "owners": tuple(map(tuple, row["owners"]))} for row in facts.pop("rows")]

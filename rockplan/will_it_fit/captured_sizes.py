@@ -38,26 +38,27 @@ from rockplan.values.profile import Profile
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Size = tuple[int, int | None]
-"""Batch and length; None where lengths do not vary."""
+"""(batch, length); length None if lengths do not vary."""
 
 SMALL_LENGTH = 64
 
 POINTS = 3
-"""Lengths that decide a polynomial of second degree."""
+"""Lengths that determine a quadratic polynomial."""
 
 _numbers = itertools.count()
-"""Of forms, so that no two of different models are the same."""
+"""Numbers of forms, distinct for all models of the process."""
 
 CHECKED_BYTES = 1 << 27
-"""Of inputs and of what is computed from their values, at most, in the capture of a large batch:
-these are tensors with memory."""
+"""Most bytes of inputs, and of tensors computed from their values, in the capture of a large batch:
+these tensors have memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
-    """graph: in eager's order, with times by `rates`; works: of its nodes' calls; input_sizes: of
-    storages of inputs; known_bytes: of these and of what is computed from their values; form: equal
-    for calls at other sizes whose schedules carry over."""
+    """One captured call. graph: in eager's order, with times by `rates`; works: of its nodes'
+    calls; input_sizes: bytes of the storages of inputs; known_bytes: of inputs and tensors computed
+    from their values; rates: bytes and operations a second; form: equal for calls at other sizes
+    whose schedules carry over."""
 
     graph: CDGraph
     interface: Interface
@@ -70,13 +71,14 @@ class PricedCall:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All that sizes change."""
+        """All numbers that depend on sizes, in a fixed order."""
         data = (d.size_bytes for d in self.graph.data)
         inside = (n.workspace_bytes for n in self.graph.nodes)
         works = (number for ws in self.works for w in ws for number in (w.moved_bytes, w.flops))
         return (*data, *inside, *works, *self.input_sizes, self.known_bytes)
 
     def with_numbers(self, numbers: Sequence[int]) -> PricedCall:
+        """Return the call with other such numbers."""
         left = iter(numbers)
         data = tuple(replace(d, size_bytes=next(left)) for d in self.graph.data)
         inside = [next(left) for _ in self.graph.nodes]
@@ -101,9 +103,9 @@ class PricedCall:
 def priced_call(
     module: nn.Module, arguments: Arguments, options: Options, rates: tuple[float, float]
 ) -> PricedCall:
-    """One capture, with times of a device of these bytes and operations a second; with the head in
-    parts where the options say so and there is one."""
-    # Which order needs least depends on sizes.
+    """Capture a call, with times of a device of these rates (bytes and operations a second); with a
+    tiled head if the options say so and there is one."""
+    # Not reordered: the best order depends on sizes.
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
         source = captured_call(ModuleCall(module, *arguments), options, may_run=False)
@@ -120,8 +122,8 @@ def priced_call(
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:
-    """The arguments with these sizes of dimensions, as `Options.sizes` finds the tensors that have
-    them."""
+    """Return the arguments with these sizes of dimensions, in the tensors that `Options.sizes`
+    would vary."""
     args, kwargs = arguments
     for dimension, size in sizes.items():
         own = size_of((args, kwargs), dimension)
@@ -133,7 +135,7 @@ def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> A
 
 
 def size_of(tree: Any, dimension: int) -> int:
-    """Of the first tensor that has the dimension. Raises InvalidInput."""
+    """Return the size of a dimension of the first tensor that has it. Raises InvalidInput."""
     for leaf in trees.tree_leaves(tree):
         if isinstance(leaf, torch.Tensor) and leaf.dim() > dimension:
             return leaf.shape[dimension]
@@ -142,7 +144,8 @@ def size_of(tree: Any, dimension: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """Calls of one length: numbers at the batch `first`, and how much more each sample is."""
+    """Calls of one length at any batch. numbers: at the batch `first`; more: what each further
+    sample adds."""
 
     call: PricedCall
     first: int
@@ -150,6 +153,7 @@ class Line:
     more: tuple[int, ...]
 
     def at(self, batch: int) -> PricedCall:
+        """Return the call of a batch."""
         samples = batch - self.first
         pairs = zip(self.numbers, self.more, strict=True)
         return self.call.with_numbers([n + samples * m for n, m in pairs])
@@ -157,8 +161,8 @@ class Line:
 
 @dataclass(slots=True)
 class SizedCalls:
-    """Calls in batches from `least` to `most`, at each of `lengths`, in ascending order. capture:
-    of one size."""
+    """Calls in batches from `least` to `most`, at each of `lengths` (ascending). capture: makes the
+    call of one size."""
 
     capture: Callable[[Size], PricedCall]
     least: int
@@ -171,23 +175,26 @@ class SizedCalls:
 
     @property
     def first(self) -> int:
-        """The least batch that is like others: one of one has strides and operators of its own."""
+        """The least batch that is like larger ones: a batch of one has its own strides and
+        operators."""
         return min(max(self.least, 2), self.most)
 
     @property
     def small(self) -> PricedCall:
-        """A small capture, where the model takes one; the least of those asked for, else. What real
-        kernels lay out is seen there."""
+        """A small capture, if the model accepts one; else the least size. Layouts of real kernels
+        are seen there."""
         return self._small(self.first) or self._captured((self.first, self.lengths[0]))
 
     def at(self, batch: int, length: int | None = None) -> PricedCall:
+        """Return the call of one size."""
         line = self.line(length)
         if line is not None and (batch > 1 or batch == line.first):
             return line.at(batch)
         return self._captured((batch, length))
 
     def line(self, length: int | None = None) -> Line | None:
-        """None where storages are not affine in the batch, or there is nothing in between."""
+        """Return the calls of a length at any batch; None if storages are not affine in the batch,
+        or there are too few batches."""
         if not self._lines and self.small:
             points = self._points
             self._lines = self._polynomials(points) if points else {}
@@ -198,7 +205,8 @@ class SizedCalls:
         return self._lines[length]
 
     def _small(self, batch: int) -> PricedCall | None:
-        """Of a batch of one, or of two for all others."""
+        """Capture a batch of one, or of two for larger batches, at a small length; None if it
+        fails."""
         length = self.lengths[0]
         size = min(batch, 2), None if length is None else min(length, SMALL_LENGTH)
         try:
@@ -207,6 +215,7 @@ class SizedCalls:
             return None
 
     def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
+        """Return the capture of one size, made once."""
         if size not in self.captured:
             if not is_small:
                 self._small(size[0])
@@ -220,7 +229,7 @@ class SizedCalls:
         return self.captured[size]
 
     def _line(self, length: int | None) -> Line | None:
-        """By two captures, if they are alike."""
+        """Return the line through two captures, None if they differ in form."""
         a = self._captured((self.first, length))
         if self.first == self.most:
             return Line(a, self.first, a.numbers, (0,) * len(a.numbers))
@@ -245,8 +254,8 @@ class SizedCalls:
 
     @property
     def _points(self) -> list[int]:
-        """Multiples of the least power of two among the lengths: kernels and models fill up to such
-        numbers. Empty where there are too few."""
+        """The lengths that are multiples of the least power of two among them (kernels and models
+        pad to such numbers); [] if there are too few."""
         lengths = [n for n in self.lengths if n is not None]
         powers = [n for n in lengths if n & (n - 1) == 0]
         alike = [n for n in lengths if powers and n % powers[0] == 0]
@@ -276,8 +285,8 @@ class SizedCalls:
 def interpolated(
     points: Sequence[int], rows: Sequence[Sequence[int]], at: int
 ) -> tuple[int, ...] | None:
-    """Values `at` of the polynomials through `rows`, the values at `points`; None where one is no
-    whole number."""
+    """Return the values at `at` of the polynomials through `rows`, the values at `points`; None if
+    one is no integer."""
     over = prod(q - p for p in points for q in points if p < q)
     weights = [
         over * prod(at - q for q in points if q != p) // prod(p - q for q in points if q != p)
@@ -289,7 +298,7 @@ def interpolated(
 
 
 def form_of(graph: CDGraph) -> object:
-    """All that a schedule looks at but sizes and times."""
+    """Return everything that a schedule depends on but sizes and times."""
     nodes = tuple((n.name, n.reads, n.writes, n.random, n.recomputable) for n in graph.nodes)
     takes = tuple((t.operands, t.results) for n in graph.nodes for t in n.takes)
     kinds = tuple((d.name, d.kind) for d in graph.data)

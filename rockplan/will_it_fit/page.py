@@ -1,7 +1,7 @@
 """One HTML page about what fits: the frontier of batch and length, a line for each way.
 
-takes: a Fit. returns: the page as text, which loads nothing and runs nothing. guarantees: texts are
-escaped; the figures are those of the rows.
+takes: a Fit. returns: the page as text; it loads and runs nothing. guarantees: texts are escaped;
+the figures are those of the rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ _HEADS = (
 
 
 def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
-    """A self-contained HTML page: the frontier, and a table of the rows with their breakdown."""
+    """Return a self-contained HTML page: the frontier, and a table of the rows with their
+    breakdown."""
     context = format_bytes(fit.device_bytes - fit.usable_bytes)
     lead = (
         f"{fit.device}: {format_bytes(fit.device_bytes)}, {context} of it for the context; "
@@ -47,7 +48,7 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """Powers of two from `least` to `most`, which are `begin` and `end` on the page."""
+    """A logarithmic scale from 2**least to 2**most, which are at `begin` and `end` on the page."""
 
     least: int
     most: int
@@ -69,6 +70,7 @@ def _scale(sizes: Sequence[int], begin: float, end: float) -> _Scale:
 
 
 def _frontier(rows: Sequence[FitRow]) -> str:
+    """Draw the largest batch over length, a line for each way."""
     marked = [row for row in rows if row.batch]
     x = _scale([row.length or 1 for row in rows], _LEFT, _WIDTH - _RIGHT)
     y = _scale([row.batch for row in marked] or [1], _HEIGHT - _BOTTOM, _TOP)
@@ -88,6 +90,7 @@ def _frontier(rows: Sequence[FitRow]) -> str:
 
 
 def _axes(x: _Scale, y: _Scale, *, has_lengths: bool) -> Iterator[str]:
+    """Yield the grid and the labels."""
     for size in y.ticks:
         at = y.at(size)
         yield f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>'

@@ -45,11 +45,11 @@ BATCH, LENGTH = 0, 1
 _USUAL_RATES = (1e12, 5e13)
 
 TRIES = 5
-"""Of plans for what is left of a device."""
+"""Plans that are tried for the remaining memory of a device."""
 
 Scheduled = tuple[CDGraph, Schedule]
 BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
-"""Stages that find the last percent of a smallest plan, and take most of the time."""
+"""Stages that lower a smallest plan by the last percent, and take most of the time."""
 
 
 @dataclass(slots=True)
@@ -85,6 +85,7 @@ class FitQuestion:
         return sum(sum(sizes) for owner, sizes in own if owner is not Holding.WORKSPACES)
 
     def refuse_too_small(self) -> None:
+        """Raise InvalidInput if the device does not hold parameters and buffers."""
         room = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
         held = self._model_bytes
         if held > room:
@@ -97,12 +98,13 @@ class FitQuestion:
             )
 
     def known_without_capture(self) -> int:
+        """Return the bytes of parameters, buffers, gradients and optimizer state."""
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
         steps = self.steps(trained)
         return self._model_bytes + sum(storage_sizes(trained.values())) + steps.state_bytes
 
     def steps(self, trained: Iterable[str]) -> OptimizerSteps:
-        """Of the optimizer, of these parameters."""
+        """Return the steps of the optimizer over the parameters of these names."""
         names = tuple(trained)
         if names not in self._steps:
             named = dict(self.given.named_parameters(remove_duplicate=False))
@@ -113,7 +115,7 @@ class FitQuestion:
         return self._steps[names]
 
     def key(self, calls: SizedCalls) -> dict[str, str]:
-        """What the answer depends on."""
+        """Return everything that the answer depends on, as a key of the cache."""
         return answer_key(
             self.given,
             self.arguments,
@@ -129,6 +131,8 @@ class FitQuestion:
         return self.call(size, replace(self.options, tile=False))
 
     def call(self, size: Size, options: Options) -> PricedCall:
+        """Capture a call of this size. An error names the size, and what is known without a
+        capture."""
         batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
@@ -144,6 +148,7 @@ class FitQuestion:
 
     @property
     def _rates(self) -> tuple[float, float]:
+        """Bytes and operations a second of the device; usual ones if unknown."""
         if self.on.bandwidth_gb_s is None or self.on.tflops is None:
             return _USUAL_RATES
         name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
@@ -151,8 +156,8 @@ class FitQuestion:
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
 
     def replayed(self, call: PricedCall) -> Scheduled:
-        """The smallest plan that was found last; one of its own for a call that is not like the
-        others, such as one of a single sample."""
+        """Return the smallest plan found for calls of this form, replayed; searched first if there
+        is none (as for a single sample)."""
         if not self.has_smallest(call):
             self.find_smallest(call)
         return call.graph, self._smallest[call.form]
@@ -182,12 +187,14 @@ class FitQuestion:
         return in_eager_order_of(problem.graph, made.schedule)
 
     def _problem(self, call: PricedCall) -> Problem:
+        """Return the problem of a call."""
         graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
         problem = problem_of_priced(graph, call.profile, self.options)
         waits = waits_of(graph, call.interface) if self.step.in_backward else ()
         return replace(problem, waits=waits)
 
     def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
+        """Return the timeline of two training steps with this schedule."""
         gradients = first_gradients(graph, call.interface)
         steps = self.steps(gradients.values())
         passes = passes_of(graph, schedule, call.interface, steps)
@@ -201,6 +208,7 @@ class FitQuestion:
         )
 
     def fits(self, timeline: Timeline) -> bool:
+        """True if the device has memory for the timeline, as the allocator splits it."""
         usable_bytes = self.on.usable_bytes
         if timeline.peak.size_bytes > usable_bytes:
             return False

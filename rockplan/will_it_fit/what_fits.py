@@ -1,9 +1,8 @@
 """Fit: which batch of which length trains on a device, kept whole, checkpointed, or planned.
 
 takes: a module, a sample, a device, an optimizer, ranges of sizes. returns: Fit. guarantees: no
-step runs, and no memory of the size of a model on the meta device is touched (`twin`); each row
-comes of one timeline of two steps, and its batch is one whose timeline the allocator's model
-finds memory for.
+step runs, and no memory of the size of a model on the meta device is touched (`twin`); each row is
+of one timeline of two steps, and the allocator's model finds memory for the timeline of its batch.
 """
 
 from __future__ import annotations
@@ -89,7 +88,7 @@ def fit(
             f"Options(in_flight={options.in_flight})) what several of one batch need"
         )
     batches, lengths = _ranges((args, kwargs), sizes or {})
-    # Of an optimizer of the caller's nothing says that it is the same the next time.
+    # Not cached for an optimizer of the caller's: it may be another one the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     options = replace(options, cache=False)
     question = FitQuestion(given, model, (args, kwargs), on, optimizer, step, options)
@@ -107,6 +106,7 @@ def fit(
 def _ranges(
     tree: Arguments, sizes: Mapping[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], list[int | None]]:
+    """Return the range of batches and the lengths to examine. Raises InvalidInput."""
     for dimension, ends in sizes.items():
         least, most = ends if isinstance(ends, tuple) and len(ends) == 2 else (0, 0)
         if dimension not in (BATCH, LENGTH) or not 0 < least <= most:
@@ -124,7 +124,8 @@ def _ranges(
 
 
 def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
-    # First of all, since it may be refused.
+    """Find the rows of all lengths."""
+    # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
     ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
     if blocks := repeated_blocks(question.model):
@@ -162,6 +163,7 @@ class _Length:
     length: int | None
 
     def rows(self) -> list[FitRow]:
+        """Return a row for each way, and for each kind of plan."""
         largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
         rows = [
             self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
@@ -175,7 +177,7 @@ class _Length:
         return rows
 
     def _row(self, name: str, calls: SizedCalls, batch: int, way: Way) -> FitRow:
-        """batch: 0 where none fits, then figures are of the least."""
+        """Return one row. batch: 0 if none fits; then the figures are those of the least batch."""
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
@@ -203,8 +205,8 @@ class _Length:
         return call.graph, self.question.faster(call, self.question.replayed(call)[1])
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
-        """By the smallest plan of a length before, where that fits the batch that `other` does; or
-        else by one of its own."""
+        """Return the largest batch that a plan fits: the smallest plan of an earlier length, if it
+        fits as many samples as `wanted`, which the way `other` fits; else a newly searched one."""
         question = self.question
         if question.has_smallest(calls.at(calls.first, self.length)):
             batch = self._largest(question.replayed, calls)
@@ -215,8 +217,8 @@ class _Length:
         return self._largest(question.replayed, calls)
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
-        """The largest batch whose timeline finds memory, by bisection: what a smaller one does not
-        find a larger one does not, either. 0 if there is none."""
+        """Return the largest batch whose timeline finds memory, 0 if there is none. (By bisection:
+        if a batch does not fit, larger ones do not.)"""
         timeline, most = self._timelines(way, calls)
         fitting, beyond = calls.least - 1, most + 1
         tried = most
@@ -229,7 +231,7 @@ class _Length:
         return fitting if fitting >= calls.least else 0
 
     def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
-        """By batch, and the largest batch whose bytes may fit."""
+        """Return a function: batch -> timeline, and the largest batch whose bytes may fit."""
 
         def timeline(batch: int) -> Timeline:
             call = calls.at(batch, self.length)
@@ -247,7 +249,7 @@ class _Length:
 
 
 def _once_a_form(make: Callable[[CDGraph], Scheduled]) -> Way:
-    """A way whose schedules do not depend on sizes."""
+    """Return a way that makes one schedule for all sizes of a form."""
     known: dict[int, Schedule] = {}
 
     def way(call: PricedCall) -> Scheduled:
