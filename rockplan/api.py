@@ -179,17 +179,17 @@ def plan(
             with outside_of_initialization():
                 source = captured_call(call.of(model), options)
 
-            def make(wanted: Budget) -> Plan:
+            def plan_here(wanted: Budget) -> Plan:
                 with outside_of_initialization():
                     problems = problems_of(source, options)
                 with advised(call.of(model), source, options):
                     return plan_as_asked(problems, wanted, options)
 
-            def made(wanted: Budget) -> Plan:
-                own = functools.partial(make, wanted)
+            def plan_agreed(wanted: Budget) -> Plan:
+                own = functools.partial(plan_here, wanted)
                 return agreed_plan(source, wanted, options, agreed, own)
 
-            return room.filled(made, _interface_of(source), agreed=agreed)
+            return room.filled(plan_agreed, _interface_of(source), agreed=agreed)
 
 
 def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:

@@ -331,16 +331,17 @@ def _run(
     starts: Mapping[int, tuple[int, ...]],
     tangent: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None = None,
 ) -> _StepResult:
-    """Run one step and return its results. tangent: makes the gradient of a result in given
-    strides; None: `_ones`."""
+    """Run one step and return its results. starts: position of a result that gets a gradient ->
+    strides of this gradient; tangent: makes the gradient of a result in given strides; None:
+    `_ones`."""
     call = given.call
     arguments = with_stand_ins(given.forward, call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
     leaves, held = trees.tree_leaves((args, kwargs)), GivenCall.of(args, kwargs)
-    targets: dict[str, torch.Tensor] = {
+    differentiated: dict[str, torch.Tensor] = {
         n: p for n, p in call.module.named_parameters() if p.requires_grad
     }
-    targets |= {
+    differentiated |= {
         f"input {i}": leaf
         for i, leaf in enumerate(leaves)
         if isinstance(leaf, torch.Tensor) and leaf.requires_grad
@@ -350,11 +351,13 @@ def _run(
     roots = [outputs[i] for i in starts]
     tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
     with under_autocast(OFF):  # the caller may call the module under autocast
-        gradients = torch.autograd.grad(roots, list(targets.values()), tangents, allow_unused=True)
+        gradients = torch.autograd.grad(
+            roots, list(differentiated.values()), tangents, allow_unused=True
+        )
     tensors = [(f"output {i}", o) for i, o in enumerate(outputs) if isinstance(o, torch.Tensor)]
     named = [
         *((n, t.detach()) for n, t in tensors),
-        *((f"gradient of {n}", g) for n, g in zip(targets, gradients, strict=True)),
+        *((f"gradient of {n}", g) for n, g in zip(differentiated, gradients, strict=True)),
         *given.now(),
         ("generator state", torch.get_rng_state()),
         *(

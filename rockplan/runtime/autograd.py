@@ -37,6 +37,7 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
+        """Return the gradients of the slice."""
         gradients = ctx.call.gradients(ctx.number)
         return (None, None, None if ctx.is_first else token, *gradients)
 
@@ -91,6 +92,7 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
+        """Take in the incoming gradients; the slices, which run next, compute with them."""
         saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
         if torch.is_grad_enabled():
             raise BackwardError(
@@ -150,19 +152,21 @@ def call(
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward phase, and return its results as outputs of autograd nodes that run the
     backward slices."""
-    made, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
+    planned_call, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):
         targets = [residents[i] for i in executable.targets[number]]
-        token = _apply(_Seam, made, number, token, *targets)
+        token = _apply(_Seam, planned_call, number, token, *targets)
     relations = executable.relations
-    tensors = _apply(_Outputs, made, kept, outputs, token)
+    tensors = _apply(_Outputs, planned_call, kept, outputs, token)
     results = dict(zip(relations.results, tensors, strict=True))
     for position, inner in relations.apart:
         inner_results = [results[i] for i in inner]
-        results[position] = _apply(_Result, made, position, results[position], *inner_results)
-    made.returned = Returned(relations, results)
+        results[position] = _apply(
+            _Result, planned_call, position, results[position], *inner_results
+        )
+    planned_call.returned = Returned(relations, results)
     return tuple(results.values())
 
 

@@ -238,8 +238,9 @@ def _add_survival(model: _Model, s: int) -> None:
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
-    """Limit memory while the backward node of the stage runs, and while backward nodes between the
-    last stage and this one run."""
+    """Limit memory while the backward node of stage s runs (`TurnStage.during` and what it
+    reads), and while the backward nodes between the stage before and this one run
+    (`TurnStage.gap`)."""
     stage = model.stages.stages[s]
     there = set(stage.reads)
     needed_bytes = sum(model.bytes(d) for d in there)

@@ -351,7 +351,8 @@ class _ExchangeSearch:
 
     def _hastens(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
         """Move a first execution that reads something for the last time to before `position`, if
-        fewer bytes are alive there then. Returns False if there is none."""
+        fewer bytes are alive there then. gaps: what is alive and unused there. Returns False if
+        there is no such execution."""
         draft = self.draft
         if not draft.movable or position <= draft.boundary:
             return False
@@ -374,8 +375,8 @@ class _ExchangeSearch:
         return True
 
     def _makes_again(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Free the cheapest storage at `position` and make it again before its next read. Returns
-        False if there is none."""
+        """Free the cheapest of `gaps`, storages that are unused at `position`, and make it again
+        before its next read. Returns False if there is none."""
         draft = self.draft
         cheapest = self._cheapest(position, gaps, rule)
         if cheapest is None:
