@@ -144,8 +144,8 @@ def _link(block: Block, family: OptionFamily) -> Link:
 
 
 def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCosts:
-    """Return the costs of a block's options in this role. In the closing role outputs are no longer
-    held."""
+    """Return the costs of a block's options in this role, with the block's input held and dropped.
+    In the closing role the outputs are no longer held."""
     problem = block.problem
     if role is _Role.CLOSING:
         problem = replace(problem, outputs=())

@@ -213,8 +213,8 @@ class _Reading:
             return _Identity(value)
 
     def plain_attributes(self, value: object) -> Any:
-        """Return the class and the plain public attributes of an object that has other attributes
-        which cannot be looked into."""
+        """Return the class of an object that cannot be looked into as a whole, and those of its
+        public attributes that are plain values. Raises _Unknown for an object of a library."""
         if _is_of_library(type(value)):
             raise _Unknown
         attributes = []

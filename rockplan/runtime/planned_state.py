@@ -55,8 +55,8 @@ class PlannedState:
     is_original_said: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
-        """Write what a call leaves in Python objects. The plan is then also for calls that find it
-        there."""
+        """Write what the call of `bound` leaves in Python objects, and bind its program also to the
+        module as it is afterwards: a later call finds the written values. key: kind of the call."""
         written = bound.program.interface.assignments
         if not written:
             return
