@@ -218,7 +218,8 @@ when its parameters and inputs are rounded otherwise."""
 def too_far(
     shares: Mapping[str, float], bound: float, of_rounded: Callable[[], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return those of `shares` that exceed `bound` not only for lack of digits.
+    """Return those of `shares` (as from `shares_of`) that exceed `bound` not only for lack of
+    digits.
 
     of_rounded: returns the shares of eager itself after `round_otherwise`. They are large for
     gradients that are zero up to rounding, and where a rounding decides which of two elements is

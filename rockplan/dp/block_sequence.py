@@ -44,8 +44,9 @@ NO_OTHERS = Others()
 def cases(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int, others: Others
 ) -> Iterator[tuple[Sequence[StepMoment], int]]:
-    """Yield (moments of a step, budget) for the call that runs, for some limits of the bytes that
-    each call saves; the limit is one more moment."""
+    """Divide a budget between the call that runs and the others in flight: for each of some limits
+    of the bytes that a call saves, yield (moments, budget) of the call that runs. One more moment
+    holds it to the limit, and its budget is what the others leave if each of them saves as much."""
     if not others.count:
         yield moments, budget_bytes
         return
