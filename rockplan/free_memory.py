@@ -157,7 +157,7 @@ class Room:
     def _step_bytes(self, plan: Plan, interface: Interface) -> int:
         """Return the peak of these steps, in blocks of the allocator."""
         changes = self.timeline(plan, interface).changes
-        blocks = (replace(c, size_bytes=rounded(c.size_bytes)) for c in changes)
+        blocks = (c._replace(size_bytes=rounded(c.size_bytes)) for c in changes)
         return peak_of(blocks).size_bytes
 
 

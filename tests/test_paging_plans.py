@@ -406,8 +406,6 @@ def test_what_cannot_page_says_so() -> None:
     model, x = network()
     with pytest.raises(InvalidInput, match=r"plan the whole module with rockplan\.solve"):
         rockplan.solve_blocks(model, x, "50%", options=options())
-    with pytest.raises(InvalidInput, match="fit has no plans that page"):
-        rockplan.fit(model, x, "80GiB", options=options())
 
 
 def test_a_module_on_several_devices_does_not_page() -> None:

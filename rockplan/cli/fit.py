@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -13,11 +12,14 @@ import rockplan
 from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
+    HostBytes,
     Json,
+    LinkRate,
     NoCache,
     OnlyLoss,
     Tile,
     TimeLimit,
+    planning_options,
     under_autocast,
 )
 from rockplan.cli.ending import ending
@@ -73,6 +75,8 @@ def fit(
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     tile: Tile = False,
+    host: HostBytes = None,
+    link: LinkRate = None,
     autocast: Autocast = None,
     html: Annotated[
         str | None,
@@ -88,9 +92,9 @@ def fit(
 
             text = listing()
         else:
-            options = Options(only_loss=only_loss, tile=tile, cache=not no_cache)
-            if time_limit is not None:
-                options = replace(options, time_limit_s=time_limit)
+            options = planning_options(
+                no_cache, time_limit, tile=tile, only_loss=only_loss, host=host, link=link
+            )
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
             sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
             step = rockplan.TrainingStep(

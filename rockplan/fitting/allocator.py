@@ -15,6 +15,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import NamedTuple
 
 MIN_BLOCK_BYTES = 512
 """kMinBlockSize: sizes are multiples of this (`round_size`)."""
@@ -40,8 +41,7 @@ _ADDRESS_SPACE_BYTES = LARGE_SEGMENT_BYTES << 32
 run out.)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(NamedTuple):
     """Memory for `key`, which holds none; of 0 bytes PyTorch asks nothing. None frees it."""
 
     key: Hashable

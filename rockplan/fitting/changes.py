@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from rockplan.fitting.allocator import Request, Usage, replay
 
@@ -32,9 +33,10 @@ class Holding(Enum):
     CALLER = "caller's scalars"
 
 
-@dataclass(frozen=True, slots=True)
-class MemoryChange:
-    """`size_bytes` for `key` are allocated, or given back. A key is alive once at a time."""
+class MemoryChange(NamedTuple):
+    """`size_bytes` for `key` are allocated, or given back. A key is alive once at a time.
+
+    A tuple, since there are tens of thousands for each batch that is tried."""
 
     key: Hashable
     size_bytes: int
@@ -91,7 +93,7 @@ def replayed_steps(
         for change in step:
             before = alive.pop(change.key, None)
             if not change.is_free:
-                made = replace(change, key=(number, change.key))
+                made = MemoryChange((number, change.key), change.size_bytes, change.owner)
                 alive[change.key] = made
                 changes.append(made)
             if before is not None:

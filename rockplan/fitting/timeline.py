@@ -32,8 +32,8 @@ from rockplan.values.schedule import Schedule
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Forward and backward. first: where parameters have no `.grad`; later: where they have, to
-    which gradients are added. again: as first, where optimizers that step inside have their state;
-    None where none does."""
+    which gradients are added, () where they never have. again: as first, where optimizers that step
+    inside have their state; None where none does."""
 
     first: tuple[MemoryChange, ...]
     later: tuple[MemoryChange, ...]
@@ -41,13 +41,19 @@ class Passes:
 
 
 def passes_of(
-    graph: CDGraph, schedule: Schedule, interface: Interface, optimizer: OptimizerSteps
+    graph: CDGraph,
+    schedule: Schedule,
+    interface: Interface,
+    optimizer: OptimizerSteps,
+    *,
+    adding: bool = True,
 ) -> Passes:
-    """Of a schedule of `graph`, with the steps of optimizers inside of it, if there are any."""
+    """Of a schedule of `graph`, with the steps of optimizers inside of it, if there are any.
+    adding: whether gradients are added to others in some pass."""
     gradients = first_gradients(graph, interface)
     made = functools.partial(scheduled_changes, graph, schedule)
     if not optimizer.each:
-        return Passes(made(gradients), made({}))
+        return Passes(made(gradients), made({}) if adding else ())
     handed = all_gradients(graph, interface)
 
     def stepping(changes: Mapping[str, tuple[MemoryChange, ...]]) -> tuple[MemoryChange, ...]:
@@ -62,10 +68,11 @@ def passes_of(
 class Timeline:
     """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
     second is like all that follow. steps: the changes of each; resident: bytes of each storage that
-    is there before."""
+    is there before; host_bytes: of what is paged to the host."""
 
     resident: Mapping[Holding, tuple[int, ...]]
     steps: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
+    host_bytes: int = 0
 
     @property
     def changes(self) -> tuple[MemoryChange, ...]:
@@ -114,12 +121,13 @@ class SizedTimeline:
         }
         first, later = (
             tuple(
-                replace(x, size_bytes=sized(x.size_bytes, y.size_bytes))
+                MemoryChange(x.key, sized(x.size_bytes, y.size_bytes), x.owner, x.is_free)
                 for x, y in zip(*both, strict=True)
             )
             for both in zip(self.one.steps, self.other.steps, strict=True)
         )
-        return Timeline(resident, (first, later))
+        host_bytes = sized(self.one.host_bytes, self.other.host_bytes)
+        return Timeline(resident, (first, later), host_bytes)
 
     def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
         """Return the largest batch, from `first` on, that never has more than `size_bytes` alive;
@@ -136,7 +144,7 @@ class SizedTimeline:
 
 
 def _kind(timeline: Timeline) -> object:
-    changes = [(c.key, c.owner, c.is_free) for c in timeline.changes]
+    changes = [(key, owner, is_free) for key, _, owner, is_free in timeline.changes]
     return {owner: len(sizes) for owner, sizes in timeline.resident.items()}, changes
 
 
@@ -153,6 +161,7 @@ def timeline_of(
     *,
     accumulate: int = 1,
     set_to_none: bool = True,
+    host_bytes: int = 0,
 ) -> Timeline:
     """Return the timeline of `zero_grad(set_to_none)`, then `accumulate` times forward and
     backward, then a step of the optimizer; twice."""
@@ -166,7 +175,7 @@ def timeline_of(
     if passes.again is not None:
         passes = replace(passes, first=passes.again)
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
-    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)))
+    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)), host_bytes)
 
 
 def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:

@@ -21,7 +21,7 @@ class FitRow:
     steps from the start; owners: (who, bytes) at the peak of what is asked for, with what the
     allocator reserves beyond that: together reserved_bytes. overhead: of time,
     over everything kept; tokens_per_s: an estimate by the device's peaks (samples, where lengths do
-    not vary), None where these are not known.
+    not vary), None where these are not known. host_bytes: of activations on the host.
     """
 
     length: int | None
@@ -32,6 +32,7 @@ class FitRow:
     owners: tuple[tuple[str, int], ...]
     overhead: float
     tokens_per_s: float | None
+    host_bytes: int = 0
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -94,11 +95,14 @@ class Fit:
     def __str__(self) -> str:
         head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
         table = [head, *(row.cells for row in self.rows)]
+        if any(row.host_bytes for row in self.rows):
+            on_host = (format_bytes(r.host_bytes) if r.host_bytes else "" for r in self.rows)
+            table = [(*row, cell) for row, cell in zip(table, ("on host", *on_host), strict=True)]
         context = format_bytes(self.device_bytes - self.usable_bytes)
         lines = [
             f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
             f"optimizer {self.optimizer}",
-            *aligned(table, numbers=(0, 2, 3, 4, 5, 6)),
+            *aligned(table, numbers=(0, *range(2, len(table[0])))),
             *(line for note in self.notes for line in wrapped(note)),
         ]
         return "\n".join(line.rstrip() for line in lines)

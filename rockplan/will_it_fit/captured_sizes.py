@@ -172,6 +172,7 @@ class SizedCalls:
     _lines: dict[int | None, Line | None] = field(init=False, default_factory=dict)
     _forms: dict[object, int] = field(init=False, default_factory=dict)
     _seen: SeenLayouts = field(init=False, default_factory=SeenLayouts)
+    _last: dict[Size, PricedCall] = field(init=False, default_factory=dict)
 
     @property
     def first(self) -> int:
@@ -188,9 +189,14 @@ class SizedCalls:
     def at(self, batch: int, length: int | None = None) -> PricedCall:
         """Return the call of one size."""
         line = self.line(length)
-        if line is not None and (batch > 1 or batch == line.first):
-            return line.at(batch)
-        return self._captured((batch, length))
+        if line is None or (batch == 1 and batch != line.first):
+            return self._captured((batch, length))
+        if (batch, length) not in self._last:
+            # Each is asked for by several ways, one length after another.
+            others = self._last.items()
+            kept = {size: call for size, call in others if size[1] == length}
+            self._last = kept | {(batch, length): line.at(batch)}
+        return self._last[batch, length]
 
     def line(self, length: int | None = None) -> Line | None:
         """Return the calls of a length at any batch; None if storages are not affine in the batch,

@@ -125,5 +125,6 @@ def _said(row: FitRow) -> str:
 
 
 def _cells(row: FitRow) -> tuple[str, ...]:
-    owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in row.owners)
+    on_host = [("on the host", row.host_bytes)] if row.host_bytes else []
+    owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in (*row.owners, *on_host))
     return (*map(html.escape, row.cells), html.escape(owners))

@@ -2,11 +2,13 @@
 
 takes: a model, arguments, a device, an optimizer, options of plans. returns: captures with prices
 of the device, timelines of schedules, the smallest plan, a plan for what is left. guarantees: a
-timeline fits where the allocator's model finds memory for all of it.
+timeline fits where the allocator's model finds memory for all of it, and the host for what is
+paged.
 """
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
@@ -25,7 +27,9 @@ from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, re
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
+from rockplan.search.paging import SHARE
 from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.values.copies import Host, paged, with_copies
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
@@ -51,10 +55,21 @@ Scheduled = tuple[CDGraph, Schedule]
 BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
 """Stages that lower a smallest plan by the last percent, and take most of the time."""
 
+BESIDE_PAGING = ("relaxation", "eviction", "blocks", "exchange", "proof", "descent")
+"""Stages that find nothing within less than the smallest plan without paging needs."""
+
+PAGED_SHARES = (0.5, 0.7, 0.85)
+"""Of what the smallest plan without paging needs: budgets of plans that page."""
+
+
+Smallest = tuple[tuple[int, ...], Schedule]
+"""Storages that are paged, and a schedule of the graph with their copies."""
+
 
 @dataclass(slots=True)
 class FitQuestion:
-    """given: the caller's model, of whose parameters the optimizer is; model: what is captured."""
+    """given: the caller's model, of whose parameters the optimizer is; model: what is captured.
+    host: where plans may page to; unpaged: the same question without one."""
 
     given: nn.Module
     model: nn.Module
@@ -63,8 +78,14 @@ class FitQuestion:
     optimizer: OptimizerLike
     step: TrainingStep
     options: Options
+    host: Host | None = None
+    unpaged: FitQuestion | None = None
     _steps: dict[tuple[str, ...], OptimizerSteps] = field(default_factory=dict)
-    _smallest: dict[int, Schedule] = field(default_factory=dict)
+    _smallest: dict[int, Smallest] = field(default_factory=dict)
+
+    def paging_to(self, host: Host) -> FitQuestion:
+        """The same where plans may page."""
+        return replace(self, host=host, unpaged=self, _smallest={})
 
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:
@@ -123,6 +144,7 @@ class FitQuestion:
             device=self.on,
             optimizer=self.optimizer,
             step=self.step,
+            host=self.host,
             sizes=(calls.least, calls.most, calls.lengths),
             options=self.options,
         )
@@ -160,13 +182,21 @@ class FitQuestion:
         is none (as for a single sample)."""
         if not self.has_smallest(call):
             self.find_smallest(call)
-        return call.graph, self._smallest[call.form]
+        storages, schedule = self._smallest[call.form]
+        return self._with_copies(call.graph, storages), schedule
+
+    def _with_copies(self, graph: CDGraph, storages: Iterable[int]) -> CDGraph:
+        return with_copies(graph, storages, self.host.link.share(SHARE)) if self.host else graph
 
     def has_smallest(self, call: PricedCall) -> bool:
         return call.form in self._smallest
 
     def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
-        """By the relaxation alone, where that leads to no more than enough."""
+        """By the relaxation alone, where that leads to no more than enough; with a host, by less
+        and less beyond what that is."""
+        if self.unpaged:
+            self._find_paged(self.unpaged, call, enough_bytes)
+            return
         problem = self._problem(call)
         plans: list[Plan] = []
         for without in (BESIDE_THE_RELAXATION, ()):
@@ -178,26 +208,44 @@ class FitQuestion:
                 if plan.peak_bytes <= enough_bytes:
                     break
         least = min(plans, key=lambda plan: plan.peak_bytes)
-        schedule = planning.waiting(least, problem.waits).schedule
-        self._smallest[call.form] = in_eager_order_of(problem.graph, schedule)
+        self.take(call, planning.waiting(least, problem.waits))
 
-    def _plan(self, call: PricedCall, budget: Budget) -> Schedule:
-        problem = self._problem(call)
-        made = planning.plan_within(problem, budget, self.options)
-        return in_eager_order_of(problem.graph, made.schedule)
+    def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
+        if not unpaged.has_smallest(call):
+            unpaged.find_smallest(call, enough_bytes)
+        self.page_nothing(call)
+        usual_bytes = simulate(*unpaged.replayed(call)).peak_bytes
+        for share in PAGED_SHARES:
+            with contextlib.suppress(InfeasibleBudget):
+                self.take(call, self.plan(call, int(share * usual_bytes), BESIDE_PAGING))
+                break
+
+    def take(self, call: PricedCall, plan: Plan) -> None:
+        """As the smallest plan of calls like this one."""
+        self._smallest[call.form] = _in_eager_order(plan)
+
+    def page_nothing(self, call: PricedCall) -> None:
+        """Take the smallest plan without paging, which there is."""
+        assert self.unpaged is not None
+        self._smallest[call.form] = self.unpaged._smallest[call.form]
+
+    def plan(self, call: PricedCall, budget_bytes: int, without: Iterable[str] = ()) -> Plan:
+        options = replace(self.options, without=(*self.options.without, *without))
+        return planning.plan_within(self._problem(call), Budget(size_bytes=budget_bytes), options)
 
     def _problem(self, call: PricedCall) -> Problem:
         """Return the problem of a call."""
         graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
         problem = problem_of_priced(graph, call.profile, self.options)
         waits = waits_of(graph, call.interface) if self.step.in_backward else ()
-        return replace(problem, waits=waits)
+        return replace(problem, waits=waits, host=self.host)
 
     def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
         """Return the timeline of two training steps with this schedule."""
         gradients = first_gradients(graph, call.interface)
         steps = self.steps(gradients.values())
-        passes = passes_of(graph, schedule, call.interface, steps)
+        adding = self.step.accumulate > 1 or not self.step.set_to_none
+        passes = passes_of(graph, schedule, call.interface, steps, adding=adding)
         resident = {**self.resident, Holding.INPUTS: call.input_sizes}
         return timeline_of(
             resident,
@@ -205,34 +253,47 @@ class FitQuestion:
             steps,
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
+            host_bytes=sum(graph.data[page.host].size_bytes for page in paged(graph)),
         )
 
     def fits(self, timeline: Timeline) -> bool:
         """True if the device has memory for the timeline, as the allocator splits it."""
         usable_bytes = self.on.usable_bytes
-        if timeline.peak.size_bytes > usable_bytes:
+        host_bytes = self.host.size_bytes if self.host else 0
+        if timeline.peak.size_bytes > usable_bytes or timeline.host_bytes > host_bytes:
             return False
         return timeline.usage(usable_bytes).failed_at is None
 
-    def faster(self, call: PricedCall, schedule: Schedule) -> Schedule:
+    def faster(self, call: PricedCall) -> Scheduled:
         """A plan for what is left of the device when the optimizer has its state, beside gradients
-        that are not there yet; where that does not fit, for less, down to what `schedule` needs."""
+        that are not there yet; where that does not fit, for less, down to the smallest plan."""
         usable_bytes = self.on.usable_bytes
+        smallest = self.replayed(call)
         gradients = first_gradients(call.graph, call.interface)
         alive = sum(map(sum, self.resident.values())) + sum(call.input_sizes)
         left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
-        least_bytes = simulate(call.graph, schedule).peak_bytes
+        least_bytes = simulate(*smallest).peak_bytes
+        usual_bytes = simulate(*self.unpaged.replayed(call)).peak_bytes if self.unpaged else 0
         for tries in range(TRIES, 0, -1):
-            asked_bytes = left_bytes if tries > 1 else least_bytes
+            asked_bytes = max(left_bytes, least_bytes) if tries > 1 else least_bytes
             try:
-                faster = self._plan(call, Budget(size_bytes=max(asked_bytes, least_bytes)))
+                plan = self.plan(
+                    call, asked_bytes, BESIDE_PAGING if asked_bytes < usual_bytes else ()
+                )
             except InfeasibleBudget:
                 break
-            timeline = self.timeline(call, call.graph, faster)
+            storages, schedule = _in_eager_order(plan)
+            graph = self._with_copies(call.graph, storages)
+            timeline = self.timeline(call, graph, schedule)
             if self.fits(timeline):
-                return faster
+                return graph, schedule
             if asked_bytes <= least_bytes:
                 break
             over_bytes = timeline.usage().reserved_peak_bytes - usable_bytes
-            left_bytes -= max(over_bytes, left_bytes // 50)
-        return schedule
+            left_bytes = min(left_bytes, plan.peak_bytes) - max(over_bytes, left_bytes // 50)
+        return smallest
+
+
+def _in_eager_order(plan: Plan) -> Smallest:
+    storages = tuple(page.data for page in paged(plan.graph))
+    return storages, in_eager_order_of(plan.graph, plan.schedule)

@@ -17,7 +17,7 @@ from torch import nn
 from rockplan.captures.captured_calls import arguments
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput
-from rockplan.fitting.gpus import gpu
+from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
@@ -26,8 +26,12 @@ from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
+from rockplan.search.paging import SHARE
 from rockplan.search.problem import cache_of
+from rockplan.values.copies import Host, HostLink
+from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.plan import format_bytes
 from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.answer import Fit, FitRow
 from rockplan.will_it_fit.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
@@ -79,8 +83,6 @@ def fit(
             "rockplan.plan(model, sample, budget, options=Options(compile=True)) says there what "
             "one batch needs; fit has no rows with compiled kernels"
         )
-    if options.host is not None:
-        raise InvalidInput("fit has no plans that page activations to the host; solve has")
     if options.in_flight > 1:
         raise InvalidInput(
             f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
@@ -90,9 +92,11 @@ def fit(
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Not cached for an optimizer of the caller's: it may be another one the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
-    options = replace(options, cache=False)
+    host = _host(options, on)
+    options = replace(options, cache=False, host=None, link=None)
     question = FitQuestion(given, model, (args, kwargs), on, optimizer, step, options)
     question.refuse_too_small()
+    question = question if host is None else question.paging_to(host)
     calls = SizedCalls(question.whole, *batches, lengths)
     key = question.key(calls) if cache else {}
     if cache and (known := cache.answer(key, Fit.from_json)):
@@ -101,6 +105,24 @@ def fit(
     if cache:
         cache.put_answer(key, answer.to_json())
     return answer
+
+
+def _host(options: Options, on: Gpu) -> Host | None:
+    """Where plans may page to, over the device's link unless the options name one."""
+    if options.host is None:
+        return None
+    if options.host_bytes is None or options.host_path is not None:
+        raise InvalidInput(
+            "fit is about a GPU, which pages to pinned memory, and need not be in this machine: "
+            "write how much there is, such as host='64GiB', without host_path"
+        )
+    rate = options.link_bytes_per_s or int((on.link_gb_s or 0) * 1e9)
+    if not rate:
+        raise InvalidInput(
+            f"what link {on} has to its host is not known: write it, such as link='25GB/s' beside "
+            "host, or give a name that `rockplan fit --gpu list` has"
+        )
+    return Host(options.host_bytes, HostLink(rate, rate))
 
 
 def _ranges(
@@ -123,6 +145,7 @@ def _ranges(
     return batches, sorted({least, most} | powers)
 
 
+@paused_collection()
 def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     """Find the rows of all lengths."""
     # First of all: an unknown optimizer is refused.
@@ -130,19 +153,36 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
     if blocks := repeated_blocks(question.model):
         ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
-    planned = _planned_calls(question, calls)
+    planned = _planned(question, calls)
+    usual = question.unpaged or question
     rows = [
         row
         for length in calls.lengths
-        for row in _Length(question, calls, ways, planned, length).rows()
+        for row in _Length(usual, calls, ways, planned, length).rows()
     ]
-    on = question.on
-    return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), NOTES)
+    on, notes = question.on, [*NOTES]
+    if question.host:
+        rate = format_bytes(question.host.link.out_bytes_per_s)
+        notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
+    return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), tuple(notes))
+
+
+Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
+
+
+def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
+    """By names of rows: each with what those before have. Paging comes last."""
+    usual = question.unpaged or question
+    made = {name: (usual, one) for name, one in _planned_calls(usual, calls).items()}
+    if question.host:
+        name, (_, one) = [*made.items()][-1]
+        made[f"{name}, paging"] = question, one
+    return made
 
 
 def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
-    """By names of rows. With the head in parts, where that is asked for, as many at all sizes;
-    where there is no such head, a line on the logger says so."""
+    """With the head in parts, where that is asked for, as many at all sizes; where there is no such
+    head, a line on the logger says so."""
     if not question.options.tile:
         return {"rockplan": calls}
     parts = MOST_PARTS if question.options.tile is True else question.options.tile
@@ -154,12 +194,12 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The rows of one length. calls: of the whole model; planned: those that are planned."""
+    """The rows of one length. calls: of the whole model."""
 
     question: FitQuestion
     calls: SizedCalls
     ways: Mapping[str, Way]
-    planned: Mapping[str, SizedCalls]
+    planned: Planned
     length: int | None
 
     def rows(self) -> list[FitRow]:
@@ -169,11 +209,12 @@ class _Length:
             self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
         ]
         most = max(largest, key=lambda name: largest[name])
-        for name, calls in self.planned.items():
-            batch = self._largest_planned(calls, self.ways[most], largest[most])
-            rows.append(
-                self._row(name, calls, batch, self._fastest if batch else self.question.replayed)
-            )
+        for name, (question, calls) in self.planned.items():
+            planned = replace(self, question=question)
+            wanted = max(largest[most], rows[-1].batch if question.unpaged else 0)
+            batch = planned._largest_planned(calls, self.ways[most], wanted)
+            way = question.faster if batch else question.replayed
+            rows.append(planned._row(name, calls, batch, way))
         return rows
 
     def _row(self, name: str, calls: SizedCalls, batch: int, way: Way) -> FitRow:
@@ -199,10 +240,8 @@ class _Length:
             ),
             overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
             tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
+            host_bytes=found.host_bytes,
         )
-
-    def _fastest(self, call: PricedCall) -> Scheduled:
-        return call.graph, self.question.faster(call, self.question.replayed(call)[1])
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """Return the largest batch that a plan fits: the smallest plan of an earlier length, if it
@@ -213,8 +252,14 @@ class _Length:
             if batch >= wanted:
                 return batch
         size = max(wanted, calls.first), self.length
-        question.find_smallest(calls.at(*size), simulate(*other(self.calls.at(*size))).peak_bytes)
-        return self._largest(question.replayed, calls)
+        call = calls.at(*size)
+        question.find_smallest(call, simulate(*other(self.calls.at(*size))).peak_bytes)
+        batch = self._largest(question.replayed, calls)
+        if batch < wanted and question.unpaged:
+            # What it pages of more samples is more than the host has.
+            question.page_nothing(call)
+            batch = self._largest(question.replayed, calls)
+        return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
         """Return the largest batch whose timeline finds memory, 0 if there is none. (By bisection:

@@ -28,7 +28,15 @@ from itertools import pairwise
 
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
-from rockplan.values.graph import CDGraph, ComputeNode, added_to, caller_bytes, producers, readers
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    added_to,
+    caller_bytes,
+    producers,
+    readers,
+    required,
+)
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 REACH = 16
@@ -61,8 +69,10 @@ def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
     """Translate `schedule` to the graph as it was before `reordered`."""
     if not graph.eager_order:
         return schedule
-    eager = {node: position for position, node in enumerate(graph.eager_order)}
-    events = (Compute(eager[e.node]) if isinstance(e, Compute) else e for e in schedule.events)
+    eager = dict(zip(graph.eager_order, required(graph.nodes), strict=True))
+    events = (
+        Compute(eager.get(e.node, e.node)) if isinstance(e, Compute) else e for e in schedule.events
+    )
     return replace(schedule, events=tuple(events))
 
 
