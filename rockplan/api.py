@@ -28,7 +28,7 @@ from rockplan.captures.sizes import SizedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.fitting.reserved import block_bytes, device_of, is_expandable, storage_sizes, take
+from rockplan.fitting.reserved import reserve, storage_sizes
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
@@ -140,15 +140,10 @@ def _program_in(
 def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
     """Take the device memory of a training step as one segment (`Options.reserve`), if that
     helps."""
-    device = device_of(program.plan.graph)
-    if device is None or is_expandable():
-        return
     module = call.module
     held = tensors((call.args, call.kwargs, [*module.parameters(), *module.buffers()]))
     steps = room.timeline(program.plan, program.interface).steps
-    size_bytes = block_bytes(storage_sizes(held), replayed_steps(*steps))
-    if size_bytes:
-        take(device, size_bytes)
+    reserve(program.plan.graph, storage_sizes(held), replayed_steps(*steps))
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:

@@ -107,7 +107,7 @@ class Options:
     of the weight, are rounded otherwise than eager's (docs/tiled.md).
     reserve: of `solve` on CUDA: allocate at once what a step of training will need, and leave it
     with PyTorch's allocator as one segment, from which it splits its blocks, if a model of the
-    allocator says that fragmentation costs less then (docs/fit.md).
+    allocator says that this saves more than 2 % (docs/fit.md); the logger says if nothing is taken.
     host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
     backward, if that is faster than to recompute them; of each call in flight and each process.
     True: what the machine has available, rounded to two digits, for one call of one process; None:

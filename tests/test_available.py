@@ -22,6 +22,7 @@ from rockplan.fitting.changes import peak_of
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import NAMES, optimizer_steps
 from rockplan.free_memory import MARGIN, _Coming, in_bytes, machine_bytes
+from rockplan.values.graph import DataKind
 from testing import models
 from testing.training import QUICK, solve_case
 
@@ -286,6 +287,9 @@ def test_the_largest_size_is_planned_under_what_is_left() -> None:
     assert left is not None
     gradients_bytes = sum(rounded(p.nbytes) for p in model.parameters())
     assert fast.plan.budget_bytes == planned.budget_bytes == left + gradients_bytes
+    for made in (rockplan.plan_of(fast), planned):
+        inputs = [d.index for d in made.graph.data if d.kind is DataKind.INPUT]
+        assert [v.spec.shape for v in made.graph.values if v.data in inputs] == [(32, 100)]
 
 
 def test_gradients_that_add_up_leave_less(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -524,19 +524,21 @@ def test_lengths_between_captures_are_those_of_captures(name: str) -> None:
 
 
 class Bounded(torch.nn.Module):
-    """Stores no more than so many of a sequence, or of a batch."""
+    """Stores no more than so many of a sequence, of a batch, or of all together."""
 
-    def __init__(self, length: int = 10**6, batch: int = 10**6) -> None:
+    def __init__(self, length: int = 10**6, batch: int = 10**6, together: int = 10**9) -> None:
         super().__init__()
         self.bounds = batch, length
+        self.together = together
         self.inner = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length = self.bounds
-        return self.inner(x)[:batch, -length:].exp().square().sum()
+        stored = self.inner(x)[:batch, -length:].exp().square()
+        return stored.flatten(0, 1)[: self.together].exp().square().sum()
 
 
-@pytest.mark.parametrize("bounds", [{"length": 60}, {"batch": 9}])
+@pytest.mark.parametrize("bounds", [{"length": 60}, {"batch": 9}, {"together": 1000}])
 def test_sizes_on_no_line_are_captured(bounds: dict[str, int]) -> None:
     model = Bounded(**bounds)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import rockplan
+from rockplan.fitting import reserved
 from rockplan.fitting.allocator import replay
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of
 from rockplan.fitting.gpus import Gpu
@@ -136,3 +139,48 @@ def test_a_block_is_taken_first_where_it_saves_something() -> None:
     size_bytes = block_bytes([5 << 20] * 3, changes)
     assert size_bytes == peak_of(changes).size_bytes
     assert block_bytes([5 << 20] * 3, [made[0], made[0].freed]) == 0
+
+
+def replaced(module: ModuleType, **attributes: object) -> SimpleNamespace:
+    return SimpleNamespace(**{**vars(module), **attributes})
+
+
+@pytest.mark.parametrize(
+    ("device", "setting", "block", "free_bytes", "said"),
+    [
+        (None, "", 1 << 20, 1 << 30, "not on a CUDA device"),
+        ("meta", "expandable_segments:True", 1 << 20, 1 << 30, "segments of this process expand"),
+        ("meta", "", 0, 1 << 30, "less than 2%"),
+        ("meta", "", 1 << 20, 1 << 10, "does not have the 1048576 bytes"),
+        ("meta", "", 1 << 20, 1 << 30, ""),
+    ],
+)
+def test_a_block_that_is_not_taken_is_told_once(
+    device: str | None,
+    setting: str,
+    block: int,
+    free_bytes: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """By `solve`; the device, and what it has, are replaced."""
+    on = None if device is None else torch.device(device)
+    taken: list[int] = []
+
+    def empty(size_bytes: int, **how: object) -> None:
+        if size_bytes > free_bytes:
+            raise torch.OutOfMemoryError
+        taken.append(size_bytes)
+
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    monkeypatch.setattr(reserved, "device_of", lambda graph: on)
+    monkeypatch.setattr(reserved, "block_bytes", lambda held, changes: block)
+    monkeypatch.setattr(reserved, "gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
+    monkeypatch.setattr(reserved, "torch", replaced(torch, empty=empty))
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
+    options = replace(QUICK, reserve=True, sizes={0: (2, 8)})
+    rockplan.solve(model, x, "100%", options=options)
+    lines = [r.getMessage() for r in caplog.records if "reserve=True" in r.getMessage()]
+    assert len(lines) == bool(said) and all(said in line for line in lines)
+    assert taken == ([] if said else [block])

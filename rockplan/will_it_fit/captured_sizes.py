@@ -2,7 +2,7 @@
 
 takes: a module, a sample, rates of a device. returns: priced graphs at any batch and length.
 guarantees: storages and work are affine in the batch and of second degree in the length where a
-capture of the most of each finds that to the byte; then graphs in between are those of the captures
+capture of the most of both finds that to the byte; then graphs in between are those of the captures
 with other sizes. Else each is captured. What real kernels lay out otherwise than PyTorch's rules
 say is seen at a small size (`operators.layouts.SEEN`).
 """
@@ -152,6 +152,11 @@ class Line:
     numbers: tuple[int, ...]
     more: tuple[int, ...]
 
+    @property
+    def known_bytes(self) -> int:
+        """Of the batch `first`."""
+        return self.numbers[-1]
+
     def at(self, batch: int) -> PricedCall:
         """Return the call of a batch."""
         samples = batch - self.first
@@ -248,13 +253,10 @@ class SizedCalls:
     def _holds(self, line: Line, length: int | None) -> bool:
         """Does a capture of the most samples say the same? Of fewer, where their values would take
         much memory."""
-        known = line.call.known_bytes // line.first + 1
+        known = line.known_bytes // line.first + 1
         batch = min(max(CHECKED_BYTES // known, line.first + 2), self.most)
-        return batch <= line.first + 1 or self._is_on(line, (batch, length))
-
-    def _is_on(self, line: Line, size: Size) -> bool:
-        found = self._captured(size)
-        return found.form == line.call.form and found.numbers == line.at(size[0]).numbers
+        found = self._captured((batch, length))
+        return found.form == line.call.form and found.numbers == line.at(batch).numbers
 
     # -- lengths between captures ------------------------------------------------------------------
 
@@ -269,7 +271,7 @@ class SizedCalls:
 
     def _polynomials(self, lengths: Sequence[int]) -> dict[int | None, Line | None]:
         """Lines of all `lengths` from those of the least ones; none where captures of the most
-        samples, and of the greatest length, do not say the same."""
+        samples, of the least and of the greatest length, do not say the same."""
         points = lengths[:POINTS]
         lines = [line for length in points if (line := self._line(length))]
         forms = {line.call.form for line in lines}
@@ -284,8 +286,7 @@ class SizedCalls:
             made[length] = Line(lines[0].call, self.first, numbers, more)
         last = made[lengths[-1]]
         assert last is not None
-        batch = min(self.first + 2, self.most)
-        return made if self._is_on(last, (batch, lengths[-1])) else {}
+        return made if self._holds(last, lengths[-1]) else {}
 
 
 def interpolated(

@@ -39,9 +39,10 @@ from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
 from rockplan.will_it_fit.twin import twin_of, with_values
 
 NOTES = (
-    "exact: parameters, gradients, optimizer, activations; of checkpointing, within 2 %. by a "
-    "table: context, cuBLAS's workspaces (those inside of other operators are not in the sum). by "
-    "a model: reserved, of PyTorch's caching allocator without expandable_segments",
+    "as measured on CPU: parameters, gradients, optimizer and plans to the byte, kept whole within "
+    "0.1 %, checkpointing within 2 %; not compared on a GPU. by a table: context, cuBLAS's "
+    "workspaces (those inside of other operators are not in the sum). by a model: reserved, of "
+    "PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
 KEPT = "kept whole"
