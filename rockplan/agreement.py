@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch import nn
 
 from rockplan.errors import InvalidInput, OtherRankFailed, RockplanError
-from rockplan.python_state.sharding import is_distributed
+from rockplan.python_state.distributed import is_distributed
 
 _LOGGER = logging.getLogger("rockplan")
 T = TypeVar("T")

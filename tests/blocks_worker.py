@@ -16,7 +16,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
@@ -74,20 +73,6 @@ def compare(
     expected = steps(wrap(eager), eager.layers)
     assert_equal(steps(wrapped, ours.layers), expected, what)
     assert [len(layer.plans) for layer in ours.layers] == [plans] * 4, what
-
-
-def check_tensor_parallel(mesh: DeviceMesh) -> None:
-    """Parameters that are parts of others are refused, and what to do is said."""
-    model = Stack().train()
-    ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-    for layer in model.layers:
-        parallelize_module(layer, mesh, ways)
-    try:
-        planned(model)
-    except rockplan.UnsupportedModel as error:
-        assert "'layers.0'" in str(error) and "is a DTensor" in str(error), error
-    else:
-        raise AssertionError("tensor parallel")
 
 
 def prepared(model: Any) -> Any:
@@ -175,6 +160,5 @@ def main() -> None:
         check_sharded_later(mesh)
         compare("DistributedDataParallel", DistributedDataParallel)
         compare("accelerate", prepared)
-        check_tensor_parallel(mesh)
     dist.barrier()
     dist.destroy_process_group()

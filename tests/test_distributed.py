@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.processes import on_processes
 
 
@@ -13,6 +15,11 @@ def test_distributed_data_parallel(compilers: Path, tmp_path: Path) -> None:
 
 def test_forwards_that_exchange_data(tmp_path: Path) -> None:
     on_processes("tests.collectives_worker", 2, tmp_path)
+
+
+@pytest.mark.parametrize("processes", [2, 4])
+def test_tensor_parallel(processes: int, tmp_path: Path) -> None:
+    on_processes("tests.tensor_parallel_worker", processes, tmp_path)
 
 
 def test_processes_that_plan_together(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.search.boundary import option_within, peak_of
 from rockplan.search.problem import Problem
-from rockplan.store.plan_file import onto
+from rockplan.store.plan_file import onto, outline
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
@@ -45,10 +45,12 @@ class BlockKind:
     incoming_bytes: int
 
     def of(self, graph: CDGraph) -> BlockKind:
-        """For a graph that is the same but for the device that it is on."""
-        if graph.values == self.problem.graph.values:
+        """For a graph that is the same but for the device that it is on, and the groups that it
+        exchanges data with."""
+        own = self.problem.graph
+        if graph.values == own.values and graph.groups == own.groups:
             return self
-        priced = onto(graph, self.problem.graph)
+        priced = onto(graph, outline(own))
         assert priced is not None, "the digests are equal"
         digest = graph_digest(priced)
         problem = replace(self.problem, graph=priced, constrained=priced, graph_digest=digest)

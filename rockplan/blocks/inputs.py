@@ -26,6 +26,7 @@ from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, autocast_state
+from rockplan.python_state.distributed import waited_with_history
 from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import reached
@@ -102,7 +103,8 @@ def sample_run(
     shared: dict[Any, SampleCall] = {}
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        def note(*own: Any, **named: Any) -> Any:
+        def note(*given: Any, **named_given: Any) -> Any:
+            own, named = waited_with_history((given, named_given))
             try:
                 refuse_transforms()
             except StalePlan as error:

@@ -73,9 +73,9 @@ class CapturedBlock:
     digest: str
 
     @property
-    def kind(self) -> tuple[str, frozenset[str]]:
+    def kind(self) -> tuple[str, tuple[str, ...], frozenset[str]]:
         """Equal for blocks that are planned as one."""
-        return self.digest, self.source.hooked
+        return self.digest, self.source.lowered.graph.groups, self.source.hooked
 
     @property
     def common_digest(self) -> str:

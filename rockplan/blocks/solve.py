@@ -43,7 +43,6 @@ from rockplan.blocks.kinds import (
 )
 from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
-from rockplan.blocks.sharded import gathered, refuse_parts
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import arguments, check_options, group_of, largest_call
 from rockplan.captures.sizes import SizedCall
@@ -62,7 +61,7 @@ from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
-from rockplan.python_state.sharding import is_sharded, sharded_modules
+from rockplan.python_state.sharding import gathered, is_sharded, sharded_modules
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import plan_in_place, take_out
@@ -390,7 +389,6 @@ class _Job:
     ) -> CapturedBlock:
         """Capture one block. incoming: what its backward starts from, None if not known."""
         with under_autocast(call.autocast), gathered(block), call.as_called():
-            refuse_parts(block)
             return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
 
     def _measured(

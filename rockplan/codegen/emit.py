@@ -28,6 +28,7 @@ from rockplan.values.graph import (
     Call,
     CDGraph,
     ComputeNode,
+    MeshGroup,
     Phase,
     Takeover,
     ValueRef,
@@ -574,6 +575,8 @@ def _literal(argument: object, name: Callable[[int], str]) -> str:
         return f'torch.device("{argument}")'
     if argument is None or isinstance(argument, bool | int | complex | str):
         return repr(argument)
+    if isinstance(argument, MeshGroup):
+        return repr(argument.name)
     if isinstance(argument, torch.dtype | torch.layout | torch.memory_format):
         return str(argument)
     raise UnsupportedModel(

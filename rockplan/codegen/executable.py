@@ -17,10 +17,10 @@ from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import Layout, Pages
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.interface import Interface, OutputLeaf
+from rockplan.values.interface import Interface, OutputLeaf, PlacedStrides, Strides
 from rockplan.values.schedule import Schedule
 
-Pattern = tuple[tuple[int, ...] | None, ...]
+Pattern = tuple[Strides | None, ...]
 """For each output tensor the strides of its incoming gradient, None if it gets none."""
 
 
@@ -29,17 +29,21 @@ class Executable:
     """A plan ready to run.
 
     targets: for each backward slice, positions among the residents of the tensors whose gradients
-    it returns; outputs: leaves of the result that are tensors, one for each tensor object;
-    relations: how these are related; pattern: strides of the incoming gradients that the plan was
-    made for; devices, device_types: where the graph computes; random: it draws random numbers;
-    early: positions of targets that are read after their complete gradient was handed over; again:
-    builds the plan for a forward phase that runs once more, and so changes no buffers (raises
-    BackwardError if that is impossible). layout: of the storages that it pages to the host, if any.
+    it returns; specs: of those gradients that are DTensors, () if none is; distributed: positions
+    of residents that are DTensors; outputs: leaves of the result that are tensors, one for each
+    tensor object; relations: how these are related; pattern: strides of the incoming gradients that
+    the plan was made for; devices, device_types: where the graph computes; random: it draws random
+    numbers; early: positions of targets that are read after their complete gradient was handed
+    over; again: builds the plan for a forward phase that runs once more, and so changes no buffers
+    (raises BackwardError if that is impossible). layout: of the storages that it pages to the host,
+    if any.
     """
 
     code: Code
     functions: Functions
     targets: tuple[tuple[int, ...], ...]
+    specs: tuple[tuple[Any, ...], ...]
+    distributed: tuple[int, ...]
     outputs: tuple[OutputLeaf, ...]
     relations: Relations
     pattern: Pattern
@@ -79,11 +83,11 @@ def build(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name, graph.kernels),
         targets=targets,
+        specs=_specs(code, interface),
+        distributed=tuple(position[value] for value, _ in interface.distributed),
         outputs=outputs,
         relations=relations(graph, interface),
-        pattern=tuple(
-            None if o.tangent is None else graph.values[o.tangent].spec.stride for o in outputs
-        ),
+        pattern=tuple(_strides(graph, output) for output in outputs),
         devices=tuple(sorted(devices)),
         device_types=tuple(sorted({d.split(":")[0] for d in devices})),
         random=any(n.random for n in graph.nodes),
@@ -94,6 +98,19 @@ def build(
         ),
         layout=layout,
     )
+
+
+def _specs(code: Code, interface: Interface) -> tuple[tuple[Any, ...], ...]:
+    """Of the gradients that are DTensors, for each slice."""
+    specs = dict(interface.distributed)
+    return tuple(tuple(map(specs.get, slice_)) for slice_ in code.handed) if specs else ()
+
+
+def _strides(graph: CDGraph, output: OutputLeaf) -> Strides | None:
+    if output.tangent is None:
+        return None
+    strides, spec = graph.values[output.tangent].spec.stride, output.tangent_spec
+    return strides if spec is None else PlacedStrides(strides, spec)
 
 
 def _layout(code: Code, host_path: str | None) -> Layout | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.graph_builder.foreign import flex_attention, opaque_calls, triton_launches
+from rockplan.graph_builder.foreign import dtensor, flex_attention, opaque_calls, triton_launches
 from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.patches import Patch
@@ -49,5 +49,6 @@ def capture(
 def _rows() -> Iterator[Patch]:
     """Yield the patches that kernels of other libraries need while a forward is recorded."""
     yield from flex_attention.PATCHES
+    yield from dtensor.patches()
     yield from opaque_calls.patches()
     yield from triton_launches.patches()

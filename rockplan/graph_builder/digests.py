@@ -17,6 +17,7 @@ from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
     DataKind,
+    MeshGroup,
     Queue,
     Takeover,
     TensorSpec,
@@ -135,6 +136,8 @@ def canonical_literal(literal: object) -> object:
             return [type(literal).__name__, repr(literal)]
         case ValueRef(index):
             return ["value", index]
+        case MeshGroup():
+            return ["group", literal.dimension, literal.size, literal.number]
         case TensorSpec():
             return ["tensor", *spec_fields(literal)]
         case tuple() | list():

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan.python_state.distributed import is_distributed
+
 
 def sharded_modules(module: nn.Module) -> list[Any]:
     """List the submodules that `fully_shard` was called with, `module` included."""
@@ -31,10 +33,29 @@ def is_sharded(module: nn.Module) -> bool:
     return getattr(module, "_is_fsdp_managed_module", False) or bool(sharded_modules(module))
 
 
-def is_distributed(tensor: torch.Tensor) -> bool:
-    """True for a DTensor, of which this process holds a part."""
-    kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
-    return kind is not None and isinstance(tensor, kind)
+def shards(module: nn.Module) -> Iterator[str]:
+    """Names of parameters that are shards now, which are gathered before a forward reads them."""
+    whole = {
+        id(getattr(p, "_unsharded_param", None)) for g in _groups(module) for p in g.fsdp_params
+    }
+    for path, part in module.named_modules():
+        if getattr(part, "_is_fsdp_managed_module", False):
+            for name, parameter in part.named_parameters(path, recurse=False):
+                if is_distributed(parameter) and id(parameter) not in whole:
+                    yield name
+
+
+@contextlib.contextmanager
+def gathered(block: nn.Module) -> Iterator[None]:
+    """The parameters of `block` are inside what a forward sees; every process has to come here."""
+    sharded = sharded_modules(block)
+    for module in sharded:
+        module.unshard()
+    try:
+        yield
+    finally:
+        for module in sharded:
+            module.reshard()
 
 
 def waits_for_exchange(model: nn.Module) -> bool:

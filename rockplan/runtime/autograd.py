@@ -16,6 +16,7 @@ import torch
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
+from rockplan.python_state.distributed import distributed
 from rockplan.runtime.backward_pass import PlannedCall, Replan, SavedForBackward
 from rockplan.runtime.call_checks import under_checkpoint
 
@@ -84,8 +85,8 @@ class _Outputs(torch.autograd.Function):
         ctx.device = token.device
         _hang(ctx, kept)
         ctx.set_materialize_grads(False)
-        outputs = tuple(t.detach() for t in tensors)
         leaves = call.executable.outputs
+        outputs = tuple(_returned(t, o.spec) for t, o in zip(tensors, leaves, strict=True))
         constant = [t for t, o in zip(outputs, leaves, strict=True) if not o.requires_grad]
         ctx.mark_non_differentiable(*constant)
         return outputs
@@ -110,6 +111,11 @@ class _Outputs(torch.autograd.Function):
         call.returned.check_memory(gradients)
         call.begin_backward(ctx.kept or saved[0].kept, gradients)
         return None, None, None, torch.empty(0, device=ctx.device)
+
+
+def _returned(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
+    """A result without history. spec: of a DTensor, whose local tensor it is."""
+    return tensor.detach() if spec is None else distributed(tensor.detach(), spec)
 
 
 def _hang(ctx: Any, kept: SavedForBackward) -> None:

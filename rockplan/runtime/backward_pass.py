@@ -18,6 +18,7 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
+from rockplan.python_state.distributed import distributed, local_of, strides_of, waited
 from rockplan.runtime import watch
 
 Replan = Callable[[Pattern], Executable]
@@ -48,6 +49,7 @@ class PlannedCall:
         forward, or if the default dtype, and so dtypes of results, would be others.
         """
         watch.plan_runs()
+        gradients = tuple(map(waited, gradients))
         running, frame = kept.begin_backward(self.executable, gradients)
         self._backward, self._next = _Backward(self.executable, running, frame, kept), 0
 
@@ -79,10 +81,14 @@ class SavedForBackward:
     def __init__(
         self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
     ) -> None:
-        self.residents = residents
+        self._given = self.residents = residents
+        if executable.distributed:
+            local = set(executable.distributed)
+            pairs = enumerate(residents)
+            self.residents = tuple(local_of(t) if i in local else t for i, t in pairs)
         self._executable = executable
         self._replan = replan
-        self._frame = Frame(residents)
+        self._frame = Frame(self.residents)
         self._is_used = False
         self._default_dtype = torch.get_default_dtype()
 
@@ -92,7 +98,7 @@ class SavedForBackward:
         self._starts = rng_replay.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
         self._copies = dict(zip(executable.code.copied, self._frame.copies, strict=True))
-        self._versions = _versions(self.residents)
+        self._versions = self._versions_at(range(len(self.residents)))
         self._storages = _storages(self.residents)
         self._saved_versions = _versions(self._frame.saved.values())
         return outputs
@@ -117,7 +123,7 @@ class SavedForBackward:
                 f"again would be computed in {torch.get_default_dtype()}; call backward under the "
                 "same (torch.set_default_dtype)"
             )
-        pattern = _pattern(gradients)
+        pattern = tuple(None if g is None else strides_of(g) for g in gradients)
         if self._is_used or pattern != self._executable.pattern:
             running, frame = self._forward_again(planned, pattern)
         else:
@@ -126,7 +132,7 @@ class SavedForBackward:
                 raise BackwardError(_MODIFIED)
             self.check_residents(running.code.checked, _MODIFIED)
         self._is_used = True
-        frame.put_tangents(tuple(g for g in gradients if g is not None))
+        frame.put_tangents(tuple(local_of(g) for g in gradients if g is not None))
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
@@ -195,12 +201,19 @@ class SavedForBackward:
         """Raise BackwardError with `message` if a resident at `positions` was modified since the
         forward."""
         tensors = [self.residents[i] for i in positions]
-        if _versions(tensors) != [self._versions[i] for i in positions]:
+        if self._versions_at(positions) != [self._versions[i] for i in positions]:
             raise BackwardError(message)
         # `tensor.data = ...` counts no version.
         storages = [self._storages[i] for i in positions]
         if not all(map(operator.is_, _storages(tensors), storages)):
             raise BackwardError(message)
+
+    def _versions_at(self, positions: Sequence[int]) -> list[int]:
+        """How often residents were written to; DTensors and their local tensors count apart."""
+        versions = _versions([self.residents[i] for i in positions])
+        if self._given is self.residents:
+            return versions
+        return [*map(operator.add, versions, _versions([self._given[i] for i in positions]))]
 
 
 class _Backward:
@@ -228,7 +241,13 @@ class _Backward:
         number = self._next_slice
         self._next_slice += 1
         self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
-        return run_slice(self._running, self._frame, number)
+        made = run_slice(self._running, self._frame, number)
+        if not self._running.specs:
+            return made
+        specs = self._running.specs[number]
+        return tuple(
+            g if s is None else distributed(g, s) for g, s in zip(made, specs, strict=True)
+        )
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
         """Return the gradients of slice `number` of the plan of the call, by running as many slices
@@ -325,8 +344,3 @@ _MODIFIED_BETWEEN = (
     "forward: then its gradient waits until nothing else needs the parameter, if the budget has "
     "room for that; or pass a larger budget"
 )
-
-
-def _pattern(gradients: tuple[torch.Tensor | None, ...]) -> Pattern:
-    """Return the strides of each incoming gradient, None where there is none."""
-    return tuple(None if g is None else g.stride() for g in gradients)

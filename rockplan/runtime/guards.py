@@ -18,6 +18,7 @@ from torch import nn
 
 from rockplan.python_state import trees
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
+from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.switches import switches_now
@@ -251,7 +252,7 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.dtype,
         tensor.shape,
         tensor.device,
-        tensor.stride() if tensor.layout is torch.strided else None,
+        strides_of(tensor) if tensor.layout is torch.strided else None,
     )
 
 
@@ -312,7 +313,7 @@ class Sharing:
             return False
         if not self.mutated:
             return True
-        storages = [t.untyped_storage()._cdata for t in tensors]
+        storages = [local_of(t).untyped_storage()._cdata for t in tensors]
         return _memory(storages, self.mutated) == self.memory
 
 

@@ -23,6 +23,7 @@ from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
+from rockplan.python_state.distributed import is_awaited, waited_with_history
 from rockplan.python_state.given import as_given
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import assignments, parametrizations
@@ -154,6 +155,9 @@ class Planned(HasPlans):
             warn_of_checkpoint(self)
         warn_of_dispatch_modes()
         leaves, input_spec = trees.tree_flatten((args, kwargs))
+        if any(map(is_awaited, leaves)):
+            args, kwargs = waited_with_history((args, kwargs))
+            leaves = trees.tree_leaves((args, kwargs))
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():
             bound = matching(state.programs.get(key, ()), leaves)

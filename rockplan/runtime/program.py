@@ -48,8 +48,11 @@ class PlannedProgram:
 
     @property
     def is_of_this_process(self) -> bool:
-        """True if the code calls functions given to `rockplan.opaque`, which every process
-        registers anew."""
+        """True if the code exchanges data with process groups, whose names are those of this
+        process, or calls functions given to `rockplan.opaque`, which every process registers
+        anew."""
+        if self.interface.distributed or self.plan.graph.groups:
+            return True
         return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
 
     @property

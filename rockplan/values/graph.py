@@ -107,6 +107,25 @@ class ValueRef:
 
 
 @dataclass(frozen=True, slots=True)
+class MeshGroup:
+    """Among the arguments of a call, the processes that it exchanges data with: one dimension of a
+    device mesh.
+
+    dimension: as the mesh calls it, or its number; size: how many they are; number: of several such
+    groups, in the order in which the program comes to them. name: what PyTorch calls this one in
+    this process, which is no part of a digest: processes beside it have another.
+    """
+
+    dimension: str
+    size: int
+    number: int
+    name: str
+
+    def __str__(self) -> str:
+        return repr(self.dimension)
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """One operator call: `op` as 'aten.addmm.default'.
 
@@ -318,6 +337,14 @@ class CDGraph:
     @property
     def _forward_length(self) -> int:
         return bisect_left(self.nodes, True, key=lambda n: n.phase is Phase.BACKWARD)
+
+    @property
+    def groups(self) -> tuple[str, ...]:
+        """Names, in this process, of the groups that it exchanges data with."""
+        arguments = (
+            a for n in self.nodes for c in n.calls for a in c.args if isinstance(a, MeshGroup)
+        )
+        return tuple(dict.fromkeys(group.name for group in arguments))
 
     @property
     def time_ns(self) -> int:

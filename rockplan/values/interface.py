@@ -8,7 +8,22 @@ from typing import Any
 
 from rockplan.values.graph import Call, TensorSpec
 
-Incoming = Mapping[int, tuple[int, ...] | None]
+
+@dataclass(frozen=True, slots=True)
+class PlacedStrides:
+    """How a DTensor lies in memory. strides: of its local tensor; spec: how the local tensors of
+    all processes make the whole."""
+
+    strides: tuple[int, ...]
+    spec: Any
+
+    def __str__(self) -> str:
+        return f"{self.strides} of {', '.join(map(str, self.spec.placements))}"
+
+
+Strides = tuple[int, ...] | PlacedStrides
+
+Incoming = Mapping[int, Strides | None]
 """Position of a leaf of the result that backward starts from -> strides of its incoming gradient,
 None if they equal those of the leaf."""
 
@@ -42,7 +57,8 @@ class OutputLeaf:
     first: position of the first leaf that is the same tensor object; its own position if it is the
     first. made_from: positions of the other leaves that it is computed from: a part of their
     gradients comes through it. tangent: value of its incoming gradient, None if it is not
-    differentiated, or not the first. requires_grad: as in eager execution.
+    differentiated, or not the first. requires_grad: as in eager execution. spec, tangent_spec: of
+    those that are DTensors, whose values are their local tensors.
     """
 
     value: int | None
@@ -51,6 +67,8 @@ class OutputLeaf:
     made_from: tuple[int, ...]
     tangent: int | None
     requires_grad: bool
+    spec: Any = None
+    tangent_spec: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +152,8 @@ class Interface:
     its old content), see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory
     the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
+    distributed: values of DTensors (of each its local tensor) that the caller has, with the spec of
+    their gradient, None without one.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -148,6 +168,7 @@ class Interface:
     questions: tuple[Question, ...]
     assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
+    distributed: tuple[tuple[int, Any], ...] = ()
 
     @property
     def results(self) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -100,7 +101,7 @@ class Capture:
     samples: value -> real tensor, for integer inputs and what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
     `lowering.buffer_copies`. kernels: those that calls name, see `fusion`. tiles: how the head is
-    tiled, see `tiling`.
+    tiled, see `tiling`. distributed: as in Interface.
     """
 
     values: tuple[RecordedValue, ...]
@@ -120,6 +121,7 @@ class Capture:
     copies: tuple[tuple[int, int], ...] = ()
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
+    distributed: tuple[tuple[int, Any], ...] = ()
 
     @cached_property
     def view(self) -> RunView:

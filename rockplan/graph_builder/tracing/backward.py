@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.recorded.run import RecordedCall
@@ -20,9 +19,11 @@ from rockplan.graph_builder.tracing.outputs import (
     leaves_reached,
     sources_of,
 )
-from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.autocast import DEVICE_TYPES, OFF, under_autocast
+from rockplan.python_state.distributed import distributed, is_distributed, local_shape, spec_of
+from rockplan.values.interface import PlacedStrides, Strides
 
 # Nodes of autograd whose kernels branch on values (prod_backward, cumprod_backward,
 # masked_fill_backward in PyTorch) -> the operator, and a remedy.
@@ -49,7 +50,7 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
             place = recorder.place_of(node)
             raise NAMED["gradient by values"].at(*place, operator=_BY_VALUES[name])
     for leaf in leaves_reached(roots):
-        if not isinstance(leaf, FakeTensor):
+        if not is_fake(leaf):
             raise foreign_gradient(leaf)
 
 
@@ -57,13 +58,12 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
 class RecordedBackward:
     """What the recorded backward pass computed. targets: tensors whose gradients were asked for;
     gradients: one for each, None if the result does not depend on it; tangents: output position ->
-    value of its incoming gradient; sources: for each leaf of the result, the positions of other
-    leaves that its backward pass goes through; ignores_autocast: it is the same under the caller's
-    autocast."""
+    its incoming gradient; sources: for each leaf of the result, the positions of other leaves that
+    its backward pass goes through; ignores_autocast: it is the same under the caller's autocast."""
 
     targets: list[torch.Tensor]
     gradients: tuple[torch.Tensor | None, ...]
-    tangents: dict[int, int]
+    tangents: dict[int, torch.Tensor]
     sources: tuple[tuple[int, ...], ...]
     ignores_autocast: bool
 
@@ -74,22 +74,26 @@ class RecordedBackward:
             for target, gradient in zip(self.targets, self.gradients, strict=True)
         )
 
+    def specs_of(
+        self, recorder: Recorder, given: Sequence[torch.Tensor]
+    ) -> tuple[tuple[int, Any], ...]:
+        """(value, spec of its gradient, None without one) of those of `given` that are DTensors."""
+        specs = dict(zip(map(id, self.targets), map(spec_of, self.gradients), strict=True))
+        return tuple((recorder.value(t), specs.get(id(t))) for t in given if is_distributed(t))
+
 
 def recorded_backward(
     module: nn.Module,
     recorder: Recorder,
     outputs: list[Any],
-    starts: dict[int, tuple[int, ...]],
+    starts: Mapping[int, Strides],
     targets: list[torch.Tensor],
 ) -> RecordedBackward:
     """Record the backward pass from some outputs. starts: output position -> strides of its
     incoming gradient; targets: tensors to differentiate by."""
     sources = sources_of(outputs)
     roots = [outputs[i] for i in starts]
-    tangents = [
-        torch.empty_strided(o.shape, strides, dtype=o.dtype, device=o.device)
-        for o, strides in zip(roots, starts.values(), strict=True)
-    ]
+    tangents = [_tangent(o, strides) for o, strides in zip(roots, starts.values(), strict=True)]
     recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
     forward_calls = len(recorder.calls)
 
@@ -123,10 +127,19 @@ def recorded_backward(
     return RecordedBackward(
         targets=targets,
         gradients=gradients,
-        tangents={i: recorder.value(t) for i, t in zip(starts, tangents, strict=True)},
+        tangents=dict(zip(starts, tangents, strict=True)),
         sources=sources,
         ignores_autocast=with_casts == _named(recorder.calls[forward_calls:]),
     )
+
+
+def _tangent(output: torch.Tensor, strides: Strides) -> torch.Tensor:
+    """An incoming gradient of `output`."""
+    kind: Any = {"dtype": output.dtype, "device": output.device}
+    if not isinstance(strides, PlacedStrides):
+        return torch.empty_strided(output.shape, strides, **kind)
+    shape = local_shape(strides.spec)
+    return distributed(torch.empty_strided(shape, strides.strides, **kind), strides.spec)
 
 
 def _named(calls: Sequence[RecordedCall]) -> list[object]:

@@ -11,16 +11,24 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing import own_gradients
-from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
+from rockplan.python_state.distributed import spec_of, strides_of
 from rockplan.python_state.given import GivenContainer, WithContents
-from rockplan.values.interface import GivenLeaf, Incoming, OutputLeaf, Precedent, Unmade
+from rockplan.values.interface import (
+    GivenLeaf,
+    Incoming,
+    OutputLeaf,
+    PlacedStrides,
+    Precedent,
+    Strides,
+    Unmade,
+)
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
 WITHOUT_FLAT_PARAMETERS = (
@@ -35,7 +43,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
-    if leaf.requires_grad and not isinstance(leaf, FakeTensor):
+    if leaf.requires_grad and not is_fake(leaf):
         raise foreign_gradient(leaf)
     return recorder.known_tensor(leaf)
 
@@ -77,7 +85,7 @@ def backward_starts(
     spec: trees.TreeSpec,
     incoming: Incoming | Precedent | None,
     only_loss: bool = False,
-) -> dict[int, tuple[int, ...]]:
+) -> dict[int, Strides]:
     """Return position of each output that the backward pass starts from -> strides of its gradient.
     incoming: as asked for, or None for likely ones; only_loss: the caller uses only a loss. Raises
     InvalidInput if `incoming` names a leaf that requires no gradient."""
@@ -98,7 +106,7 @@ def backward_starts(
             f"gradient are {tuple(candidates)}"
         )
     firsts = first_places(outputs)
-    return {firsts[i]: wanted[i] or outputs[i].stride() for i in sorted(wanted)}
+    return {firsts[i]: wanted[i] or strides_of(outputs[i]) for i in sorted(wanted)}
 
 
 def _as_before(
@@ -110,16 +118,14 @@ def _as_before(
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
-    if any(s is not None and len(s) != outputs[i].ndim for i, s in before.items()):
+    plain = {i: s for i, s in before.items() if s is not None and not isinstance(s, PlacedStrides)}
+    if any(len(s) != outputs[i].ndim for i, s in plain.items()):
         return None
     reached = leaves_reached(outputs[i] for i in before)
     whole = leaves_reached(outputs[i] for i in candidates)
     if not (whole <= reached or precedent.is_repeated):
         return None
-    return {
-        i: None if strides is None else _dense_strides(outputs[i].shape, strides)
-        for i, strides in before.items()
-    }
+    return {i: _dense_strides(outputs[i].shape, plain[i]) if i in plain else None for i in before}
 
 
 def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
@@ -253,18 +259,19 @@ def output_leaves(
     recorder: Recorder,
     outputs: list[Any],
     sources: Sequence[tuple[int, ...]],
-    tangents: dict[int, int],
+    tangents: Mapping[int, torch.Tensor],
 ) -> tuple[OutputLeaf, ...]:
     """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents: output
-    position -> value of its incoming gradient. Refuses leaves that a plan cannot return."""
+    position -> its incoming gradient. Refuses leaves that a plan cannot return."""
     leaves: list[OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             _refuse_alias(recorder, output, position)
             own_gradients.refuse_of_result(output, position)
             value, tangent = recorder.value(output), tangents.get(position)
-            leaf = (value, None, first, sources[position], tangent, output.requires_grad)
-            leaves.append(OutputLeaf(*leaf))
+            incoming = None if tangent is None else recorder.value(tangent)
+            leaf = (value, None, first, sources[position], incoming, output.requires_grad)
+            leaves.append(OutputLeaf(*leaf, spec_of(output), spec_of(tangent)))
             continue
         leaves.append(OutputLeaf(None, output, first, (), None, False))
     return tuple(leaves)

@@ -32,14 +32,21 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.tracing.groups import MeshGroups
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
 from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
+from rockplan.python_state.distributed import (
+    is_distributed,
+    is_distributed_kind,
+    spec_of,
+    why_not_shown,
+)
 from rockplan.python_state.leftovers import Leftovers
-from rockplan.python_state.sharding import is_distributed
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
@@ -74,6 +81,9 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
     """Return the message for a tensor that a plan cannot handle, None if it can. called: its name
     in the message."""
     kind = type(tensor)
+    if is_distributed(tensor):
+        why = why_not_shown(spec_of(tensor))
+        return NAMED["distributed tensor"].text(tensor=called, why=why) if why else None
     if tensor.is_nested:
         return NAMED["nested tensor that is given"].text(tensor=called)
     if tensor.layout is not torch.strided:
@@ -81,6 +91,11 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
     if _has_operations(kind):
         return NAMED["class of tensors"].text(tensor=called, kind=kind.__qualname__)
     return None
+
+
+def is_fake(tensor: Any) -> bool:
+    """Is it one of a recording, or a DTensor of such?"""
+    return isinstance(tensor._local_tensor if is_distributed(tensor) else tensor, FakeTensor)
 
 
 def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -151,6 +166,7 @@ class Recorder(TorchDispatchMode):
         self._unwatched = Unwatched(
             lambda tensor: self.values[self.value(tensor)].storage, self._results.of
         )
+        self._groups = MeshGroups()
         self._index_of: dict[int, int] = {}
         self._alive: list[object] = []
         self._storages: dict[int, int] = {}
@@ -175,8 +191,12 @@ class Recorder(TorchDispatchMode):
         return _get_current_dispatch_mode() is self
 
     def value(self, tensor: torch.Tensor) -> int:
-        """Return the value of `tensor`; a tensor never seen before gets a new one."""
+        """Return the value of `tensor`, of a DTensor that of its local tensor; a tensor never seen
+        before gets a new one."""
         index = self._index_of.get(id(tensor))
+        if index is None and is_distributed(tensor):
+            self._groups.add(spec_of(tensor).mesh)
+            return self.value(tensor._local_tensor)  # type: ignore[attr-defined]
         if index is None:
             index = len(self.values)
             self._index_of[id(tensor)] = index
@@ -225,12 +245,28 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return fake_device(args[0])
+        if any(map(is_distributed_kind, types)):
+            self._refuse_distributed(func, args, kwargs or {})
+            return NotImplemented  # what DTensor calls with local tensors comes here next
         try:
             # Saves the Python-level __torch_function__ of fake tensors.
             with torch._C.DisableTorchFunctionSubclass():
                 return self._record(func, args, kwargs)
         except CaptureError as error:
             self.refuse(error)
+
+    def _refuse_distributed(
+        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        """Raise where what DTensor does for an operator is not shown to be what a plan does."""
+        given = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
+        for tensor in given:
+            self._groups.add(spec_of(tensor).mesh)
+            if why := why_not_shown(spec_of(tensor)):
+                error = NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why)
+                self.refuse(error)
+        if given[0].device.type != "cpu" and facts.is_random(func, args, kwargs):
+            self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
 
     def _record(
         self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -474,7 +510,7 @@ class Recorder(TorchDispatchMode):
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return `tensor` as a fake one. A real tensor that is neither parameter nor buffer (a
         table that a library keeps) becomes a constant."""
-        if isinstance(tensor, FakeTensor):
+        if is_fake(tensor):
             self.value(tensor)
             return tensor
         for index, constant in self.constants:
@@ -508,8 +544,6 @@ class Recorder(TorchDispatchMode):
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
         """Raise UnsupportedModel for a tensor that a plan cannot handle."""
-        if is_distributed(tensor):
-            raise NAMED["distributed tensor"].at(*self.place())
         reason = why_not_planned(tensor, "what the forward computes with")
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)
@@ -532,12 +566,15 @@ class Recorder(TorchDispatchMode):
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))
 
-        return Call(
+        call = Call(
             facts.operator_name(func),
             tuple(_symbolic(argument, reference) for argument in args),
             tuple((name, _symbolic(argument, reference)) for name, argument in kwargs.items()),
             results,
         )
+        if facts.facts_of(func).effect is Effect.COMMUNICATES:
+            call = replace(call, args=tuple(map(self._groups.named, call.args)))
+        return call
 
     def place(self) -> tuple[str, str]:
         """Return module path and the user's source line of the current call."""

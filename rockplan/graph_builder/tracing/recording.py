@@ -139,6 +139,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         backward_ignores_autocast=backward.ignores_autocast,
         output_spec=first.spec,
         samples=recording.reader.samples(recorder),
+        distributed=backward.specs_of(recorder, recording.stand_ins.fakes),
     )
 
 

@@ -38,11 +38,18 @@ from rockplan.graph_builder.operators.rows import (
 )
 from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
 from rockplan.python_state.hooks import foreign_hooks, is_foreign
+from rockplan.python_state.sharding import shards
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # weight_norm and spectral_norm compute weights in hooks, prepare_qat quantizes results in hooks,
-# transformers collects outputs in hooks.
-_PURE_HOOKS = ("torch.nn.utils.", "torch.ao.quantization.", "transformers.")
+# transformers collects outputs in hooks, parallelize_module places arguments and results in hooks.
+_PURE_HOOKS = (
+    "torch.nn.utils.",
+    "torch.ao.quantization.",
+    "transformers.",
+    "torch.distributed.tensor._api",
+    "torch.distributed.tensor.parallel.",
+)
 
 
 AS_OPERATOR = (
@@ -159,6 +166,10 @@ def _lazy(module: nn.Module) -> Iterator[dict[str, Any]]:
     return ({"tensor": name} for name, tensor in _tensors(module) if is_lazy(tensor))
 
 
+def _shards(module: nn.Module) -> Iterator[dict[str, Any]]:
+    return ({"tensor": f"'{name}'"} for name in shards(module))
+
+
 def _on_meta(module: nn.Module) -> Iterator[dict[str, Any]]:
     return ({"tensor": n} for n, tensor in _tensors(module) if tensor.device.type == "meta")
 
@@ -227,6 +238,16 @@ REFUSALS: tuple[Refusal, ...] = (
         InvalidInput,
     ),
     Refusal(
+        "shard",
+        When.MODULE,
+        "the parameter {tensor} is a DTensor that fully_shard has made, which a plan would compute "
+        "with before it is gathered",
+        "Plan the blocks that are sharded each by itself (fully_shard of each, then "
+        "rockplan.solve_blocks), or plan the module and shard it as a whole then",
+        "test_distributed.test_distributed_data_parallel",
+        _shards,
+    ),
+    Refusal(
         "hook on all modules",
         When.MODULE,
         "the hook {hook} on all modules (register_module_forward_hook and the like) would not run "
@@ -269,11 +290,29 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "distributed tensor",
         When.FORWARD,
-        "what the forward computes with is a DTensor (context_parallel makes such tensors of what "
-        "attention gets), whose operators exchange data between processes by rules of their own",
+        "{tensor} is a DTensor that {why}, of which nobody has shown that plans compute what eager "
+        "execution does",
+        "Place it by Shard, Replicate and Partial, in equal parts (pad it to a multiple), or name "
+        "parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp'))",
+        "test_distributed.test_tensor_parallel",
+    ),
+    Refusal(
+        "context parallel",
+        When.FORWARD,
+        "context_parallel has attention exchange keys and values between processes by rules of its "
+        "own",
         "Name parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp')), "
-        "or compute with its local tensor (to_local) and the functional form of collectives",
+        "or exchange these in the functional form of collectives",
         "test_distributed.test_forwards_that_exchange_data",
+    ),
+    Refusal(
+        "draw of a distributed tensor",
+        When.FORWARD,
+        "{operator} draws random numbers for a DTensor, on a device where DTensor moves the "
+        "generator itself, which a plan would not do again",
+        "Have it get a local tensor (Dropout after RowwiseParallel, whose results are local ones), "
+        "set its probability to 0, or name parts beside it as the blocks",
+        "test_distributed.test_tensor_parallel",
     ),
     Refusal(
         "leftover",

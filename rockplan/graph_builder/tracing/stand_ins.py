@@ -13,10 +13,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
+from rockplan.python_state.distributed import distributed, is_distributed, local_of, spec_of
 from rockplan.python_state.holders import Held, Place, kinds_of
 from rockplan.python_state.reach import named_arguments
 
@@ -73,7 +75,8 @@ class _Exchange:
 
 
 class StandIns:
-    """Fake tensors for real ones, one for each object, sharing storages as the real ones do.
+    """Fake tensors for real ones, one for each object, sharing storages as the real ones do; for a
+    DTensor a DTensor whose local tensor is fake.
 
     real: id of a fake tensor -> the real tensor.
     """
@@ -91,7 +94,7 @@ class StandIns:
         fake = self._of.get(id(tensor))
         if fake is None:
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
-            fake = self._fake_mode.from_tensor(source, static_shapes=True)
+            fake = self._fake(source)
             self._of[id(tensor)] = fake
             self._of[id(fake)] = fake
             self._alive += [tensor, source]
@@ -99,6 +102,16 @@ class StandIns:
             self.fakes.append(fake)
             self._recorder.value(fake)
         return fake
+
+    def _fake(self, source: torch.Tensor) -> torch.Tensor:
+        if not is_distributed(source):
+            return self._fake_mode.from_tensor(source, static_shapes=True)
+        local = local_of(source).detach()
+        self._alive.append(local)
+        fake = self._fake_mode.from_tensor(local, static_shapes=True)
+        made = distributed(fake, spec_of(source)).requires_grad_(source.requires_grad)
+        made._is_param = isinstance(source, nn.Parameter)
+        return made
 
     def of_registered(
         self, registered: dict[int, torch.Tensor]

@@ -1,0 +1,51 @@
+"""DTensor: what of it is another while a forward is recorded.
+
+What DTensor makes of an operator are operators of local tensors, which are recorded as any others.
+To know shapes it runs operators of the whole tensors beside: these are none of the step.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.refusals import NAMED
+
+
+def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    return run
+
+
+def _of_context_parallel(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
+    def attention(*args: Any, **kwargs: Any) -> NoReturn:
+        recording.refuse(NAMED["context parallel"].text())
+
+    return attention
+
+
+def patches() -> Iterator[Patch]:
+    """Where DTensor is in use."""
+    if nn.functional.scaled_dot_product_attention.__module__.startswith("torch.distributed."):
+        yield Patch(
+            nn.functional,
+            "scaled_dot_product_attention",
+            _of_context_parallel,
+            "context_parallel has put a function in its place that calls kernels by other rules",
+        )
+    file = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    if file is not None:
+        yield Patch(
+            file.ShardingPropagator,
+            "_propagate_tensor_meta_non_cached",
+            _unrecorded,
+            "it computes shapes of whole tensors with memory that nothing has written to",
+        )
