@@ -9,8 +9,8 @@ the best plan of one call within the same budget.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4] [--parts peak]
 
-Writes benchmarks/results/ranks.jsonl and ranks.md; rows of other parts stay. NCCL is not
-seen: there is one device at most.
+Writes benchmarks/results/ranks.jsonl and ranks.md; rows of other parts stay, all without any part.
+NCCL is not seen: there is one device at most.
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def in_flight_cells(row: dict[str, Any]) -> tuple[str, ...]:
 def report() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", nargs="+", type=int, default=[2, 4])
-    parser.add_argument("--parts", nargs="+", choices=[*PARTS], default=[*PARTS])
+    parser.add_argument("--parts", nargs="*", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.is_worker:
@@ -236,7 +236,7 @@ def report() -> None:
     known = [json.loads(line) for line in ROWS_FILE.read_text().splitlines()]
     rows = [row for row in known if row["part"] not in arguments.parts]
     run = this_run()
-    for count in arguments.counts:
+    for count in arguments.counts if arguments.parts else ():
         rows += run_on(count, arguments.parts, run)
     ROWS_FILE.write_text("".join(json.dumps(row) + "\n" for row in rows))
 

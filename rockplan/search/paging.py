@@ -5,13 +5,13 @@ the device and that of the host; its time is that of a link of which a share is 
 
 What takes longest to make for each byte is paged, until the link is full between when it is made
 and the turn; the rest is planned as if what comes back were made again for nothing, and the copies
-are placed. So for some amounts, and again without the storages whose copies are waited for. The
-best is polished, and placed anew.
+are placed; then again without the storages whose copies are waited for. So for more, then for less,
+as long as plans get faster. The best is polished, and placed anew.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.errors import InvalidInput
@@ -32,7 +32,7 @@ from rockplan.values.schedule import Compute, keep_all, kept_data
 
 Planned = Callable[[Goal, Incumbent], Incumbent]
 
-AMOUNTS = (1.0, 1.05, 0.9, 1.1, 0.8, 1.15, 1.2)
+AMOUNTS = ((1.0, 1.05, 1.1, 1.15, 1.2), (0.9, 0.8))
 """Of what the link carries: how much to page. More is faster until copies are late."""
 
 SHARE = 0.8
@@ -60,46 +60,71 @@ class _Tried:
     made: Placed
 
 
-def best_placed(goal: Goal, limits: Limits, planned: Planned, polished: Planned) -> Placed | None:
-    """The fastest that is found. planned: an incumbent for a goal without a host, from one without
-    a schedule; polished: from one that has a schedule."""
-    best: _Tried | None = None
-    for tried in _tried(goal, limits, planned):
-        best = _better(goal, best, tried)
+def best_placed(
+    goal: Goal, limits: Limits, most_ns: float, planned: Planned, polished: Planned
+) -> Placed | None:
+    """The fastest that is found, if it is faster than most_ns. planned: an incumbent for a goal
+    without a host, from one without a schedule; polished: from one that has a schedule."""
+    tries = _Tries(goal, limits, planned, by_worth(goal.graph), limits.paging, most_ns)
+    for amounts in AMOUNTS:
+        for amount in amounts:
+            is_faster = tries.improve(amount)
+            if tries.best is not None and not is_faster:
+                break
+    best = tries.best
     if best is not None and not best.found.is_near(best.asked, limits) and not limits.is_over:
         found = polished(best.asked, best.found)
-        best = _better(goal, best, _placed(goal, best.storages, best.asked, found))
-    return None if best is None else best.made
+        tries.take(_placed(goal, best.storages, best.asked, found))
+    return None if tries.best is None else tries.best.made
 
 
-def _better(goal: Goal, best: _Tried | None, tried: _Tried) -> _Tried | None:
-    is_faster = best is None or tried.made.time_ns < best.made.time_ns
-    return tried if is_faster and _fits(tried.made, goal) else best
+@dataclass
+class _Tries:
+    """ranked: what may be paged. left: nodes of graphs that are planned yet. most_ns: what takes
+    as long is of no use."""
 
+    goal: Goal
+    limits: Limits
+    planned: Planned
+    ranked: Sequence[int]
+    left: int
+    most_ns: float
+    best: _Tried | None = None
 
-def _tried(goal: Goal, limits: Limits, planned: Planned) -> Iterator[_Tried]:
-    """For each amount, and again without what is late."""
-    assert goal.host is not None
-    link, ranked = goal.host.link.share(SHARE), by_worth(goal.graph)
-    left = limits.paging
-    for amount in AMOUNTS:
-        late: set[int] = set()
-        for _ in range(limits.paging_again):
-            wanted = [d for d in ranked if d not in late]
-            storages = chosen(goal.graph, wanted, link, amount, goal.host.size_bytes)
-            if not storages or left <= 0 or limits.is_over:
+    def improve(self, amount: float) -> bool:
+        """Try this amount, and again without what is late. returns: is it faster than before?"""
+        before, late = self.best, set[int]()
+        for _ in range(self.limits.paging_again):
+            tried = self._tried([d for d in self.ranked if d not in late], amount)
+            if tried is None:
                 break
-            left -= len(goal.graph.nodes)
-            asked = replace(goal, graph=with_fetches(goal.graph, storages), host=None)
-            found = planned(asked, Incumbent(bound_ns=goal.graph.time_ns))
-            if found.schedule is None:
-                break
-            yield (tried := _placed(goal, storages, asked, found))
+            self.take(tried)
             made = tried.made
             more = {t.data for t in trips(made.graph, made.schedule) if t.waits_ns} - late
             if not more:
                 break
             late |= more
+        return self.best is not before
+
+    def take(self, tried: _Tried) -> None:
+        """As the best, if it is."""
+        if tried.made.time_ns < self.most_ns and _fits(tried.made, self.goal):
+            self.best, self.most_ns = tried, tried.made.time_ns
+
+    def _tried(self, wanted: Sequence[int], amount: float) -> _Tried | None:
+        """None where nothing is left to try, or copies could take no time and it were no faster."""
+        goal, host = self.goal, self.goal.host
+        assert host is not None
+        link = host.link.share(SHARE)
+        storages = chosen(goal.graph, wanted, link, amount, host.size_bytes)
+        if not storages or self.left <= 0 or self.limits.is_over:
+            return None
+        self.left -= len(goal.graph.nodes)
+        asked = replace(goal, graph=with_fetches(goal.graph, storages), host=None)
+        found = self.planned(asked, Incumbent(bound_ns=goal.graph.time_ns))
+        if found.schedule is None or found.time_ns >= self.most_ns:
+            return None
+        return _placed(goal, storages, asked, found)
 
 
 def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent) -> _Tried:

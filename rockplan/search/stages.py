@@ -130,10 +130,9 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     def polished(asked: Goal, start: Incumbent) -> Incumbent:
         return exchange(asked, start, limits)
 
-    made = best_placed(goal, limits, planned, polished)
-    if made is None or (incumbent.schedule is not None and made.time_ns >= incumbent.time_ns):
-        return incumbent
-    return replace(incumbent, paged=made)
+    most_ns = math.inf if incumbent.schedule is None else incumbent.time_ns
+    made = best_placed(goal, limits, most_ns, planned, polished)
+    return incumbent if made is None else replace(incumbent, paged=made)
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
