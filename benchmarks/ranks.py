@@ -3,7 +3,8 @@ model what was promised?
 
 On two and four processes of gloo: digests of what each has planned, by itself and together
 (`Options(group=...)`; the blocks of a sharded model always), and the seconds of the slowest, beside
-those of one that plans alone while the others wait. Then steps under `fully_shard` in each mode,
+those of one that plans alone while the others wait; and the CPU time of all, which other work on
+the machine does not change. Then steps under `fully_shard` in each mode,
 sharded before they are planned; and the time that plans for several calls in flight take, beside
 the best plan of one call within the same budget.
 
@@ -81,17 +82,18 @@ KINDS: dict[str, Callable[[str, rockplan.Options], object]] = {
 }
 
 
-def planned(make: Callable[[], object]) -> tuple[int, float]:
-    """How many digests there are, and the seconds of the slowest; -1 where nothing fits on one."""
+def planned(make: Callable[[], object]) -> tuple[int, float, float]:
+    """How many digests there are, -1 where nothing fits on one; the seconds of the slowest, and
+    those of CPU time of all."""
     dist.barrier()
-    began = time.monotonic()
+    began, own_began = time.monotonic(), time.process_time()
     try:
         text = hashlib.sha256(repr(make()).encode()).hexdigest()
     except rockplan.InfeasibleBudget:
         text = ""
-    seconds = time.monotonic() - began
-    digests, times = zip(*everywhere((text, seconds)), strict=True)
-    return (-1 if "" in digests else len({*digests})), max(times)
+    seconds, own_seconds = time.monotonic() - began, time.process_time() - own_began
+    digests, times, own = zip(*everywhere((text, seconds, own_seconds)), strict=True)
+    return (-1 if "" in digests else len({*digests})), max(times), sum(own)
 
 
 def agreement_rows() -> Iterator[dict[str, Any]]:
@@ -184,10 +186,11 @@ def run_on(count: int, parts: list[str], run: dict[str, str]) -> Iterator[dict[s
 
 
 def this_run() -> dict[str, str]:
-    """Where rows are from: the day and the commit."""
+    """Where rows are from: the day, the commit and how busy the machine was before."""
     command = ["git", "describe", "--always", "--dirty", "--exclude=*"]
     found = subprocess.run(command, capture_output=True, text=True, check=True)
-    return {"date": str(datetime.date.today()), "commit": found.stdout.strip()}
+    load = f"load {os.getloadavg()[0]:.0f}"
+    return {"date": str(datetime.date.today()), "commit": found.stdout.strip(), "load": load}
 
 
 def table(head: tuple[str, ...], rows: Iterator[tuple[str, ...]]) -> list[str]:
@@ -199,13 +202,16 @@ def agreement_cells(row: dict[str, Any]) -> tuple[str, ...]:
     def cells(name: str) -> tuple[str, str]:
         if name not in row:
             return "", ""
-        digests, seconds = row[name]
+        digests, seconds, _ = row[name]
         return "nothing fits" if digests < 0 else str(digests), f"{seconds:.1f}"
 
     together, each = cells("together"), cells("each")
-    ratio = f"{row['together'][1] / row['one'][1]:.2f}" if "one" in row else ""
+    ratios = ("", "")
+    if "one" in row:
+        ratio, own_ratio = (row["together"][i] / row["one"][i] for i in (1, 2))
+        ratios = (f"{ratio:.2f}", f"{own_ratio / row['processes']:.2f}")
     named = (str(row["processes"]), row["kind"], row["budget"])
-    return (*named, *together, cells("one")[1], ratio, *each)
+    return (*named, *together, cells("one")[1], *ratios, *each)
 
 
 def peak_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -244,7 +250,9 @@ def report() -> None:
         return [row for row in rows if row["part"] == part]
 
     def when(part: str) -> str:
-        runs = dict.fromkeys(f"{row['date']}, {row['commit']}" for row in of(part))
+        runs = dict.fromkeys(
+            ", ".join(row[k] for k in ("date", "commit", "load") if k in row) for row in of(part)
+        )
         return f"({'; '.join(runs)}.)"
 
     where = machine(torch.device("cpu"))
@@ -256,12 +264,13 @@ def report() -> None:
         "",
         "Digests: how many plans there are. Together: one process measures and solves for all with "
         "the same graph (`Options(group=...)`; sharded blocks always). One: the first process "
-        "alone, while the others wait. Each: every process for itself. Seconds: of the slowest. "
+        "alone, while the others wait. Each: every process for itself. Seconds: of the slowest. Of "
+        "CPU time: what a process takes on average together, over what the one takes. "
         f"{when('agreement')}",
         "",
         *table(
             ("processes", "what", "budget", "digests together", "s", "s of one", "ratio")
-            + ("digests of each", "s"),
+            + ("of CPU time, each", "digests of each", "s"),
             map(agreement_cells, of("agreement")),
         ),
         "",
