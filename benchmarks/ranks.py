@@ -149,9 +149,31 @@ def in_flight_rows() -> Iterator[dict[str, Any]]:
             yield {**row, "ours": ours.overhead, "best": best}
 
 
+def collective_rows() -> Iterator[dict[str, Any]]:
+    """Gloo by itself: collectives whose tensors are dropped at once."""
+    size = 4 * WIDTH * WIDTH
+    part = size // dist.get_world_size()
+    calls: dict[str, Callable[[], object]] = {
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(torch.empty(part), torch.ones(size)),
+        "all_gather": lambda: dist.all_gather_into_tensor(torch.empty(size), torch.ones(part)),
+    }
+    for name, call in calls.items():
+        for count in (1, 4):
+
+            def in_a_row(call: Callable[[], object] = call, count: int = count) -> None:
+                for _ in range(count):
+                    call()
+
+            in_a_row()
+            peaks_bytes = [rockplan.peak_live_bytes(in_a_row, 1).peak_bytes for _ in range(12)]
+            shares = sorted(peak_bytes / (4 * size) for peak_bytes in peaks_bytes)
+            yield {"name": name, "count": count, "shares": [shares[0], shares[6], shares[-1]]}
+
+
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "agreement": agreement_rows,
     "peak": peak_rows,
+    "gloo": collective_rows,
     "in flight": in_flight_rows,
 }
 
@@ -162,7 +184,7 @@ def work(parts: list[str]) -> None:
     dist.init_process_group("gloo")
     is_first, has_two = dist.get_rank() == 0, dist.get_world_size() == 2
     for part in parts:
-        if part == "agreement" or has_two and (part == "peak" or is_first):
+        if part == "agreement" or has_two and (part != "in flight" or is_first):
             for row in PARTS[part]():
                 if is_first:
                     print(json.dumps({"part": part, **row}), flush=True)
@@ -231,6 +253,10 @@ def in_flight_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (*named, f"{row['ours']:+.1%}", best)
 
 
+def collective_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (row["name"], str(row["count"]), *(f"{share:.1f}" for share in row["shares"]))
+
+
 def report() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--counts", nargs="+", type=int, default=[2, 4])
@@ -283,6 +309,15 @@ def report() -> None:
             ("mode", "budget", "predicted", "least", "median", "most")
             + ("least over predicted", "most over predicted"),
             map(peak_cells, of("peak")),
+        ),
+        "",
+        "Gloo by itself: peaks of collectives whose tensors are dropped at once, of 12 runs, in sizes "
+        "of the whole tensor. What lies between least and most is what gloo lets go of late. "
+        f"{when('gloo')}",
+        "",
+        *table(
+            ("collective", "in a row", "least", "median", "most"),
+            map(collective_cells, of("gloo")),
         ),
         "",
         "Calls in flight: extra time of the plan of `Options(in_flight=k)`, and of the best of the "
