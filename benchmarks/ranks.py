@@ -311,8 +311,8 @@ def report() -> None:
             map(peak_cells, of("peak")),
         ),
         "",
-        "Gloo by itself: peaks of collectives whose tensors are dropped at once, of 12 runs, in sizes "
-        "of the whole tensor. What lies between least and most is what gloo lets go of late. "
+        "Gloo by itself: peaks of collectives whose tensors are dropped at once, of 12 runs, in "
+        "sizes of the whole tensor: what more than one call needs is what gloo lets go of late. "
         f"{when('gloo')}",
         "",
         *table(

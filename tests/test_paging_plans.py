@@ -214,6 +214,14 @@ def test_the_host_holds_no_more_than_it_may() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
+def test_fewer_bytes_than_the_least_without_paging_are_planned() -> None:
+    model, x = network()
+    least = rockplan.plan(model, x, "min", options=rockplan.Options(cache=False))
+    plan = rockplan.plan(model, x, int(0.97 * least.peak_bytes), options=options())
+    assert plan.trips and plan.peak_bytes <= plan.budget_bytes < least.peak_bytes
+
+
+@pytest.mark.usefixtures("small_pages")
 def test_a_plan_prints_what_goes_to_the_host_and_when() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())
