@@ -42,7 +42,8 @@ run out.)"""
 
 
 class Request(NamedTuple):
-    """Memory for `key`, which holds none; of 0 bytes PyTorch asks nothing. None frees it."""
+    """A request for memory by `key`, which must hold none; PyTorch ignores 0 bytes. size_bytes
+    None: free the memory of `key`."""
 
     key: Hashable
     size_bytes: int | None

@@ -34,9 +34,10 @@ class Holding(Enum):
 
 
 class MemoryChange(NamedTuple):
-    """`size_bytes` for `key` are allocated, or given back. A key is alive once at a time.
+    """An allocation of `size_bytes` for `key`, or its free. A key is alive once at a time.
 
-    A tuple, since there are tens of thousands for each batch that is tried."""
+    A tuple, since there are tens of thousands for each batch that is tried.
+    """
 
     key: Hashable
     size_bytes: int

@@ -69,8 +69,8 @@ def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
 
 
 def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]) -> None:
-    """Leave a segment of `block_bytes` with PyTorch's allocator. Where there is none, a line on the
-    logger says why."""
+    """Leave a segment of `block_bytes` with PyTorch's allocator. If there is nothing to leave, a
+    warning says why."""
     device = device_of(graph)
     if device is None:
         why = "the module is not on a CUDA device"
@@ -86,6 +86,8 @@ def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]
 
 
 def _took(device: torch.device, size_bytes: int) -> bool:
+    """Allocate and free a segment of so many bytes, which the allocator keeps. Returns False if the
+    device does not have them."""
     try:
         torch.empty(size_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:

@@ -31,9 +31,9 @@ from rockplan.values.schedule import Schedule
 
 @dataclass(frozen=True, slots=True)
 class Passes:
-    """Forward and backward. first: where parameters have no `.grad`; later: where they have, to
-    which gradients are added, () where they never have. again: as first, where optimizers that step
-    inside have their state; None where none does."""
+    """Changes of forward and backward. first: parameters have no `.grad`; later: they have, and
+    gradients are added to it; () if they never have. again: as first, but optimizers that step in
+    backward have their state; None if none steps there."""
 
     first: tuple[MemoryChange, ...]
     later: tuple[MemoryChange, ...]
@@ -48,8 +48,8 @@ def passes_of(
     *,
     adding: bool = True,
 ) -> Passes:
-    """Of a schedule of `graph`, with the steps of optimizers inside of it, if there are any.
-    adding: whether gradients are added to others in some pass."""
+    """Return the passes of a schedule of `graph`, with the steps of optimizers inside backward, if
+    there are any. adding: True if in some pass gradients are added to existing ones."""
     gradients = first_gradients(graph, interface)
     made = functools.partial(scheduled_changes, graph, schedule)
     if not optimizer.each:
@@ -66,9 +66,9 @@ def passes_of(
 
 @dataclass(frozen=True, slots=True)
 class Timeline:
-    """Two steps from nothing but what the model is: the first makes the state of the optimizer, the
-    second is like all that follow. steps: the changes of each; resident: bytes of each storage that
-    is there before; host_bytes: of what is paged to the host."""
+    """Two steps, beginning with the model alone: the first makes the state of the optimizer, the
+    second is like all later ones. steps: the changes of each; resident: bytes of each storage that
+    exists before; host_bytes: of what is paged to the host."""
 
     resident: Mapping[Holding, tuple[int, ...]]
     steps: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
@@ -144,6 +144,7 @@ class SizedTimeline:
 
 
 def _kind(timeline: Timeline) -> object:
+    """Return a timeline without its sizes."""
     changes = [(key, owner, is_free) for key, _, owner, is_free in timeline.changes]
     return {owner: len(sizes) for owner, sizes in timeline.resident.items()}, changes
 

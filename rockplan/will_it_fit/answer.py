@@ -14,14 +14,15 @@ from rockplan.values.plan import format_bytes
 
 @dataclass(frozen=True, slots=True)
 class FitRow:
-    """The largest batch of one way that fits, at one length; what its steps need and take.
+    """The largest batch that fits one way of running, at one length; the memory and time of its
+    steps.
 
-    length: None where lengths do not vary; batch: 0 where none fits, then all figures are of the
-    smallest batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, three
-    steps from the start; owners: (who, bytes) at the peak of what is asked for, with what the
-    allocator reserves beyond that: together reserved_bytes. overhead: of time,
-    over everything kept; tokens_per_s: an estimate by the device's peaks (samples, where lengths do
-    not vary), None where these are not known. host_bytes: of activations on the host.
+    length: None if lengths do not vary; batch: 0 if none fits, then all figures are of the smallest
+    batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, over the first
+    three steps; owners: (owner, bytes) at the peak of requested bytes, with what the allocator
+    reserves beyond that: in sum reserved_bytes. overhead: of time, over everything kept;
+    tokens_per_s: an estimate by the device's peaks (samples, if lengths do not vary), None if these
+    are unknown. host_bytes: of activations on the host.
     """
 
     length: int | None

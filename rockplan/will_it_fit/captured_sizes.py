@@ -1,10 +1,10 @@
-"""Sized: one kind of call at many sizes, from a few captures and a check by others.
+"""Captured sizes: one kind of call at many sizes, from a few captures and a check by others.
 
 takes: a module, a sample, rates of a device. returns: priced graphs at any batch and length.
-guarantees: storages and work are affine in the batch and of second degree in the length where a
-capture of the most of both finds that to the byte; then graphs in between are those of the captures
-with other sizes. Else each is captured. What real kernels lay out otherwise than PyTorch's rules
-say is seen at a small size (`operators.layouts.SEEN`).
+guarantees: sizes between captures are interpolated only if a capture of the largest batch and
+length confirms, to the byte, that storages and work are affine in the batch and quadratic in the
+length. Else each size is captured. Layouts in which real kernels differ from PyTorch's rules are
+seen at a small size (`operators.layouts.SEEN`).
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ class Line:
 
     @property
     def known_bytes(self) -> int:
-        """Of the batch `first`."""
+        """Bytes of the known values at the batch `first`."""
         return self.numbers[-1]
 
     def at(self, batch: int) -> PricedCall:
@@ -251,8 +251,8 @@ class SizedCalls:
         return Line(a, self.first, a.numbers, more)
 
     def _holds(self, line: Line, length: int | None) -> bool:
-        """Does a capture of the most samples say the same? Of fewer, where their values would take
-        much memory."""
+        """True if a capture of the most samples confirms the line (of fewer, if their values would
+        take much memory)."""
         known = line.known_bytes // line.first + 1
         batch = min(max(CHECKED_BYTES // known, line.first + 2), self.most)
         found = self._captured((batch, length))
@@ -270,8 +270,8 @@ class SizedCalls:
         return alike if len(alike) > POINTS else []
 
     def _polynomials(self, lengths: Sequence[int]) -> dict[int | None, Line | None]:
-        """Lines of all `lengths` from those of the least ones; none where captures of the most
-        samples, of the least and of the greatest length, do not say the same."""
+        """Return the lines of all `lengths`, interpolated from those of the smallest; {} unless
+        captures of the most samples, of the smallest and of the greatest length, confirm them."""
         points = lengths[:POINTS]
         lines = [line for length in points if (line := self._line(length))]
         forms = {line.call.form for line in lines}

@@ -1,9 +1,9 @@
-"""Question: what a step of training needs of a device, for calls of any size and schedules of them.
+"""Question: what a training step needs of a device, for calls of any size and schedules of them.
 
 takes: a model, arguments, a device, an optimizer, options of plans. returns: captures with prices
-of the device, timelines of schedules, the smallest plan, a plan for what is left. guarantees: a
-timeline fits where the allocator's model finds memory for all of it, and the host for what is
-paged.
+of the device, timelines of schedules, the smallest plan, a plan for the remaining memory.
+guarantees: a timeline fits only if the allocator's model finds memory for all of it, and the host
+has room for what is paged.
 """
 
 from __future__ import annotations
@@ -68,8 +68,9 @@ Smallest = tuple[tuple[int, ...], Schedule]
 
 @dataclass(slots=True)
 class FitQuestion:
-    """given: the caller's model, of whose parameters the optimizer is; model: what is captured.
-    host: where plans may page to; unpaged: the same question without one."""
+    """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
+    the one that is captured; on: the device; host: the memory that plans may page to; unpaged: the
+    same question without it."""
 
     given: nn.Module
     model: nn.Module
@@ -84,12 +85,12 @@ class FitQuestion:
     _smallest: dict[int, Smallest] = field(default_factory=dict)
 
     def paging_to(self, host: Host) -> FitQuestion:
-        """The same where plans may page."""
+        """Return the same question for plans that may page to `host`."""
         return replace(self, host=host, unpaged=self, _smallest={})
 
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:
-        """Bytes of each storage."""
+        """Bytes of each storage that exists before a step, by owner."""
         parameters = storage_sizes(self.model.parameters())
         buffers = storage_sizes(self.model.buffers())
         return {
@@ -192,8 +193,8 @@ class FitQuestion:
         return call.form in self._smallest
 
     def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
-        """By the relaxation alone, where that leads to no more than enough; with a host, by less
-        and less beyond what that is."""
+        """Search the smallest plan; by the relaxation alone, if that needs no more than
+        `enough_bytes`. With a host, search a smaller one that pages (`_find_paged`)."""
         if self.unpaged:
             self._find_paged(self.unpaged, call, enough_bytes)
             return
@@ -211,6 +212,8 @@ class FitQuestion:
         self.take(call, planning.waiting(least, problem.waits))
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
+        """Take the first plan that pages within one of the shares (`PAGED_SHARES`) of what the
+        smallest plan without paging needs; if there is none, take the latter."""
         if not unpaged.has_smallest(call):
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)
@@ -221,11 +224,11 @@ class FitQuestion:
                 break
 
     def take(self, call: PricedCall, plan: Plan) -> None:
-        """As the smallest plan of calls like this one."""
+        """Store `plan` as the smallest one of calls like this."""
         self._smallest[call.form] = _in_eager_order(plan)
 
     def page_nothing(self, call: PricedCall) -> None:
-        """Take the smallest plan without paging, which there is."""
+        """Take the smallest plan of the unpaged question, which must be known."""
         assert self.unpaged is not None
         self._smallest[call.form] = self.unpaged._smallest[call.form]
 
@@ -265,8 +268,9 @@ class FitQuestion:
         return timeline.usage(usable_bytes).failed_at is None
 
     def faster(self, call: PricedCall) -> Scheduled:
-        """A plan for what is left of the device when the optimizer has its state, beside gradients
-        that are not there yet; where that does not fit, for less, down to the smallest plan."""
+        """Return a faster plan than the smallest, for the memory that remains when the optimizer
+        has its state and gradients do not exist yet; while that does not fit, for less, down to the
+        smallest plan."""
         usable_bytes = self.on.usable_bytes
         smallest = self.replayed(call)
         gradients = first_gradients(call.graph, call.interface)

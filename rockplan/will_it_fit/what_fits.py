@@ -109,7 +109,8 @@ def fit(
 
 
 def _host(options: Options, on: Gpu) -> Host | None:
-    """Where plans may page to, over the device's link unless the options name one."""
+    """Return the memory that plans may page to, over the link that the options name, else the
+    device's; None if the options name no host."""
     if options.host is None:
         return None
     if options.host_bytes is None or options.host_path is not None:
@@ -172,7 +173,8 @@ Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
 
 
 def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
-    """By names of rows: each with what those before have. Paging comes last."""
+    """Return the question and the calls of each planned row, by its name. Paging comes last, with
+    what the row before has."""
     usual = question.unpaged or question
     made = {name: (usual, one) for name, one in _planned_calls(usual, calls).items()}
     if question.host:
@@ -182,8 +184,8 @@ def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
 
 
 def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
-    """With the head in parts, where that is asked for, as many at all sizes; where there is no such
-    head, a line on the logger says so."""
+    """Return the calls of each planned row without paging, by its name. A tiled head has the same
+    number of parts at all sizes; if there is no head to tile, the log says so."""
     if not question.options.tile:
         return {"rockplan": calls}
     parts = MOST_PARTS if question.options.tile is True else question.options.tile
@@ -195,7 +197,8 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The rows of one length. calls: of the whole model."""
+    """The rows of one length. calls: of the model; ways: name -> schedule without a search;
+    planned: name -> question and calls that are planned."""
 
     question: FitQuestion
     calls: SizedCalls
