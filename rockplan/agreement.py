@@ -278,5 +278,6 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
         return ()
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
-    shared: Any = next(filter(is_distributed, model.parameters()), None)
-    return () if shared is None else tuple(sorted(shared.device_mesh.mesh.flatten().tolist()))
+    meshes: set[Any] = {p.device_mesh for p in model.parameters() if is_distributed(p)}  # type: ignore[attr-defined]
+    ranks = (mesh.mesh.flatten().tolist() for mesh in meshes)
+    return tuple(sorted(max(ranks, key=len, default=())))

@@ -18,6 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rockplan
 from rockplan import programs
@@ -185,14 +186,18 @@ class Stage(nn.Module):
             values.copy_(torch.linspace(-0.2, 0.3, values.numel()).view_as(values))
 
 
-def trainer_step(is_planned: bool) -> list[torch.Tensor]:
-    """As torchtitan has it: pipeline and data parallel on the meta device, memory, weights, plans,
-    optimizer. Losses and gradients of two steps."""
+def trainer_step(is_planned: bool, sizes: tuple[int, int, int]) -> list[torch.Tensor]:
+    """As torchtitan has it: pipeline, tensor and data parallel on the meta device, memory, weights,
+    plans, optimizer. Losses and gradients of two steps."""
     rows, count = 32, 4
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
     index = mesh["pp"].get_local_rank()
     with torch.device("meta"):
         part = Stage().train()
+    if sizes[2] > 1:
+        for layer in part.layers:
+            ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            parallelize_module(layer, mesh["tp"], ways)
     sharded(part, mesh["dp"])
     part.to_empty(device="cpu")
     part.init_weights()
@@ -224,9 +229,10 @@ def trainer_step(is_planned: bool) -> list[torch.Tensor]:
 
 
 def check_trainer() -> None:
-    ours, eager = trainer_step(True), trainer_step(False)
-    assert all(t.isfinite().all() for t in eager)
-    assert len(ours) == len(eager) and all(map(torch.equal, ours, eager))
+    for sizes in ((2, 2, 1), (2, 1, 2)):
+        ours, eager = trainer_step(True, sizes), trainer_step(False, sizes)
+        assert all(t.isfinite().all() for t in eager)
+        assert len(ours) == len(eager) and all(map(torch.equal, ours, eager)), sizes
 
 
 def check_silence() -> None:

@@ -3,16 +3,25 @@ and beside the original under the same. Exits with an error where they differ.""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import rockplan
-from testing.blocks import QUICK
+from rockplan.graph_builder.tracing import recorder
+from testing.blocks import QUICK, Stack, batch
 from testing.sharding import HALF, everywhere, sharded
 from testing.tensor_parallel import Exchanges, Llama, sequence_parallel, tensor_parallel, words
 
@@ -42,19 +51,23 @@ def steps(model: Any, ids: torch.Tensor) -> list[Any]:
     return found
 
 
-def compare(what: str, wrap: Wrap, budget: str, ids: torch.Tensor, plans: int = 1) -> Any:
+def compare(what: str, wrap: Wrap, budget: str, ids: torch.Tensor, kind: Any = Llama) -> Any:
     """The planned model, which trains as the original does."""
-    eager, ours = wrap(Llama().train()), wrap(Llama().train())
+    eager, ours = wrap(kind().train()), wrap(kind().train())
     rockplan.solve_blocks(ours, ids, budget, blocks="layers.*", options=OPTIONS)
     assert rockplan.blocks_of(ours).overhead > 0, what
+    assert_same_steps(what, ours, eager, ids)
+    assert [len(layer.plans) for layer in ours.layers] == [1] * len(ours.layers), what
+    return ours
+
+
+def assert_same_steps(what: str, ours: Any, eager: Any, ids: torch.Tensor) -> None:
     for step, (found, expected) in enumerate(zip(steps(ours, ids), steps(eager, ids), strict=True)):
         place = f"{what}, step {step}"
         assert found[1] == expected[1], f"{place}: {found[1]}, in eager {expected[1]}"
         assert found[2] == expected[2], f"{place}: {found[2]}, in eager {expected[2]}"
         for i, (a, b) in enumerate(zip(found[0], expected[0], strict=True)):
             assert torch.equal(a, b), f"{place}: tensor {i}"
-    assert [len(layer.plans) for layer in ours.layers] == [plans] * len(ours.layers), what
-    return ours
 
 
 def check_peak(model: Any, ids: torch.Tensor) -> None:
@@ -70,12 +83,54 @@ def check_peak(model: Any, ids: torch.Tensor) -> None:
     assert plan.eager_peak_bytes > 1.4 * plan.peak_bytes, plan
 
 
+class Placed(Stack):
+    """Blocks take and return DTensors, and draw for them; returns its loss."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x)["loss"]
+
+
+def placed(model: Any, mesh: DeviceMesh) -> Any:
+    """Rows are divided between blocks, and within these columns."""
+    rows: dict[str, Any] = {"output_layouts": Shard(0), "use_local_output": False}
+    first, last = ColwiseParallel(**rows), ColwiseParallel(input_layouts=Shard(0))
+    parallelize_module(model, mesh, {"first": first, "head": last})
+    for layer in model.layers:
+        ways: dict[str, Any] = {
+            "norm": SequenceParallel(sequence_dim=0, use_local_output=False),
+            "up": ColwiseParallel(input_layouts=Shard(0), use_local_output=False),
+            "down": RowwiseParallel(**rows),
+        }
+        parallelize_module(layer, mesh, ways)
+    return model
+
+
+def check_refused(mesh: DeviceMesh) -> None:
+    """Unequal parts, and draws where DTensor moves the generator itself."""
+
+    def refused(rows: int, words: str) -> None:
+        model = placed(Placed().train(), mesh)
+        try:
+            rockplan.solve_blocks(model, batch(rows), "min", blocks="layers.*", options=OPTIONS)
+        except rockplan.UnsupportedModel as error:
+            assert "'layers.0'" in str(error) and words in str(error), error
+        else:
+            raise AssertionError(words)
+
+    refused(47, "2 processes have unequal parts")
+    recorder.DRAWS_PLAINLY = ()
+    refused(48, "draws random numbers for a DTensor")
+
+
 def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
     # Processes with other budgets have other plans, which exchange the same data in the same order.
     budget = ("min", "60%")[dist.get_rank()]
     model = compare("sequence parallel", lambda m: sequence_parallel(m, mesh), budget, words())
     check_peak(model, words())
+    compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
+    check_others(mesh)
+    check_refused(mesh)
 
 
 def on_two_dimensions(mesh: DeviceMesh) -> None:
@@ -94,12 +149,42 @@ def on_two_dimensions(mesh: DeviceMesh) -> None:
         assert all(other == chosen for other in everywhere(chosen)), what
 
 
+def check_plan_file(mesh: DeviceMesh) -> None:
+    """A whole model, by the plan of a process of another group."""
+    ids = words(mesh["data"].get_local_rank())
+    eager, ours = (tensor_parallel(Llama(1).train(), mesh["tensor"]) for _ in range(2))
+    path = Path(os.environ["ROCKPLAN_CACHE_DIR"], "plan.json")
+    if dist.get_rank() < 2:
+        ours = rockplan.solve(ours, ids, "min", options=OPTIONS)
+        if dist.get_rank() == 0:
+            path.parent.mkdir(exist_ok=True)
+            rockplan.save_plan(ours, path)
+    dist.barrier()
+    if dist.get_rank() >= 2:
+        ours = rockplan.load(ours, ids, path)
+    assert ours.plan.overhead > 0
+    assert_same_steps("a whole model", ours, eager, ids)
+
+
+def check_others(mesh: DeviceMesh) -> None:
+    """Blocks that are not the same are refused before anything is exchanged."""
+    model, blocks = placed(Placed().train(), mesh), ("layers.*", "layers.0")[dist.get_rank()]
+    try:
+        rockplan.solve_blocks(model, batch(), "min", blocks=blocks, options=OPTIONS)
+    except rockplan.InvalidInput as error:
+        assert "name other blocks" in str(error), error
+    else:
+        raise AssertionError("other blocks")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_world_size() == 2:
         on_one_mesh(init_device_mesh("cpu", (2,)))
     else:
-        on_two_dimensions(init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor")))
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+        on_two_dimensions(mesh)
+        check_plan_file(mesh)
     dist.barrier()
     dist.destroy_process_group()

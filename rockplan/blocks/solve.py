@@ -61,7 +61,8 @@ from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
-from rockplan.python_state.sharding import gathered, is_sharded, sharded_modules
+from rockplan.python_state.distributed import is_distributed
+from rockplan.python_state.sharding import gathered, is_sharded
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import plan_in_place, take_out
@@ -115,7 +116,7 @@ def solve_blocks(
         options = replace(options, group=None)
         call = largest_call(model, *without_history(*given), options)
         named = named_blocks(model, blocks)
-        if sharded_modules(model):
+        if any(map(is_distributed, model.parameters())):
             _refuse_others(agreed, model, named)
         restore_blocks(model)
         _plan_blocks(model, named, call, wanted, loss, options, agreed, are_found=blocks is None)
@@ -158,21 +159,21 @@ def _plan_blocks(
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if other processes have other parameters or other blocks: gathering them
-    together would fail."""
+    """Raise InvalidInput if other processes have other parameters or other blocks: exchanging what
+    belongs to these would fail."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     others = agreed.gathered("model", (own, [*named]))
     different = [rank for rank, (theirs, _) in others.items() if theirs != own]
     if different:
         raise InvalidInput(
             f"ranks {', '.join(map(str, different))} have other parameters than this one, and "
-            "fully_shard gathers them from all; shard and plan the same model on each"
+            "all exchange what belongs to them; shard and plan the same model on each"
         )
     different = [rank for rank, (_, theirs) in others.items() if theirs != [*named]]
     if different:
         raise InvalidInput(
-            f"ranks {', '.join(map(str, different))} name other blocks than this one, whose "
-            "parameters fully_shard gathers from all; name the same ones on each"
+            f"ranks {', '.join(map(str, different))} name other blocks than this one, and all "
+            "exchange what belongs to these; name the same ones on each"
         )
 
 

@@ -69,6 +69,9 @@ def node_name(node: torch.autograd.graph.Node) -> str:
     return name
 
 
+DRAWS_PLAINLY = ("cpu",)
+"""Types of devices where DTensor leaves the generator to the operator that draws."""
+
 # Classes of tensors whose operators are recorded.
 _PLAIN_KINDS = (torch.Tensor, nn.Parameter, nn.Buffer, FakeTensor)
 _OPERATIONS = {
@@ -265,7 +268,7 @@ class Recorder(TorchDispatchMode):
             if why := why_not_shown(spec_of(tensor)):
                 error = NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why)
                 self.refuse(error)
-        if given[0].device.type != "cpu" and facts.is_random(func, args, kwargs):
+        if given[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
             self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
 
     def _record(
