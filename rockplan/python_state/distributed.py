@@ -15,59 +15,64 @@ import sys
 from typing import Any
 
 import torch
+from torch import nn
 
 from rockplan.python_state import trees
 from rockplan.values.interface import PlacedStrides, Strides
 
 _TENSOR, _COLLECTIVES = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
+# Most are of these, and every call of a planned module asks it of all parameters.
+_PLAIN = (nn.Parameter, torch.Tensor)
+
 
 @functools.cache
 def is_distributed_kind(kind: Any) -> bool:
-    """Is it a class of DTensors?"""
+    """True for a class of DTensors."""
     distributed = getattr(sys.modules.get(_TENSOR), "DTensor", None)
     return distributed is not None and issubclass(kind, distributed)
 
 
 def is_distributed(tensor: object) -> bool:
-    """Is it a DTensor, of which this process has a part?"""
+    """True for a DTensor, of which this process holds a part."""
     kind: Any = type(tensor)
     return is_distributed_kind(kind)
 
 
 def spec_of(tensor: Any) -> Any:
-    """How the local tensors of all processes make a DTensor; None for other tensors."""
+    """Return how the local tensors of all processes make a DTensor; None for other tensors."""
     return tensor._spec if is_distributed(tensor) else None
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """The part of a DTensor that this process has, once it is there; other tensors themselves."""
+    """Return the part of a DTensor that this process holds, once it has arrived; other tensors as
+    they are."""
     return waited(tensor._local_tensor) if is_distributed(tensor) else tensor
 
 
 def strides_of(tensor: torch.Tensor) -> Strides:
-    """How it lies in memory."""
-    if not is_distributed(tensor):
+    """Return how the elements of `tensor` lie in memory."""
+    if type(tensor) in _PLAIN or not is_distributed(tensor):
         return tensor.stride()
     return PlacedStrides(local_of(tensor).stride(), spec_of(tensor))
 
 
 def distributed(local: torch.Tensor, spec: Any) -> torch.Tensor:
-    """The DTensor of which `local` is the part of this process."""
+    """Return the DTensor of which `local` is the part of this process."""
     kind: Any = sys.modules[_TENSOR].DTensor
     made: torch.Tensor = kind(local, spec, requires_grad=False)
     return made
 
 
 def is_awaited(value: object) -> bool:
-    """Is it what a collective returns that has not ended?"""
+    """True for what a collective returns before it has ended."""
     kind = getattr(sys.modules.get(_COLLECTIVES), "AsyncCollectiveTensor", None)
     return kind is not None and type(value) is kind
 
 
 def waited(tensor: Any) -> torch.Tensor:
-    """What a collective has given, once it has ended; other tensors themselves. No part of
-    autograd's graph."""
+    """Return the result of a collective once it has ended; other tensors as they are. Autograd does
+    not record it."""
     there: torch.Tensor = tensor.trigger_wait() if is_awaited(tensor) else tensor
     return there
 
@@ -83,8 +88,8 @@ class _Waited(torch.autograd.Function):
 
 
 def waited_with_history(call: Any) -> Any:
-    """(args, kwargs) of a call, in which all is there; gradients go back through what was waited
-    for."""
+    """Return (args, kwargs) of a call in which the results of all collectives have arrived;
+    gradients flow back to these."""
     leaves, spec = trees.tree_flatten(call)
     if not any(map(is_awaited, leaves)):
         return call
@@ -93,12 +98,12 @@ def waited_with_history(call: Any) -> Any:
 
 
 def local_shape(spec: Any) -> tuple[int, ...]:
-    """Of the part that each process has, of equal parts."""
+    """Return the shape of the part of each process, of equal parts."""
     return tuple(n // parts for n, parts in zip(spec.shape, _parts(spec), strict=True))
 
 
 def _parts(spec: Any) -> list[int]:
-    """Of each dimension, among how many processes it is divided."""
+    """Return for each dimension among how many processes it is divided."""
     sizes = [(p, spec.mesh.size(number)) for number, p in enumerate(spec.placements)]
     return [
         math.prod(size for placement, size in sizes if placement.is_shard(dimension))
@@ -107,7 +112,7 @@ def _parts(spec: Any) -> list[int]:
 
 
 def why_not_shown(spec: Any) -> str:
-    """What of DTensors with this spec is not planned; '' where all is."""
+    """Say what of DTensors with this spec cannot be planned; '' if they can."""
     kinds = {type(placement).__name__ for placement in spec.placements}
     if other := sorted(kinds - {"Shard", "Replicate", "Partial"}):
         return f"is placed by {', '.join(other)}"
