@@ -42,10 +42,12 @@ def patches() -> Iterator[Patch]:
             "context_parallel has put a function in its place that calls kernels by other rules",
         )
     file = sys.modules.get("torch.distributed.tensor._sharding_prop")
-    if file is not None:
+    propagator: Any = getattr(file, "ShardingPropagator", None)
+    name = "_propagate_tensor_meta_non_cached"
+    if hasattr(propagator, name):
         yield Patch(
-            file.ShardingPropagator,
-            "_propagate_tensor_meta_non_cached",
+            propagator,
+            name,
             _unrecorded,
             "it computes shapes of whole tensors with memory that nothing has written to",
         )
