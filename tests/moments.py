@@ -4,13 +4,14 @@ each splits an interval), and whether a schedule is a solution."""
 from __future__ import annotations
 
 import random
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.bounds.program import alive_before
 from rockplan.ilp.highs import SolverStatus, solve
-from rockplan.ilp.whole_graph.program import Facts, Moments, Program, program
-from rockplan.values.graph import CDGraph
+from rockplan.ilp.whole_graph.program import TURN, Facts, Moments, Program, program, turn_of
+from rockplan.values.graph import CDGraph, required
 from rockplan.values.order import Orders
 from testing.graphs import Ranges, random_chain, random_graph
 
@@ -20,9 +21,9 @@ WITH_STATES = replace(RANGES, random_percent=40, max_rng_state_bytes=6)
 
 def random_moments(rng: random.Random, facts: Facts) -> Moments:
     """First executions of either phase, with the spans that they split."""
-    last = len(facts.graph.nodes) - 1
+    *others, last = required(facts.graph.nodes)
     share = rng.choice((0.3, 0.6, 1.0))
-    chosen = [i for i in range(last) if rng.random() < share]
+    chosen = [i for i in others if rng.random() < share]
     moments = Moments(frozenset({last}))
     for end in rng.sample(chosen, len(chosen)):
         spans = moments.spans | program(facts, moments, 1).spans
@@ -33,6 +34,17 @@ def random_moments(rng: random.Random, facts: Facts) -> Moments:
 def draw(seed: int) -> CDGraph:
     rng, ranges = random.Random(seed), WITH_STATES if seed % 3 == 2 else RANGES
     return random_graph(rng, 3, ranges) if seed % 2 else random_chain(rng, (1, 2), ranges)[0]
+
+
+def places(made: Program, schedule: Orders) -> list[int]:
+    """For each computation its interval: their number after the last, -1 before the first."""
+    turn = len(schedule.forward)
+    firsts = enumerate(zip(schedule.computations, schedule.is_first, strict=True))
+    at = {i: place for place, (i, is_first) in firsts if is_first}
+    stops = [turn if part.end == TURN else at[part.end] + 1 for part in made.intervals]
+    start = 0 if turn_of(made.intervals) else turn
+    computations = range(len(schedule.computations))
+    return [-1 if place < start else bisect_right(stops, place) for place in computations]
 
 
 def solution_of(made: Program, places: Sequence[int], schedule: Orders) -> dict[int, float]:

@@ -36,6 +36,13 @@ POISON = 0xFF
 # -- plans ---------------------------------------------------------------------------------------
 
 
+def pageable_of(graph: CDGraph) -> list[int]:
+    """Activations that the backward phase reads, none of them the caller's."""
+    read = {d for n in graph.backward for d in n.reads}
+    made = {d for n in graph.forward for d in n.writes}
+    return sorted(made & read - {*graph.outputs, *graph.held})
+
+
 def pageable(plan: Plan, least_bytes: int) -> list[int]:
     """Storages that the forward phase leaves to the backward phase, and that only the plan has."""
     graph = plan.graph

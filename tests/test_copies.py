@@ -19,15 +19,9 @@ from rockplan.values.copies import HostLink, paged, with_copies, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Queue, as_eager
 from rockplan.values.schedule import Compute, Free, Schedule, keep_all, with_frees
 from testing.graphs import gelu_of_product, random_graph, with_random_takes
+from tests.paging import pageable_of
 
 LINK = HostLink(1_000_000_000, 500_000_000)
-
-
-def pageable(graph: CDGraph) -> list[int]:
-    """Activations that the backward phase reads, none of them the caller's."""
-    read = {d for n in graph.backward for d in n.reads}
-    made = {d for n in graph.forward for d in n.writes}
-    return sorted(made & read - {*graph.outputs, *graph.held})
 
 
 def random_pages(seed: int) -> tuple[CDGraph, Schedule]:
@@ -36,7 +30,7 @@ def random_pages(seed: int) -> tuple[CDGraph, Schedule]:
     rng = random.Random(seed)
     graph = random_graph(rng, rng.randint(2, 7))
     graph = with_random_takes(rng, graph) if seed % 2 else graph
-    paged_graph = with_copies(graph, pageable(graph), LINK)
+    paged_graph = with_copies(graph, pageable_of(graph), LINK)
     forward = [n.index for n in paged_graph.forward if not n.optional]
     backward = [n.index for n in paged_graph.backward if not n.optional]
     for page in paged(paged_graph):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from bisect import bisect_right
 
 import numpy as np
 
@@ -11,13 +10,10 @@ from rockplan.ilp.blocks.decode import peak_bytes, price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
 from rockplan.ilp.whole_graph.program import (
-    TURN,
     Facts,
     Moments,
-    Program,
     orders_of,
     program,
-    turn_of,
 )
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
@@ -25,18 +21,7 @@ from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.order import Orders
 from rockplan.values.schedule import with_frees
 from testing.graphs import random_schedule
-from tests.moments import draw, is_feasible, random_moments, solution_of
-
-
-def places(made: Program, schedule: Orders) -> list[int]:
-    """For each computation its interval: their number after the last, -1 before the first."""
-    turn = len(schedule.forward)
-    firsts = enumerate(zip(schedule.computations, schedule.is_first, strict=True))
-    at = {i: place for place, (i, is_first) in firsts if is_first}
-    stops = [turn if part.end == TURN else at[part.end] + 1 for part in made.intervals]
-    start = 0 if turn_of(made.intervals) else turn
-    computations = range(len(schedule.computations))
-    return [-1 if place < start else bisect_right(stops, place) for place in computations]
+from tests.moments import draw, is_feasible, places, random_moments, solution_of
 
 
 def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:

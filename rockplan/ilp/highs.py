@@ -101,6 +101,12 @@ class ProgramBuilder:
         for."""
         return self._column(0.0, False)
 
+    def amount(self, cost: float = 0.0) -> int:
+        """Add a continuous column, 0 or more, that costs something or is bounded by a row."""
+        column = self._column(cost, False)
+        self.column_upper[column] = INFINITY
+        return column
+
     def _column(self, cost: float, integral: bool) -> int:
         self.costs.append(cost)
         self.column_lower.append(0.0)
@@ -211,7 +217,7 @@ def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()
     iterations = max(info.simplex_iteration_count, 0)
-    # Every column is bounded, so no program here is unbounded.
+    # Every column is bounded or costs what it adds, so no program here is unbounded.
     if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
         return SolveReport(SolverStatus.INFEASIBLE, INFINITY, None, iterations)
     is_solved = model_status in (kinds.kOptimal, kinds.kModelEmpty)

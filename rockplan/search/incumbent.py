@@ -24,14 +24,15 @@ class Incumbent:
     relaxation: the last one that was solved in that order. starts: schedules from which the search
     for the least peak may begin. is_complete: the deadline cut nothing short; is_exhausted: the
     last construction ran out of effort. trace: of the stages that ran. paged: a schedule with
-    storages on the host, if it is faster than `schedule` or there is no other; its bound is the
-    time without re-executions.
+    storages on the host; paged_bound_ns: lower bound on the time of schedules that may page, in the
+    order of the faster of both schedules, 0 if none was proven.
     """
 
     bound_ns: int
     order: tuple[int, ...] = ()
     schedule: Schedule | None = None
     paged: Placed | None = None
+    paged_bound_ns: int = 0
     time_ns: int = 0
     peak_bytes: int = 0
     relaxation: Refined | None = None
@@ -39,6 +40,12 @@ class Incumbent:
     is_complete: bool = True
     is_exhausted: bool = False
     trace: tuple[StageTrace, ...] = ()
+
+    @property
+    def fastest_paged(self) -> Placed | None:
+        """The schedule that pages, if it is faster than `schedule`, or if there is no other."""
+        is_faster = self.schedule is None or (self.paged and self.paged.time_ns < self.time_ns)
+        return self.paged if is_faster else None
 
     def improved(self, goal: Goal, schedule: Schedule | None) -> Incumbent:
         """Return the incumbent with `schedule`, if that is within the budget and better: faster;
@@ -56,7 +63,7 @@ class Incumbent:
         better = replace(
             self, schedule=schedule, time_ns=simulation.time_ns, peak_bytes=simulation.peak_bytes
         )
-        order = _moved(goal.graph, schedule)
+        order = moved(goal.graph, schedule)
         if order == self.order:
             return better
         # In another order the only proven bound is the time of all nodes, once each.
@@ -77,7 +84,7 @@ class Incumbent:
         return self.bound_ns + int(limits.nearness * goal.graph.time_ns)
 
 
-def _moved(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
+def moved(graph: CDGraph, schedule: Schedule) -> tuple[int, ...]:
     """Return the order of first executions; () if it is that of the graph."""
     order = tuple(i for i in first_executions(schedule) if not graph.nodes[i].optional)
     return () if order == required(graph.nodes) else order

@@ -55,6 +55,14 @@ def improvable(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
     return incumbent.schedule is not None and not_near(goal, incumbent, limits)
 
 
+def unproven(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
+    """Return whether the bound is to be proven: one without a host does not hold with one."""
+    if goal.host is None:
+        return improvable(goal, incumbent, limits)
+    is_there = incumbent.schedule is not None or incumbent.paged is not None
+    return is_there and may_page(goal, incumbent, limits)
+
+
 @dataclass(frozen=True, slots=True)
 class Stage:
     """A stage of a search. when: tells from the incumbent before it whether the stage runs;
@@ -74,11 +82,11 @@ STAGES = (
     Stage("blocks", stages.combine_blocks, nothing_fits),
     Stage("paging", stages.page, may_page),
     Stage("exchange", stages.exchange, improvable),
-    Stage("proof", stages.prove, improvable),
+    Stage("proof", stages.prove, unproven),
 )
 """The search for the fastest schedule within a budget."""
 
-POLISH = tuple(stage for stage in STAGES if stage.when is improvable)
+POLISH = tuple(stage for stage in STAGES if stage.when in (improvable, unproven))
 """The stages that follow if only the schedule with the least peak fits (`planning`)."""
 
 LEAST_PEAK = (
@@ -110,7 +118,7 @@ def run(
             continue
         if not stage.when(goal, incumbent, limits):
             # If the incumbent is not near the bound, the stage did not run for lack of time.
-            is_due = stage.when in (not_near, improvable, something_fits)
+            is_due = stage.when in (not_near, improvable, unproven, something_fits)
             if is_due and limits.is_over and not incumbent.is_near(goal, limits):
                 incumbent = replace(incumbent, is_complete=False)
             continue

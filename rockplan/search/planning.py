@@ -233,10 +233,9 @@ def plan_anew(
         start = _from_smallest(problem, start, smallest)
     goal = Goal(graph, problem.blocks, budget_bytes, cache_of(options), problem.host)
     incumbent = run(STAGES, goal, limits, start)
-    if (paged := incumbent.paged) is not None and (
-        incumbent.schedule is None or paged.time_ns < incumbent.time_ns
-    ):
-        made = _finish(problem, paged.schedule, budget_bytes, graph.time_ns, paged.storages)
+    if (paged := incumbent.fastest_paged) is not None:
+        bound_ns = incumbent.paged_bound_ns
+        made = _finish(problem, paged.schedule, budget_bytes, bound_ns, paged.storages)
         made = replace(made, trace=incumbent.trace)
         return made if incumbent.is_complete else _stopped(made)
     if incumbent.schedule is None:
@@ -246,7 +245,8 @@ def plan_anew(
         incumbent = run(POLISH, goal, limits, _from_smallest(problem, incumbent, smallest))
     assert incumbent.schedule is not None
     least.reach(incumbent.schedule)
-    made = _finish(problem, incumbent.schedule, budget_bytes, incumbent.bound_ns)
+    bound_ns = incumbent.bound_ns if problem.host is None else incumbent.paged_bound_ns
+    made = _finish(problem, incumbent.schedule, budget_bytes, bound_ns)
     made = replace(made, trace=incumbent.trace)
     # For the smallest budget a proof about time is not enough: with more time its bytes may shrink.
     is_proven = made.certificate.status is Status.OPTIMAL and not budget.is_minimum

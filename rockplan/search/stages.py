@@ -13,15 +13,16 @@ from dataclasses import replace
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.graph_builder.lowering.backward_order import renumbered
 from rockplan.ilp.whole_graph.program import Facts
-from rockplan.ilp.whole_graph.refine import proved_ns, refined
+from rockplan.ilp.whole_graph.refine import Refined, proved_ns, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.block_families import families
-from rockplan.search.incumbent import Incumbent
+from rockplan.search.incumbent import Incumbent, moved
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import annealed, exchanged, fitted, pruned, squeezed
 from rockplan.search.local.greedy_eviction import thriftiest, within
-from rockplan.search.paging import best_placed
+from rockplan.search.paging import SHARE, best_placed, by_worth
 from rockplan.search.problem import Goal
+from rockplan.values.copies import shifted, with_fetches
 from rockplan.values.graph import CDGraph
 from rockplan.values.progress import report
 from rockplan.values.schedule import Schedule, keep_all
@@ -175,22 +176,50 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The bound of schedules in the order of the incumbent, if that is not the graph's; and what
-    integer programs add to it in the time that the limits give them."""
-    assert incumbent.schedule is not None and goal.budget_bytes is not None
+    """The bound of schedules in the order of the incumbent, if that is not the graph's, or if they
+    may page; and what integer programs add to it in the time that the limits give them."""
+    assert goal.budget_bytes is not None
     report("proving a bound")
-    schedule = pruned(goal.graph, incumbent.schedule, goal.budget_bytes, deadline=limits.deadline)
-    incumbent = incumbent.improved(goal, schedule)
+    if incumbent.schedule is not None and not incumbent.is_near(goal, limits):
+        schedule = incumbent.schedule
+        shorter = pruned(goal.graph, schedule, goal.budget_bytes, deadline=limits.deadline)
+        incumbent = incumbent.improved(goal, shorter)
+    if goal.host is not None:
+        return replace(incumbent, paged_bound_ns=_bound_with_host(goal, incumbent, limits))
     relaxation = incumbent.relaxation
     if incumbent.order:
         graph = renumbered(goal.graph, incumbent.order)
         relaxation = refined(graph, goal.budget_bytes, deadline=limits.deadline)
         bound_ns = graph.time_ns if relaxation is None else relaxation.bound_ns
         incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
-    if relaxation is None or limits.proof_s == 0 or incumbent.is_near(goal, limits):
+    if relaxation is None:
         return incumbent
+    return replace(incumbent, bound_ns=_proven_ns(relaxation, incumbent.time_ns, limits))
+
+
+def _bound_with_host(goal: Goal, incumbent: Incumbent, limits: Limits) -> int:
+    """Return the bound in the order of the faster schedule, whatever is paged of what may be."""
+    assert goal.host is not None and goal.budget_bytes is not None
+    paged, order, time_ns = incumbent.fastest_paged, incumbent.order, incumbent.time_ns
+    if paged is not None:
+        turn, copies = len(goal.graph.forward), 2 * len(paged.storages)
+        order = tuple(shifted(moved(paged.graph, paged.schedule), turn, -copies))
+        time_ns = paged.time_ns
+    graph = renumbered(goal.graph, order) if order else goal.graph
+    host = replace(goal.host, link=goal.host.link.share(SHARE))
+    asked = with_fetches(graph, by_worth(graph))
+    relaxation = refined(asked, goal.budget_bytes, deadline=limits.deadline, host=host)
+    return graph.time_ns if relaxation is None else _proven_ns(relaxation, time_ns, limits)
+
+
+def _proven_ns(relaxation: Refined, time_ns: int, limits: Limits) -> int:
+    """Return the bound, raised by integer programs if a schedule of `time_ns` is not near it."""
+    bound_ns, graph = relaxation.bound_ns, relaxation.program.facts.graph
+    is_near = time_ns <= bound_ns + int(limits.nearness * graph.time_ns)
+    if limits.proof_s == 0 or is_near:
+        return bound_ns
     until = min(limits.deadline, time.monotonic() + limits.proof_s)
-    return replace(incumbent, bound_ns=proved_ns(relaxation, deadline=until))
+    return proved_ns(relaxation, deadline=until)
 
 
 def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:

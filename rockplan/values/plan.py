@@ -32,8 +32,9 @@ class Certificate:
     """Proof of how far from the fastest schedule a plan can be. objective_ns: predicted time of the
     plan; bound_ns: lower bound on the time of every schedule of this graph under this profile and
     budget that executes each node for the first time in the order in which the plan does
-    (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss its room (`caller_bytes`); gap:
-    (objective - bound) / objective."""
+    (`rockplan.ilp.whole_graph.refine`) and leaves the caller's loss its room (`caller_bytes`),
+    whatever it pages of what may be paged, if there is a host; gap: (objective - bound) /
+    objective."""
 
     status: Status
     objective_ns: int
@@ -185,7 +186,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         f"overhead        {plan.overhead:+.1%} predicted time "
         f"({len(again)} of {forward} forward operations run again)",
         *_trip_lines(plan),
-        f"gap             {certificate.gap:.1%} above {_bound_of(plan)} at most "
+        f"gap             {certificate.gap:.1%} above the proven bound at most "
         f"({certificate.status.value})",
         f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
         f"graph           {operations} operations in {len(plan.blocks)} blocks "
@@ -208,11 +209,6 @@ def _reserved_lines(plan: Plan) -> list[str]:
         f"reserved        {format_bytes(plan.reserved_bytes)} ({more:+.0%}) by PyTorch's "
         "allocator, as a model of it says"
     ]
-
-
-def _bound_of(plan: Plan) -> str:
-    """Name the bound: for a plan that pages, only the time of running everything once is proven."""
-    return "the time of running everything once" if plan.trips else "the proven bound"
 
 
 def _trip_lines(plan: Plan) -> list[str]:

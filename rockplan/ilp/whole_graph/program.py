@@ -40,8 +40,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, LinearProgram, ProgramBuilder
+from rockplan.ilp.whole_graph.host_rows import HostRows
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.recompute import closure
+from rockplan.values.copies import Host
 from rockplan.values.graph import CDGraph, ComputeNode, required
 from rockplan.values.order import BackwardPhase, Orders, without_idle
 
@@ -93,11 +95,12 @@ class Facts:
     is_open: storages that may be freed while still needed: results that are not held, tangents, and
     generator states; storages of no size only if they have to be dropped at the turn. producer:
     storage -> the node that makes it, -1 for tangents and states. born: the same, but for a state
-    the node that draws from it first. again: nodes that may be re-executed.
+    the node that draws from it first. again: nodes that may be re-executed. host: where the
+    storages may go that have fetches, with the rows of `host_rows`.
     """
 
-    def __init__(self, graph: CDGraph) -> None:
-        self.graph = graph
+    def __init__(self, graph: CDGraph, host: Host | None = None) -> None:
+        self.graph, self.host = graph, host
         self.view = GraphView(graph)
         self.again = self.view.again
         self.tangents, self.sizes = self.view.tangents, self.view.sizes
@@ -245,13 +248,19 @@ class ProgramRows:
             {i: builder.binary(nodes[i].time_ns / unit_ns) for i in sorted(self.may_run(part))}
             for part in self.intervals
         ]
+        self.host: HostRows | None = None
+        if facts.host is not None:
+            given = builder, self.intervals, turn, self.reruns
+            self.host = HostRows(facts, facts.host, *given)
         self._spans(moments.spans)
         ends = (s for s, part in enumerate(self.intervals) if part.end != TURN)
         self.memory = [self._turn(turn), *map(self._moment, ends)]
 
     def may_run(self, part: Interval) -> set[int]:
-        """Return the nodes that may be re-executed in the interval."""
-        return {i for d in part.wanted for i in self.facts.view.makers[d]}
+        """Return the nodes that may be re-executed in the interval; fetches do not run before the
+        turn."""
+        makers = self.facts.view.makers
+        return {i for d in part.wanted for i in makers[d] if i < part.stop}
 
     def _units(self, d: int) -> int:
         return self.facts.sizes[d] // self.unit_bytes
@@ -309,6 +318,8 @@ class ProgramRows:
         for i, column in runs.items():
             for d in sorted(wanted.intersection(self.facts.view.reads_again[i])):
                 builder.at_least([*available(d), (column, -1)], 0)
+        if self.host is not None:
+            self.host.span(s, end, runs)
         return runs
 
     def _turn(self, s: int) -> tuple[Terms, int]:

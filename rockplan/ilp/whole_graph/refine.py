@@ -27,6 +27,7 @@ from rockplan.ilp.blocks.decode import proven_ns
 from rockplan.ilp.highs import TIME_UNIT, SolveReport, SolverStatus, solve
 from rockplan.ilp.whole_graph.program import Facts, Moments, Program, orders_of, program
 from rockplan.oracles.simulate import timeline
+from rockplan.values.copies import Host
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 from rockplan.values.schedule import Compute, with_frees
@@ -67,10 +68,13 @@ class Refined:
         return _proven_ns(self.program.facts.graph, self.bound)
 
 
-def refined(graph: CDGraph, budget_bytes: int, *, deadline: float) -> Refined | None:
+def refined(
+    graph: CDGraph, budget_bytes: int, *, deadline: float, host: Host | None = None
+) -> Refined | None:
     """Solve relaxations with more and more moments. Returns None if no re-execution is needed or
-    possible, or if there was no time. deadline: as of time.monotonic."""
-    facts = Facts(graph)
+    possible, or if there was no time. deadline: as of time.monotonic. host: where the storages of
+    `graph` may go that have fetches."""
+    facts = Facts(graph, host)
     moments = Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
     best: Refined | None = None
     without_gain = 0
