@@ -6,6 +6,10 @@ roofline, effort is counted, and no clock strikes. A column leaves one mechanism
 stays if it gains .5 % of an iteration in a cell at 10, 25 or 50 % of the way or at the peak of
 checkpointing, or 3 % of "min", or is the only way to anything at all.
 
+The column "paging" is everything with a host to page to, over a link that is as fast beside the
+memory of these prices as 55 GB/s are beside that of an H200; everything is the same without the
+stage (`tests/test_paging_plans.py`), so its row "no paging" is what everything loses against it.
+
 The column "before" is the planner of commit 9723c2e with everything that it had, at the same
 budgets (`plan_anew` with a time limit of 600 s, which did not strike, and without a cache). Its
 stages have shares of the limit; where one of those struck on a shared machine (llama-12, and all of
@@ -41,10 +45,11 @@ from rockplan.search.local.exchange import ExchangeLimits
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import POLISH, STAGES, run
 from rockplan.search.problem import Goal, Problem
+from rockplan.values.copies import Host, HostLink
 from rockplan.values.schedule import keep_all
 from testing import models
 from testing.models import Case
-from testing.priced import CASES, prepared_case
+from testing.priced import BYTES_PER_S, CASES, prepared_case
 
 RESULTS = Path(__file__).parent / "results" / "ablation.jsonl"
 WAYS = ("3%", "10%", "25%", "50%", "checkpoint", "min")
@@ -68,12 +73,16 @@ ALL: dict[str, Callable[[], Case]] = {
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """A search with something left out. ways: where it runs at all."""
+    """A search with something left out. ways: where it runs at all. host: where it may page to."""
 
     limits: Limits = Limits()
     rules: int = len(greedy_eviction.RULES)
     ways: tuple[str, ...] = WAYS
+    host: Host | None = None
 
+
+LINK = HostLink(int(55e9 / 3.38e12 * BYTES_PER_S), int(55e9 / 3.38e12 * BYTES_PER_S))
+"""Of an H200, in proportion to the memory of `testing.priced`."""
 
 BEFORE = "before"
 """Column of the planner that this one replaced."""
@@ -97,6 +106,7 @@ def _without(name: str, ways: tuple[str, ...] = WAYS) -> Column:
 
 COLUMNS: dict[str, Column] = {
     "everything": Column(),
+    "paging": Column(ways=("10%", "25%", "50%", "checkpoint"), host=Host(1 << 40, LINK)),
     "no relaxation": _without("relaxation", WITHIN),
     "no exchange": _without("exchange"),
     "one round": Column(Limits(exchange=ExchangeLimits(rounds=0, most_rounds=0)), ways=WITHIN),
@@ -154,7 +164,7 @@ def solved(problem: Problem, budget_bytes: int | None, column: Column) -> Incumb
         least = Goal(graph, problem.blocks, None)
         if budget_bytes is None:
             return least_peak(least, limits)
-        goal = replace(least, budget_bytes=budget_bytes)
+        goal = replace(least, budget_bytes=budget_bytes, host=column.host)
         found = run(STAGES, goal, limits)
         if found.schedule is None:
             found = found.improved(goal, least_peak(least, limits).schedule)
@@ -170,7 +180,10 @@ def cell(name: str, way: str, column: str, problem: Problem, budget_bytes: int |
     found = solved(problem, budget_bytes, COLUMNS[column])
     cpu_s = time.process_time() - since
     overhead = peak_bytes = None
-    if found.schedule is not None:
+    if (paged := found.fastest_paged) is not None:
+        overhead = paged.time_ns / problem.graph.time_ns - 1
+        peak_bytes = simulate(paged.graph, paged.schedule).peak_bytes
+    elif found.schedule is not None:
         overhead = found.time_ns / problem.graph.time_ns - 1
         peak_bytes = found.peak_bytes
     return Cell(name, way, column, budget_bytes, overhead, peak_bytes, round(cpu_s, 1))
@@ -223,8 +236,9 @@ def table(rows: Rows) -> str:
         "",
         "`python -m benchmarks.ablation`: predicted overhead in % of one iteration (CPU seconds in "
         'brackets) under roofline prices, effort counted, no clock; in the rows of "min" the '
-        "smallest budget, in % above the column `everything`. A dash: nothing fits. Where and "
-        "when: `ablation.jsonl`.",
+        "smallest budget, in % above the column `everything`. A dash: nothing fits. `paging` is "
+        f"`everything` with a host, over {LINK.out_bytes_per_s / 1e9:.1f} GB/s. Where and when: "
+        "`ablation.jsonl`.",
         "",
         f"| model | budget | {' | '.join(columns)} |",
         f"|---|---|{'---|' * len(columns)}",
@@ -236,8 +250,9 @@ def table(rows: Rows) -> str:
                 base = rows.get((model, way, "everything"))
                 cells = " | ".join(_text(row, way, base) for row in found)
                 lines.append(f"| {model} | {way} | {cells} |")
-    left_out = [c for c in columns if c not in (BEFORE, "everything")]
-    worth = "\n".join(f"| {c} | {_worth(rows, c)} |" for c in left_out)
+    left_out = [c for c in columns if c not in (BEFORE, "everything", "paging")]
+    pairs = [*((c, c, "everything") for c in left_out), ("no paging", "everything", "paging")]
+    worth = "\n".join(f"| {name} | {_worth(rows, c, base)} |" for name, c, base in pairs)
     heading = "| left out | loses at most, in % of an iteration, from 10 % on | of min | refuses |"
     lines += ["", heading, "|---|---|---|---|", worth, ""]
     lines += [
@@ -297,11 +312,11 @@ def _text(row: dict[str, Any] | None, way: str, base: dict[str, Any] | None) -> 
     return f"{100 * row['overhead']:.2f} ({row['cpu_s']:.0f})"
 
 
-def _worth(rows: Rows, column: str) -> str:
-    """The largest losses of a column, with their cells."""
+def _worth(rows: Rows, column: str, beside: str) -> str:
+    """The largest losses of a column beside another one, with their cells."""
     slower, larger, refused = [(0.0, "")], [(0.0, "")], 0
     for (model, way, name), row in rows.items():
-        base = rows.get((model, way, "everything"))
+        base = rows.get((model, way, beside))
         if name != column or base is None or base["overhead"] is None:
             continue
         loss = _loss(row, base)

@@ -2,12 +2,14 @@
 offload, at prices of an H200.
 
     OMP_NUM_THREADS=1 python -m benchmarks.paging [--models llama8 mistral8 gpt2-large]
+        [--links 0 12 25 55 200]      GB/s; 0: without a host
 
 Nothing runs: models are on the meta device, and compiled kernels are priced by a roofline whose
 two rates reproduce the two steps of llama8 that were measured on an H200, 62 ms as eager runs it
 and 45 ms of compiled kernels with everything kept. So these are predictions. For each model,
 budgets and links: plans without a host, and with one, which are made for 0.8 of the link
-(`planned`) and priced at all of it (`at the link`). Beside them `torch.utils.checkpoint` of each
+(`planned`) and priced at all of it (`at the link`); `bound` is what their certificate proves of all
+plans for 0.8 of it. Beside them `torch.utils.checkpoint` of each
 layer, the same with the inputs of layers paged, and everything that is saved paged, where each copy
 is waited for (as by `torch.autograd.graph.save_on_cpu`), each at its own peak.
 Writes benchmarks/results/paging.{jsonl,md}.
@@ -91,10 +93,10 @@ def captured(name: str) -> tuple[CDGraph, list[str]]:
     return lower(run, 0, options).graph, list(repeated_blocks(twin))
 
 
-def rows_of(name: str) -> Iterator[Row]:
+def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
     graph, blocks = captured(name)
     profile = roofline(graph, BYTES_PER_S, FLOPS_PER_S)
-    for link_gb_s in (None, *LINKS_GB_S):
+    for link_gb_s in (given or None for given in links_gb_s):
         link = f"{link_gb_s}GB/s" if link_gb_s else None
         options = Options(
             cache=False, bound_time_limit_s=0.0, host="1TiB" if link else None, link=link
@@ -123,6 +125,7 @@ def planned(problem: Problem, budget_mib: int, options: Options) -> Row:
         "budget": budget_mib,
         "peak": mib(plan.peak_bytes),
         "planned": over(plan.time_ns, once_ns),
+        "bound": over(plan.certificate.bound_ns, once_ns),
         "at the link": over(simulate(at_link, plan.schedule).time_ns, once_ns),
         "paged": mib(sum(trip.size_bytes for trip in plan.trips)),
         "seconds": round(seconds, 1),
@@ -194,8 +197,8 @@ def table(rows: Sequence[Row]) -> str:
         f"`python -m benchmarks.paging`, {where()}: roofline prices, {BYTES_PER_S:g} B/s and "
         f"{FLOPS_PER_S:g} flop/s, compiled kernels, links each way with both ways at once. Percent "
         "over running everything once, with everything kept; plans are made for 0.8 of the link, "
-        "and in brackets is what they take if that is all there is. MiB paged beside it. Blind "
-        "ways have peaks of their own.",
+        "and in brackets is what they take if that is all there is, and what is proven of every "
+        "plan then, of some links. MiB paged beside it. Blind ways have peaks of their own.",
         "",
     ]
     links = " | ".join(f"{link} GB/s" for link in LINKS_GB_S)
@@ -221,7 +224,9 @@ def _cell(row: Row | None) -> str:
     if "at the link" not in row:
         return f"least {row['least']} MiB"
     shown = f"{row['at the link']:+.1f}"
-    if row.get("planned") not in (None, row["at the link"]):
+    if "bound" in row:
+        shown += f" ({row['planned']:+.1f} ≥ {row['bound']:+.1f})"
+    elif row.get("planned") not in (None, row["at the link"]):
         shown += f" ({row['planned']:+.1f})"
     return f"{shown}, {row['paged']}" if row.get("paged") else shown
 
@@ -229,14 +234,15 @@ def _cell(row: Row | None) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
-    names = parser.parse_args().models
+    parser.add_argument("--links", nargs="*", type=int, default=[0, *LINKS_GB_S])
+    given = parser.parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    for name in names:
-        rows = [row for row in rows if row["model"] != name]
-        for row in rows_of(name):
+    for name in given.models:
+        rows = [r for r in rows if r["model"] != name or (r["link"] or 0) not in given.links]
+        for row in rows_of(name, given.links):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    rows.sort(key=lambda row: list(MODELS).index(row["model"]))
+    rows.sort(key=lambda row: (list(MODELS).index(row["model"]), row["link"] or 0))
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     TABLE.write_text(table(rows))
 
