@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -31,36 +32,47 @@ call_time.SCRATCH_BYTES = dict.fromkeys(call_time.SCRATCH_BYTES, 1)
 pipeline.CHECKED.set(True)
 
 
-def pytest_collection_finish() -> None:
+_MANY_MODULES = 50
+"""So many that are new are worth a collection of everything."""
+
+_imported = 0
+"""Modules that there were at the last one."""
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown() -> None:
     """Each measured step collects cycles before: .4 s where that goes through all that test files
-    and libraries made when they were imported."""
-    gc.collect()
-    gc.freeze()
+    and libraries made when they were imported. Much of a library is imported when a test first uses
+    it."""
+    global _imported
+    if len(sys.modules) >= _imported + _MANY_MODULES:
+        _imported = len(sys.modules)
+        gc.collect()
+        gc.freeze()
+
+
+def pytest_collection_finish() -> None:
+    pytest_runtest_teardown()
 
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
-    before = os.environ.get("ROCKPLAN_CACHE_DIR")
-    os.environ["ROCKPLAN_CACHE_DIR"] = str(folder)
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
     torch.set_num_threads(1)
-    yield folder
-    if before is None:
-        del os.environ["ROCKPLAN_CACHE_DIR"]
-    else:
-        os.environ["ROCKPLAN_CACHE_DIR"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
+        # One for all workers and all that they start: headers take 7 s to compile.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
+        yield folder
 
 
 @pytest.fixture(scope="session")
-def compilers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Inductor's cache, one for all workers, from the first test on that compiles; those are
-    skipped where nothing can."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "inductor"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
-        try:
-            inductor.check_compiler("cpu")
-        except MissingLibrary as error:
-            pytest.skip(str(error))
-        yield folder
+def compilers() -> Path:
+    """Inductor's cache. Tests that compile are skipped where nothing can."""
+    try:
+        inductor.check_compiler("cpu")
+    except MissingLibrary as error:
+        pytest.skip(str(error))
+    return Path(os.environ["TORCHINDUCTOR_CACHE_DIR"])

@@ -57,15 +57,6 @@ def captured_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def compiling_workers(compilers: Path) -> Iterator[list[zoo.Worker]]:
-    """At most one worker; a test that loses it takes it out."""
-    alive: list[zoo.Worker] = []
-    yield alive
-    for worker in alive:
-        worker.end()
-
-
 def skip_without(name: str) -> None:
     needed = NEEDED[name.split("/")[0]]
     try:
@@ -83,14 +74,11 @@ def test_planned_is_eager_within_the_budget(name: str, captured_once: None) -> N
 
 @pytest.mark.parametrize("name", COMPILED)
 def test_kernels_compute_what_they_do_where_nothing_runs_again(
-    name: str, compiling_workers: list[zoo.Worker]
+    name: str, captured_once: None, compilers: Path
 ) -> None:
     skip_without(name)
-    if not compiling_workers:
-        compiling_workers.append(zoo.Worker(list(zoo.COMPILED_BUDGETS), is_compiled=True))
-    row, alive = compiling_workers[0].examine(name)
-    if not alive:
-        compiling_workers.pop().end()
+    budgets = list(zoo.COMPILED_BUDGETS)
+    row = zoo.Examination(name, budgets, lambda stage: None, is_compiled=True).run()
     assert row["outcome"] == "equal" and row["kernels"] and not row["said"], row
 
 
