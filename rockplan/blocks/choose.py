@@ -45,8 +45,7 @@ class BlockKind:
     incoming_bytes: int
 
     def of(self, graph: CDGraph) -> BlockKind:
-        """For a graph that is the same but for the device that it is on, and the groups that it
-        exchanges data with."""
+        """Return the kind for the same graph on another device, or in other process groups."""
         own = self.problem.graph
         if graph.values == own.values and graph.groups == own.groups:
             return self

@@ -74,7 +74,7 @@ class CapturedBlock:
 
     @property
     def kind(self) -> tuple[str, tuple[str, ...], frozenset[str]]:
-        """Equal for blocks that are planned as one."""
+        """A key that is equal for blocks that are planned as one."""
         return self.digest, self.source.lowered.graph.groups, self.source.hooked
 
     @property

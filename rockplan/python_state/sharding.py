@@ -34,7 +34,8 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shards(module: nn.Module) -> Iterator[str]:
-    """Names of parameters that are shards now, which are gathered before a forward reads them."""
+    """Yield the names of parameters that are shards now, and are gathered before a forward reads
+    them."""
     whole = {
         id(getattr(p, "_unsharded_param", None)) for g in _groups(module) for p in g.fsdp_params
     }
@@ -47,7 +48,8 @@ def shards(module: nn.Module) -> Iterator[str]:
 
 @contextlib.contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
-    """The parameters of `block` are inside what a forward sees; every process has to come here."""
+    """Gather the parameters of `block` inside, as its forward sees them. Every process must call
+    it."""
     sharded = sharded_modules(block)
     for module in sharded:
         module.unshard()

@@ -114,7 +114,8 @@ class _Outputs(torch.autograd.Function):
 
 
 def _returned(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
-    """A result without history. spec: of a DTensor, whose local tensor it is."""
+    """Return a result without history. spec: of the DTensor whose local tensor `tensor` is; None
+    for none."""
     return tensor.detach() if spec is None else distributed(tensor.detach(), spec)
 
 

@@ -209,7 +209,8 @@ class SavedForBackward:
             raise BackwardError(message)
 
     def _versions_at(self, positions: Sequence[int]) -> list[int]:
-        """How often residents were written to; DTensors and their local tensors count apart."""
+        """Return how often residents were written to. Writes to a DTensor and to its local tensor
+        count apart; here they are added."""
         versions = _versions([self.residents[i] for i in positions])
         if self._given is self.residents:
             return versions

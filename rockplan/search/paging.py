@@ -1,12 +1,13 @@
-"""Paging: which storages go to the host and come back, planned with what is made again.
+"""Paging: which storages go to the host and come back, planned together with re-executions.
 
 takes: a goal with a host, limits. returns: Placed, or None. guarantees: legal, within the budget of
-the device and that of the host; its time is that of a link of which a share is left for others.
+the device and that of the host; its time is that of a link of which a share stays unused.
 
-What takes longest to make for each byte is paged, until the link is full between when it is made
-and the turn; the rest is planned as if what comes back were made again for nothing, and the copies
-are placed; then again without the storages whose copies are waited for. So for more, then for less,
-as long as plans get faster. The best is polished, and placed anew.
+The storages that take longest to recompute for each byte are paged, until the link is busy between
+their making and the turn. The rest is planned as if fetched storages were recomputed in no time,
+and the copies are placed; then again without the storages whose copies are waited for. This is done
+for larger amounts, then for smaller ones, as long as plans get faster. The best plan is polished,
+and its copies placed anew.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from rockplan.values.schedule import Compute, keep_all, kept_data
 Planned = Callable[[Goal, Incumbent], Incumbent]
 
 AMOUNTS = ((1.0, 1.05, 1.1, 1.15, 1.2), (0.9, 0.8))
-"""Of what the link carries: how much to page. More is faster until copies are late."""
+"""Amounts to page, as shares of what the link carries. More is faster until copies are late."""
 
 SHARE = 0.8
 """Share of the measured link that is planned for: a link that is slower by no more costs
@@ -63,8 +64,9 @@ class _Tried:
 def best_placed(
     goal: Goal, limits: Limits, most_ns: float, planned: Planned, polished: Planned
 ) -> Placed | None:
-    """The fastest that is found, if it is faster than most_ns. planned: an incumbent for a goal
-    without a host, from one without a schedule; polished: from one that has a schedule."""
+    """Return the fastest plan with paging that is found, None if it takes `most_ns` or longer.
+    planned: makes an incumbent for a goal without a host; polished: improves one that has a
+    schedule."""
     tries = _Tries(goal, limits, planned, by_worth(goal.graph), limits.paging, most_ns)
     for amounts in AMOUNTS:
         for amount in amounts:
@@ -80,8 +82,9 @@ def best_placed(
 
 @dataclass
 class _Tries:
-    """ranked: what may be paged. left: nodes of graphs that are planned yet. most_ns: what takes
-    as long is of no use."""
+    """The tries of several amounts. ranked: storages that may be paged, best first; left: how many
+    nodes of graphs may still be planned; most_ns: the time that a plan must be faster than; best:
+    the fastest plan so far."""
 
     goal: Goal
     limits: Limits
@@ -92,7 +95,8 @@ class _Tries:
     best: _Tried | None = None
 
     def improve(self, amount: float) -> bool:
-        """Try this amount, and again without what is late. returns: is it faster than before?"""
+        """Try this amount, and again without storages whose copies were late. Returns True if a
+        faster plan is found."""
         before, late = self.best, set[int]()
         for _ in range(self.limits.paging_again):
             tried = self._tried([d for d in self.ranked if d not in late], amount)
@@ -107,12 +111,13 @@ class _Tries:
         return self.best is not before
 
     def take(self, tried: _Tried) -> None:
-        """As the best, if it is."""
+        """Make `tried` the best, if it fits and is faster."""
         if tried.made.time_ns < self.most_ns and _fits(tried.made, self.goal):
             self.best, self.most_ns = tried, tried.made.time_ns
 
     def _tried(self, wanted: Sequence[int], amount: float) -> _Tried | None:
-        """None where nothing is left to try, or copies could take no time and it were no faster."""
+        """Plan with a choice of the `wanted` storages paged. None if there is nothing to page, the
+        effort is spent, or the plan is not faster even without its copies."""
         goal, host = self.goal, self.goal.host
         assert host is not None
         link = host.link.share(SHARE)
