@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -72,6 +72,12 @@ def fit(
     in_backward: Annotated[
         bool, typer.Option("--in-backward", help="Each parameter steps in backward, by a hook.")
     ] = False,
+    gpus: Annotated[
+        int, typer.Option(metavar="N", help="Processes that train together, a GPU each.")
+    ] = 1,
+    shard: Annotated[
+        str, typer.Option(metavar="fsdp2|ddp", help="What each of them holds of the model.")
+    ] = "fsdp2",
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     tile: Tile = False,
@@ -100,7 +106,8 @@ def fit(
             step = rockplan.TrainingStep(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
-            answer = _answer(model, gpu, optimizer, sizes, step, options, autocast)
+            several = {"gpus": gpus, "shard": shard}
+            answer = _answer(model, gpu, optimizer, sizes, step, options, autocast, several)
             if html is not None:
                 from rockplan.will_it_fit.page import fit_page
 
@@ -117,6 +124,7 @@ def _answer(
     step: rockplan.TrainingStep,
     options: Options,
     autocast: str | None,
+    several: dict[str, Any],
 ) -> rockplan.Fit:
     """Answer which sizes of the model fit on the device."""
     from rockplan.fitting.gpus import gpu as device_of
@@ -135,6 +143,7 @@ def _answer(
             sample_kwargs=subject.sample_kwargs,
             step=step,
             options=options,
+            **several,
         )
 
 

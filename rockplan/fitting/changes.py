@@ -30,6 +30,8 @@ class Holding(Enum):
     ACTIVATIONS = "activations"
     OPTIMIZER_TEMPORARIES = "optimizer temporaries"
     WORKSPACES = "workspaces"
+    GATHERED = "gathered parameters"
+    BUCKETS = "buckets of gradients"
     CALLER = "caller's scalars"
 
 

@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.errors import InvalidInput
 from rockplan.fitting.changes import Holding, MemoryChange, left_alive
+from rockplan.fitting.shards import ALONE, Shards
 from rockplan.fitting.tracker import Tracker
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.python_state import trees
@@ -64,13 +65,14 @@ def optimizer_steps(
     step: TrainingStep = USUAL,
     metered: bool = False,
     as_on_cuda: bool = False,
+    shards: Shards = ALONE,
 ) -> OptimizerSteps:
     """Two steps of `optimizer`, of parameters that have a gradient each.
 
     optimizer: None for none; a factory takes the parameters, as a list. step: what else happens to
     gradients. metered: calls run once on made-up tensors on CPU, for what they allocate inside;
     elsewhere that is not known. as_on_cuda: with `foreach` where PyTorch chooses it for parameters
-    on CUDA, wherever these are.
+    on CUDA, wherever these are. shards: of what one of several processes holds of them.
     Raises InvalidInput for a name that there is not, and for what does not run over fake tensors.
     """
     if optimizer is None:
@@ -86,7 +88,7 @@ def optimizer_steps(
         return _in_backward(each)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
-        fakes = {name: _fake(parameter) for name, parameter in parameters.items()}
+        fakes = {name: _fake(shards.part(p)) for name, p in parameters.items()}
         made = _made(optimizer, parameters, fakes)
         on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
         _choose_foreach(made, on_cuda)

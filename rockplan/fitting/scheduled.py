@@ -59,13 +59,15 @@ def scheduled_changes(
     gradients: Gradients,
     workspace_bytes: int = 0,
     inside: Mapping[tuple[int, ...], Sequence[MemoryChange]] | None = None,
+    before: Mapping[int, Sequence[MemoryChange]] | None = None,
 ) -> tuple[MemoryChange, ...]:
     """gradients: those that stay; others are added to what is there, and given back. What the
     caller holds of the result is let go at the end. workspace_bytes: what the first product of
     forward and that of backward, which is another thread, ask for and keep (`Gpu.cublas_bytes`).
     inside: of optimizers that step when the last of some gradients is handed over, after which all
     of them are gone. Which one of several that are handed over at once is taken first is autograd's
-    own: here all of these are there until the last one has stepped."""
+    own: here all of these are there until the last one has stepped. before: what others ask for
+    before the event at a position."""
     begun: dict[int, list[MemoryChange]] = defaultdict(list)
     ended: dict[int, list[MemoryChange]] = defaultdict(list)
     closed: dict[int, int] = {}
@@ -94,8 +96,12 @@ def scheduled_changes(
     for position in _first_products(graph, schedule) if workspace_bytes else ():
         change = MemoryChange(("products", position), workspace_bytes, Holding.WORKSPACES)
         begun[2 * position].append(change)
-    moments = sorted({*begun, *ended})
-    return tuple(change for moment in moments for change in (*ended[moment], *begun[moment]))
+    others = {2 * position: changes for position, changes in (before or {}).items()}
+    return tuple(
+        change
+        for moment in sorted({*begun, *ended, *others})
+        for change in (*others.get(moment, ()), *ended[moment], *begun[moment])
+    )
 
 
 def _end_of_frees(schedule: Schedule, moment: int) -> int:

@@ -8,7 +8,7 @@ that memory counts together only if it is alive together.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
@@ -22,8 +22,10 @@ from rockplan.fitting.changes import (
     replayed_steps,
     usage,
 )
+from rockplan.fitting.exchange import NCCL, Transport, gathers, sums_of_gradients
 from rockplan.fitting.optimizer import OptimizerSteps
 from rockplan.fitting.scheduled import all_gradients, first_gradients, scheduled_changes
+from rockplan.fitting.shards import Group
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.schedule import Schedule
@@ -45,15 +47,25 @@ def passes_of(
     schedule: Schedule,
     interface: Interface,
     optimizer: OptimizerSteps,
+    groups: Sequence[Group] = (),
+    transport: Transport = NCCL,
     *,
     adding: bool = True,
+    is_eager: bool = False,
 ) -> Passes:
     """Return the passes of a schedule of `graph`, with the steps of optimizers inside backward, if
-    there are any. adding: True if in some pass gradients are added to existing ones."""
+    there are any. adding: True if in some pass gradients are added to existing ones.
+    groups: of parameters that are gathered, by which transport; is_eager: the schedule stands for
+    what autograd does, which adds up the gradients of a parameter before it has any."""
     gradients = first_gradients(graph, interface)
     made = functools.partial(scheduled_changes, graph, schedule)
+    if groups:
+        asked = functools.partial(gathers, graph, schedule, interface, groups, transport)
+        both = (made(gradients, before=asked(adds=adds)) for adds in (False, True))
+        return Passes(*both)
     if not optimizer.each:
-        return Passes(made(gradients), made({}) if adding else ())
+        sums = sums_of_gradients(graph, schedule, interface) if is_eager else {}
+        return Passes(made(gradients, before=sums), made({}) if adding else ())
     handed = all_gradients(graph, interface)
 
     def stepping(changes: Mapping[str, tuple[MemoryChange, ...]]) -> tuple[MemoryChange, ...]:

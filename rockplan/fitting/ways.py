@@ -6,7 +6,7 @@ takes: a priced CDGraph. returns: a graph and a legal Schedule of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, as_eager, producers
@@ -26,17 +26,17 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
     eager = as_eager(graph)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
-    block_of = {n.index: _block(n, blocks) for n in eager.nodes}
+    path_of = {n.index: block_of(n, blocks) for n in eager.nodes}
     read, inside = defaultdict[str, list[int]](list), defaultdict[str, set[int]](set)
     for index in backward:
-        read[block_of[index]] += eager.nodes[index].reads
+        read[path_of[index]] += eager.nodes[index].reads
     for data, maker in makers.items():
         if maker < len(forward) and eager.nodes[maker].recomputable:
-            inside[block_of[maker]].add(data)
+            inside[path_of[maker]].add(data)
     order: list[int] = []
     begun = {""}
     for index in backward:
-        block = block_of[index]
+        block = path_of[index]
         if block not in begun:
             begun.add(block)
             order += remade(eager, makers, read[block], inside[block])
@@ -68,7 +68,7 @@ def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
     return Schedule((*events, *waiting), boundary)
 
 
-def _block(node: ComputeNode, blocks: Sequence[str]) -> str:
+def block_of(node: ComputeNode, blocks: Iterable[str]) -> str:
     """'' outside of all."""
     path = f"{node.module}."
     return next((block for block in blocks if path.startswith(f"{block}.")), "")

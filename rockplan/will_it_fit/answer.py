@@ -47,7 +47,8 @@ class FitRow:
 @dataclass(frozen=True, slots=True)
 class Fit:
     """What fits. device_bytes: all of the device; usable_bytes: what is left for the caching
-    allocator beside the context; optimizer: its name; notes: what the figures rest on."""
+    allocator beside the context; optimizer: its name; notes: what the figures rest on; shards:
+    whose device it is, where several processes train together, each on batches of its own."""
 
     device: str
     device_bytes: int
@@ -55,6 +56,7 @@ class Fit:
     optimizer: str
     rows: tuple[FitRow, ...]
     notes: tuple[str, ...] = ()
+    shards: str = ""
 
     def largest(self, length: int | None = None) -> FitRow:
         """Return the row of the largest batch at a length; of equal ones, that of least overhead.
@@ -102,7 +104,7 @@ class Fit:
         context = format_bytes(self.device_bytes - self.usable_bytes)
         lines = [
             f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
-            f"optimizer {self.optimizer}",
+            f"optimizer {self.optimizer}{self.shards and f';{self.shards}'}",
             *aligned(table, numbers=(0, *range(2, len(table[0])))),
             *(line for note in self.notes for line in wrapped(note)),
         ]

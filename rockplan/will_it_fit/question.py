@@ -9,7 +9,7 @@ has room for what is paged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -21,6 +21,7 @@ from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
+from rockplan.fitting.shards import ALONE, Group, Shards, gathered_bytes
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
@@ -70,7 +71,7 @@ Smallest = tuple[tuple[int, ...], Schedule]
 class FitQuestion:
     """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
     the one that is captured; on: the device; host: the memory that plans may page to; unpaged: the
-    same question without it."""
+    same question without it; blocks: paths of those that repeat."""
 
     given: nn.Module
     model: nn.Module
@@ -81,7 +82,9 @@ class FitQuestion:
     options: Options
     host: Host | None = None
     unpaged: FitQuestion | None = None
-    _steps: dict[tuple[str, ...], OptimizerSteps] = field(default_factory=dict)
+    shards: Shards = ALONE
+    blocks: tuple[str, ...] = ()
+    _steps: dict[Hashable, OptimizerSteps] = field(default_factory=dict)
     _smallest: dict[int, Smallest] = field(default_factory=dict)
 
     def paging_to(self, host: Host) -> FitQuestion:
@@ -91,12 +94,13 @@ class FitQuestion:
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:
         """Bytes of each storage that exists before a step, by owner."""
-        parameters = storage_sizes(self.model.parameters())
+        parameters = self.shards.parameter_sizes(self.model)
         buffers = storage_sizes(self.model.buffers())
         return {
             Holding.PARAMETERS: parameters,
             Holding.BUFFERS: buffers,
             Holding.AVERAGES: parameters + buffers if self.step.average else (),
+            Holding.BUCKETS: self.shards.bucket_sizes(self.model),
             # Forward and backward multiply in threads of their own.
             Holding.WORKSPACES: (self.on.cublas_bytes,) * 2,
         }
@@ -106,35 +110,61 @@ class FitQuestion:
         own = self.resident.items()
         return sum(sum(sizes) for owner, sizes in own if owner is not Holding.WORKSPACES)
 
+    @property
+    def groups(self) -> tuple[Group, ...]:
+        """Of parameters that are gathered."""
+        return self.shards.groups(self.model, self.blocks)
+
     def refuse_too_small(self) -> None:
         """Raise InvalidInput if the device does not hold parameters and buffers."""
         room = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
-        held = self._model_bytes
-        if held > room:
-            known = self.known_without_capture()
-            shards = f"no less than {-(-known // room)}" if room > 0 else "no number of"
-            raise InvalidInput(
-                f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
-                f"cuBLAS, and parameters and buffers alone take {format_bytes(held)}; with "
-                f"gradients and optimizer {format_bytes(known)}, which fit in {shards} shards"
-            )
+        held, gathered = self._model_bytes, gathered_bytes(self.groups)
+        if held + gathered <= room:
+            return
+        whole = f", and {format_bytes(gathered)} are gathered at a time" if self.groups else ""
+        raise InvalidInput(
+            f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
+            f"cuBLAS, and parameters and buffers{self.shards} alone take {format_bytes(held)}"
+            f"{whole}; with gradients and optimizer {format_bytes(self.known_without_capture())}"
+            f"{self._enough(room)}"
+        )
+
+    def _enough(self, room: int) -> str:
+        """How many shards would do."""
+        if room <= 0:
+            return ", which fit in no number of shards"
+        known = replace(self, shards=ALONE).known_without_capture()
+        gathered = gathered_bytes(Shards(2).groups(self.model, self.blocks))
+        count = -(-known // (room - gathered if room > gathered else room))
+        option = (
+            f"gpus={count}, shard='fsdp2'; --gpus {count} --shard fsdp2"
+            if room > gathered
+            else f"but fully_shard would gather {format_bytes(gathered)} at a time"
+        )
+        return f", which fit in no less than {count} shards ({option})"
 
     def known_without_capture(self) -> int:
         """Return the bytes of parameters, buffers, gradients and optimizer state."""
         trained = {n: p for n, p in self.given.named_parameters() if p.requires_grad}
         steps = self.steps(trained)
-        return self._model_bytes + sum(storage_sizes(trained.values())) + steps.state_bytes
+        gradients = storage_sizes(map(self.shards.part, trained.values()))
+        return self._model_bytes + sum(gradients) + steps.state_bytes
 
     def steps(self, trained: Iterable[str]) -> OptimizerSteps:
         """Return the steps of the optimizer over the parameters of these names."""
         names = tuple(trained)
-        if names not in self._steps:
+        key = self.shards, names
+        if key not in self._steps:
             named = dict(self.given.named_parameters(remove_duplicate=False))
             parameters = {name: named[name] for name in names}
-            self._steps[names] = optimizer_steps(
-                self.optimizer, parameters, step=self.step, as_on_cuda=True
+            self._steps[key] = optimizer_steps(
+                self.optimizer,
+                parameters,
+                step=self.step,
+                as_on_cuda=True,
+                shards=self.shards,
             )
-        return self._steps[names]
+        return self._steps[key]
 
     def key(self, calls: SizedCalls) -> dict[str, str]:
         """Return everything that the answer depends on, as a key of the cache."""
@@ -146,6 +176,7 @@ class FitQuestion:
             optimizer=self.optimizer,
             step=self.step,
             host=self.host,
+            shards=self.shards,
             sizes=(calls.least, calls.most, calls.lengths),
             options=self.options,
         )
@@ -243,12 +274,23 @@ class FitQuestion:
         waits = waits_of(graph, call.interface) if self.step.in_backward else ()
         return replace(problem, waits=waits, host=self.host)
 
-    def timeline(self, call: PricedCall, graph: CDGraph, schedule: Schedule) -> Timeline:
-        """Return the timeline of two training steps with this schedule."""
+    def timeline(
+        self, call: PricedCall, graph: CDGraph, schedule: Schedule, *, is_eager: bool = False
+    ) -> Timeline:
+        """Return the timeline of two training steps with this schedule. is_eager: True if it stands
+        for what PyTorch does."""
         gradients = first_gradients(graph, call.interface)
         steps = self.steps(gradients.values())
         adding = self.step.accumulate > 1 or not self.step.set_to_none
-        passes = passes_of(graph, schedule, call.interface, steps, adding=adding)
+        passes = passes_of(
+            graph,
+            schedule,
+            call.interface,
+            steps,
+            self.groups,
+            adding=adding,
+            is_eager=is_eager,
+        )
         resident = {**self.resident, Holding.INPUTS: call.input_sizes}
         return timeline_of(
             resident,

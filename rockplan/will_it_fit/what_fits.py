@@ -7,6 +7,7 @@ of one timeline of two steps, and the allocator's model finds memory for the tim
 
 from __future__ import annotations
 
+import bisect
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
+from rockplan.fitting.shards import FSDP2, Shards
 from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.ways import kept_whole, per_block
@@ -45,7 +47,11 @@ NOTES = (
     "PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
-KEPT = "kept whole"
+OF_SEVERAL = (
+    "of a rank: batches are its own; exact: what is gathered and buckets. not in the sum: what the "
+    "library of the exchange (NCCL) takes beside them; not in the times: the exchange"
+)
+KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 
 Way = Callable[[PricedCall], Scheduled]
 
@@ -60,6 +66,8 @@ def fit(
     sample_kwargs: Mapping[str, Any] | None = None,
     step: TrainingStep = USUAL,
     options: Options = DEFAULT_OPTIONS,
+    gpus: int = 1,
+    shard: str = FSDP2,
 ) -> Fit:
     """What fits on `device`: the largest batch of each length, kept whole, with checkpointing of
     each block, and by a plan, and what each costs.
@@ -69,7 +77,9 @@ def fit(
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
     dimension 0, the batch, and 1, the length, of which the powers of two and the ends are looked
     at; without a range a dimension stays as in the sample. step: what else a step of training does.
-    options: of the plans.
+    options: of the plans. gpus: how many processes train together, each with such a device and
+    batches of its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated
+    block, and of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process.
     Raises InvalidInput for a device or an optimizer that is not known, and where the device does
     not hold the parameters; what `plan` raises for a model that cannot be captured, with what is
     known without that.
@@ -90,12 +100,18 @@ def fit(
             "leave in_flight out for one call, or ask rockplan.plan(model, sample, budget, options="
             f"Options(in_flight={options.in_flight})) what several of one batch need"
         )
+    shards = Shards(gpus, shard)
+    blocks = repeated_blocks(model)
+    _refuse_for_several(shards, step, options)
+    shards.refuse_unknown_to_fsdp2(model, blocks)
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Not cached for an optimizer of the caller's: it may be another one the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     host = _host(options, on)
     options = replace(options, cache=False, host=None, link=None)
-    question = FitQuestion(given, model, (args, kwargs), on, optimizer, step, options)
+    question = FitQuestion(
+        given, model, (args, kwargs), on, optimizer, step, options, shards=shards, blocks=blocks
+    )
     question.refuse_too_small()
     question = question if host is None else question.paging_to(host)
     calls = SizedCalls(question.whole, *batches, lengths)
@@ -127,6 +143,19 @@ def _host(options: Options, on: Gpu) -> Host | None:
     return Host(options.host_bytes, HostLink(rate, rate))
 
 
+def _refuse_for_several(shards: Shards, step: TrainingStep, options: Options) -> None:
+    """Raise InvalidInput for what several processes cannot have."""
+    if shards.count > 1 and step.in_backward:
+        raise InvalidInput(
+            "in_backward is for one process: gradients of several are there when they are reduced"
+        )
+    if shards.are_parts and (options.tile or options.host):
+        raise InvalidInput(
+            f"{'tile' if options.tile else 'host'} says something of the whole module, and under "
+            "shard='fsdp2' blocks are planned, each by itself (rockplan.solve_blocks): leave it out"
+        )
+
+
 def _ranges(
     tree: Arguments, sizes: Mapping[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], list[int | None]]:
@@ -153,8 +182,8 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
     ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
-    if blocks := repeated_blocks(question.model):
-        ways["checkpoint per block"] = _once_a_form(lambda graph: per_block(graph, blocks))
+    if blocks := question.blocks:
+        ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
     planned = _planned(question, calls)
     usual = question.unpaged or question
     rows = [
@@ -166,7 +195,10 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     if question.host:
         rate = format_bytes(question.host.link.out_bytes_per_s)
         notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
-    return Fit(on.name, on.memory_bytes, on.usable_bytes, optimizer.name, tuple(rows), tuple(notes))
+    if question.shards.count > 1:
+        notes.append(OF_SEVERAL)
+    facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
+    return Fit(*facts, tuple(rows), tuple(notes), str(question.shards))
 
 
 Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
@@ -212,6 +244,8 @@ class _Length:
         rows = [
             self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
         ]
+        if self.question.shards.are_parts:
+            return [*rows, self._row_of_blocks(max(largest.values()))]
         most = max(largest, key=lambda name: largest[name])
         for name, (question, calls) in self.planned.items():
             planned = replace(self, question=question)
@@ -226,7 +260,7 @@ class _Length:
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
-        found = question.timeline(call, graph, schedule)
+        found = question.timeline(call, graph, schedule, is_eager=way in self.ways.values())
         time_ns = simulate(graph, schedule).time_ns
         kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
         usage = found.usage(question.on.usable_bytes if batch else None)
@@ -246,6 +280,21 @@ class _Length:
             tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
             host_bytes=found.host_bytes,
         )
+
+    def _row_of_blocks(self, batch: int) -> FitRow:
+        """Return the row by plans of blocks (`solve_blocks`), of which the simplest runs again
+        whole: by as few as that."""
+        call = self.calls.at(batch or self.calls.least, self.length)
+        blocks = self.question.blocks
+
+        def way(call: PricedCall, count: int) -> Scheduled:
+            return per_block(call.graph, blocks[:count])
+
+        def fits(count: int) -> bool:
+            return self.question.fits(self.question.timeline(call, *way(call, count)))
+
+        least = bisect.bisect_left(range(len(blocks)), x=True, key=fits) if batch else len(blocks)
+        return self._row("rockplan, blocks", self.calls, batch, functools.partial(way, count=least))
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """Return the largest batch that a plan fits: the smallest plan of an earlier length, if it
@@ -284,7 +333,7 @@ class _Length:
 
         def timeline(batch: int) -> Timeline:
             call = calls.at(batch, self.length)
-            return self.question.timeline(call, *way(call))
+            return self.question.timeline(call, *way(call), is_eager=way in self.ways.values())
 
         line = calls.line(self.length)
         if line is None or calls.first == calls.most:

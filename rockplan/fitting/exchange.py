@@ -1,0 +1,246 @@
+"""Exchange: what gathers of parameters and their reduced gradients ask of an allocator in a step.
+
+takes: a CDGraph whose nodes know their modules, a schedule whose backward pass goes from block to
+block, groups of parameters. returns: changes, by the event that they come before. guarantees: the
+order of torch/distributed/fsdp/_fully_shard, by its defaults:
+
+- A group is gathered into one buffer and copied from there (`foreach_all_gather`,
+  `foreach_all_gather_copy_out`): before the forward of its block, after which it is let go
+  (`reshard`), and again before its backward. In forward the buffer stays until that of the next
+  group is filled (`FSDPCommContext.all_gather_state`), in backward that of the block before is
+  filled meanwhile (`_backward_prefetch`).
+- What belongs to no block stays from the beginning of forward to the end of backward
+  (`_lazy_init`: a root does not reshard after forward).
+- After the backward of a block its gradients are copied into one buffer (`foreach_reduce`), which
+  stays until the next group's (`reduce_scatter_states`), and reduced to the parts of this process,
+  one storage. Blocks into whose inputs no gradient flows come after all others
+  (`_root_post_backward_final_callback`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from rockplan.fitting.changes import Holding, MemoryChange
+from rockplan.fitting.scheduled import all_gradients
+from rockplan.fitting.shards import Group
+from rockplan.fitting.ways import block_of
+from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.interface import Interface
+from rockplan.values.schedule import Compute, Free, Schedule
+
+Handed = Mapping[str, Sequence[int]]
+"""`all_gradients`."""
+
+Before = Mapping[int, Sequence[MemoryChange]]
+"""Position of an event -> changes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Transport:
+    """What an exchange allocates of its own. copies: a collective works on a copy of what it is
+    given (ProcessGroupGloo.cpp: outputs of `allgather` flat, inputs of `reduce_scatter` cloned);
+    pads: gradients that do not divide are filled up in copies (`_chunk_cat` on CPU; on CUDA one
+    kernel writes into the buffer)."""
+
+    copies: bool
+    pads: bool
+
+
+NCCL = Transport(copies=False, pads=False)
+"""Works in place; what it takes for itself it does not ask of the caching allocator."""
+
+GLOO = Transport(copies=True, pads=True)
+
+
+class _Span(NamedTuple):
+    """Events of a block in one phase: from the first one to where the next one after them is."""
+
+    begin: int
+    end: int
+
+
+def gathers(
+    graph: CDGraph,
+    schedule: Schedule,
+    interface: Interface,
+    groups: Sequence[Group],
+    transport: Transport,
+    *,
+    adds: bool,
+) -> Before:
+    """adds: to gradients of an earlier backward pass."""
+    blocks = {group.path: group for group in groups}
+    rest = blocks.pop("", None)
+    handed = all_gradients(graph, interface)
+    paths = _paths(graph, handed, blocks)
+    sizes = {name: graph.data[data[0]].size_bytes for name, data in handed.items()}
+    course = _Course(transport, sizes, adds)
+    middle, last = schedule.forward_length, len(schedule.events)
+
+    forward = _spans(schedule, paths, range(middle))
+    if rest is not None:
+        course.gather_in_forward(0, rest)
+    for position, path, is_end in _turns(forward):
+        if is_end:
+            course.let_go_of_whole(position, blocks[path])
+        else:
+            course.gather_in_forward(position, blocks[path])
+    course.let_go(middle, course.filled)
+
+    called = [path for _, path, is_end in _turns(forward) if is_end]
+    before = dict(zip(called[1:], called, strict=False))
+    if rest is not None and called:
+        course.fill(middle, blocks[called[-1]])
+    backward = _spans(schedule, paths, range(middle, last))
+    waiting = _open_ended(graph, paths, handed, blocks)
+    for position, path, is_end in _turns(backward):
+        if not is_end:
+            course.gather_in_backward(position, blocks[path])
+            if path in before:
+                course.fill(position, blocks[before[path]])
+        elif path not in waiting:
+            course.reduce(position, blocks[path])
+    for group in groups:
+        if not group.path or group.path in waiting:
+            course.reduce(last, group)
+    course.let_go(last, course.reduced)
+    for position, changes in sums_of_gradients(graph, schedule, interface).items():
+        course.changes[position] += changes
+    return course.changes
+
+
+def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) -> Before:
+    """Where autograd adds a further gradient of a parameter to what it has: to a new one."""
+    further = {d for data in all_gradients(graph, interface).values() for d in data[1:]}
+    before = {}
+    for position in range(schedule.forward_length, len(schedule.events)):
+        event = schedule.events[position]
+        if isinstance(event, Free) and event.data in further:
+            size_bytes = graph.data[event.data].size_bytes
+            made = MemoryChange(("sum", event.data), size_bytes, Holding.GRADIENTS)
+            before[position] = (made, made.freed)
+    return before
+
+
+@dataclass(slots=True)
+class _Course:
+    """changes so far. filled: the buffer of the last gather in forward; reduced: that of the
+    gradients that were reduced last."""
+
+    transport: Transport
+    handed: Mapping[str, int]
+    adds: bool
+    changes: dict[int, list[MemoryChange]] = field(default_factory=lambda: defaultdict(list))
+    filled: Hashable = None
+    reduced: Hashable = None
+    _alive: dict[Hashable, MemoryChange] = field(default_factory=dict)
+
+    def ask(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
+        if key not in self._alive:
+            self._alive[key] = MemoryChange(key, size_bytes, owner)
+            self.changes[position].append(self._alive[key])
+
+    def let_go(self, position: int, key: Hashable) -> None:
+        if key in self._alive:
+            self.changes[position].append(self._alive.pop(key).freed)
+
+    def use(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
+        """While a call runs."""
+        self.ask(position, key, size_bytes, owner)
+        self.let_go(position, key)
+
+    def fill(self, position: int, group: Group) -> Hashable:
+        """The buffer of a group, unless it is gathered already."""
+        key = ("gathered", group.path)
+        if ("whole", group.names[0]) not in self._alive and key not in self._alive:
+            size_bytes = group.bytes_of(group.names)
+            self.ask(position, key, size_bytes, Holding.GATHERED)
+            if self.transport.copies:
+                self.use(position, ("copy", group.path), size_bytes, Holding.GATHERED)
+        return key
+
+    def copy_out(self, position: int, group: Group) -> None:
+        for name in group.names:
+            self.ask(position, ("whole", name), group.whole_bytes(name), Holding.GATHERED)
+
+    def gather_in_forward(self, position: int, group: Group) -> None:
+        before = self.filled
+        self.filled = self.fill(position, group)
+        self.let_go(position, before)
+        self.copy_out(position, group)
+
+    def gather_in_backward(self, position: int, group: Group) -> None:
+        key = self.fill(position, group)
+        self.copy_out(position, group)
+        self.let_go(position, key)
+
+    def let_go_of_whole(self, position: int, group: Group) -> None:
+        for name in group.names:
+            self.let_go(position, ("whole", name))
+
+    def reduce(self, position: int, group: Group) -> None:
+        self.let_go_of_whole(position, group)
+        self.let_go(position, self.reduced)
+        trained = [name for name in group.parts if name in self.handed]
+        if not trained:
+            return
+        self.reduced = ("reduced", group.path)
+        size_bytes = group.bytes_of(trained)
+        self.ask(position, self.reduced, size_bytes, Holding.BUCKETS)
+        if self.transport.pads:
+            filled_up = group.bytes_of(name for name in trained if name in group.uneven)
+            self.use(position, ("filled up", group.path), filled_up, Holding.BUCKETS)
+        for name in trained:
+            gone = MemoryChange(("gradient", name), self.handed[name], Holding.GRADIENTS)
+            self.changes[position].append(gone.freed)
+        part = ("parts of gradients", group.path, self.adds)
+        self.ask(position, part, size_bytes // group.count, Holding.GRADIENTS)
+        if self.transport.copies:
+            self.use(position, ("copy", group.path), size_bytes, Holding.BUCKETS)
+        if self.adds:
+            self.let_go(position, part)
+
+
+def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
+    """Where blocks end and begin, in order: (position, path, whether it ends)."""
+    ends = [(span.end, path, True) for path, span in spans.items()]
+    begins = [(span.begin, path, False) for path, span in spans.items()]
+    return sorted((*ends, *begins), key=lambda turn: (turn[0], not turn[2]))
+
+
+def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, _Span]:
+    """Of blocks that run in a phase. paths: of the block of each node."""
+    runs = [i for i in phase if isinstance(schedule.events[i], Compute)]
+    own = defaultdict[str, list[int]](list)
+    for number, position in enumerate(runs):
+        own[paths[schedule.events[position].node]].append(number)  # type: ignore[union-attr]
+    own.pop("", None)
+    after = [*runs[1:], phase.stop]
+    return {path: _Span(runs[numbers[0]], after[numbers[-1]]) for path, numbers in own.items()}
+
+
+def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, Group]) -> list[str]:
+    """The block of each node: that of its module, or that whose gradient it makes."""
+    path_of = {name: path for path, group in groups.items() for name in group.parts}
+    of_data = {d: path_of[name] for name, data in handed.items() if name in path_of for d in data}
+    return [
+        next((of_data[data] for data in node.writes if data in of_data), block_of(node, groups))
+        for node in graph.nodes
+    ]
+
+
+def _open_ended(
+    graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, Group]
+) -> set[str]:
+    """Blocks from whose backward no gradients go on."""
+    backward = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
+    maker = {data: paths[node.index] for node in backward for data in node.writes}
+    read = {(data, paths[node.index]) for node in backward for data in node.reads}
+    going_on = {maker[data] for data, path in read if maker.get(data, path) != path}
+    own = {d for path in groups for name in groups[path].parts for d in handed.get(name, ())}
+    going_on |= {maker[d] for d in (*graph.handed, *graph.held) if d in maker and d not in own}
+    return {*maker.values()} - going_on

@@ -1,0 +1,147 @@
+"""Shards: what each of several processes holds of a model that they train together.
+
+takes: a module, its blocks, how many processes share it and how. returns: bytes of a process: what
+it keeps, and groups of parameters that are gathered together (`fitting.exchange` says when).
+guarantees: of the process that holds most, which is the first one.
+
+`ddp` (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp, by their
+defaults): everything, and a copy of all gradients in buckets, which are there from the first step
+to the last (`initialize_buckets`): one of 1 MiB, others of 25 MiB, each closed by the gradient that
+fills it.
+
+`fsdp2` (torch/distributed/fsdp/_fully_shard: `fully_shard` of each block, and then of the model):
+of each parameter a part, cut along dimension 0 into equal ones, of which the last are filled up
+(`FSDPParam._init_sharded_param`), and as much of gradients and of the optimizer's state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from rockplan.errors import InvalidInput
+from rockplan.fitting.reserved import storage_sizes
+
+DDP, FSDP2 = "ddp", "fsdp2"
+
+_BUCKETS_BYTES = (1 << 20, 25 << 20)
+"""Of the first bucket, and of others (`_DEFAULT_FIRST_BUCKET_BYTES`, `bucket_cap_mb`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Parameters that are gathered together: those of the block at `path`, or, where that is empty,
+    of none. parts: bytes of what a process holds of each, by all of its names; count: of
+    processes; uneven: names of those whose last part is filled up."""
+
+    path: str
+    parts: Mapping[str, int]
+    names: tuple[str, ...]
+    count: int
+    uneven: frozenset[str] = frozenset()
+
+    def whole_bytes(self, name: str) -> int:
+        """Of all parts of a parameter."""
+        return self.parts[name] * self.count
+
+    def bytes_of(self, names: Iterable[str]) -> int:
+        return sum(map(self.whole_bytes, names))
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """count: of processes, each with a device; how: 'ddp' or 'fsdp2'. Raises InvalidInput."""
+
+    count: int = 1
+    how: str = FSDP2
+
+    def __post_init__(self) -> None:
+        if type(self.count) is not int or self.count < 1:
+            raise InvalidInput(f"gpus is {self.count!r}; pass a number of at least 1")
+        if self.how not in (DDP, FSDP2):
+            raise InvalidInput(f"shard is {self.how!r}; choose {DDP!r} or {FSDP2!r}")
+
+    @property
+    def are_parts(self) -> bool:
+        """Does a process hold parts of parameters alone?"""
+        return self.count > 1 and self.how == FSDP2
+
+    def __str__(self) -> str:
+        """Whose bytes are said; nothing for one process."""
+        return f" of a rank of {self.count} ({self.how})" if self.count > 1 else ""
+
+    def part(self, parameter: torch.Tensor) -> torch.Tensor:
+        """What stands for the part that the first process holds, on the meta device."""
+        if not self.are_parts:
+            return parameter
+        first = -(-parameter.shape[0] // self.count)
+        return torch.empty((first, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
+
+    def parameter_sizes(self, model: nn.Module) -> tuple[int, ...]:
+        """Bytes of each storage."""
+        return storage_sizes(self.part(p) for p in model.parameters())
+
+    def bucket_sizes(self, model: nn.Module) -> tuple[int, ...]:
+        """Of `ddp`, by the last parameter first, which is nearly how gradients come."""
+        if self.count == 1 or self.how != DDP:
+            return ()
+        sizes = [0]
+        for parameter in reversed([p for p in model.parameters() if p.requires_grad]):
+            if sizes[-1] >= _BUCKETS_BYTES[len(sizes) > 1]:
+                sizes.append(0)
+            sizes[-1] += parameter.nbytes
+        return tuple(sizes)
+
+    def groups(self, model: nn.Module, blocks: Sequence[str]) -> tuple[Group, ...]:
+        """Of `fsdp2`: those of no block first, if there are any."""
+        if not self.are_parts:
+            return ()
+        owned: dict[str, dict[str, nn.Parameter]] = {path: {} for path in ("", *blocks)}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            owned[_block_of(name, blocks)][name] = parameter
+        return tuple(self._group(path, named) for path, named in owned.items() if named)
+
+    def refuse_unknown_to_fsdp2(self, model: nn.Module, blocks: Sequence[str]) -> None:
+        """Raise InvalidInput for parameters that `fully_shard` does not take."""
+        owners: dict[int, str] = {}
+        for name, parameter in model.named_parameters(remove_duplicate=False):
+            path = _block_of(name, blocks)
+            other = owners.setdefault(id(parameter), path)
+            whys = {
+                "is a scalar: give it one dimension": not parameter.dim(),
+                f"is shared by {_said(other)} and {_said(path)}, which are gathered apart": (
+                    other != path
+                ),
+            }
+            for why in (why for why, is_so in whys.items() if is_so and self.are_parts):
+                raise InvalidInput(
+                    f"fully_shard does not take this model: its parameter '{name}' {why}; "
+                    "shard='ddp' does"
+                )
+
+    def _group(self, path: str, named: Mapping[str, nn.Parameter]) -> Group:
+        once = {id(p): name for name, p in reversed([*named.items()])}
+        uneven = (name for name, p in named.items() if p.shape[0] % self.count)
+        parts = {name: self.part(p).nbytes for name, p in named.items()}
+        return Group(path, parts, tuple(once.values()), self.count, frozenset(uneven))
+
+
+ALONE = Shards()
+"""One process."""
+
+
+def gathered_bytes(groups: Iterable[Group]) -> int:
+    """Whole at one time, at least: what is in no block, and the largest block."""
+    whole = {group.path: group.bytes_of(group.names) for group in groups}
+    return whole.pop("", 0) + max(whole.values(), default=0)
+
+
+def _block_of(name: str, blocks: Sequence[str]) -> str:
+    return next((block for block in blocks if name.startswith(f"{block}.")), "")
+
+
+def _said(path: str) -> str:
+    return f"block '{path}'" if path else "the rest of the model"

@@ -1,0 +1,161 @@
+"""What fits on one of several devices: bytes of a process, and what is gathered at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from typer.testing import CliRunner
+
+import rockplan
+from rockplan.cli.main import app
+from rockplan.errors import InvalidInput
+from rockplan.examples import mlp
+from rockplan.fitting.shards import Shards
+from testing.training import QUICK
+from tests.processes import on_processes
+
+
+def test_a_rank_needs_what_is_said(tmp_path: Path) -> None:
+    on_processes("tests.ranks_worker", 2, tmp_path)
+
+
+class Stack(nn.Module):
+    """Blocks without activations to speak of, beside a table that is in none."""
+
+    def __init__(self, blocks: int = 8, width: int = 512) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.empty(100, width))
+        layers = [nn.Sequential(nn.Linear(width, width, False), nn.ReLU()) for _ in range(blocks)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.table[0]
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def on_meta(**how: Any) -> tuple[nn.Module, torch.Tensor]:
+    with torch.device("meta"):
+        return Stack(**how), torch.empty(2, how.get("width", 512))
+
+
+def held(way: str = "kept whole", **how: Any) -> dict[str, int]:
+    model, x = on_meta()
+    found = rockplan.fit(model, x, "1GiB", options=QUICK, optimizer="sgd-momentum", **how)
+    return found.breakdown(way)
+
+
+BLOCK, TABLE = 512 * 512 * 4, 100 * 512 * 4
+
+
+@pytest.mark.parametrize("gpus", [1, 3, 8])
+def test_a_rank_holds_its_part_and_what_is_gathered(gpus: int) -> None:
+    own, ddp = held(gpus=gpus), held(gpus=gpus, shard="ddp")
+    whole = 8 * BLOCK + TABLE
+    assert ddp["parameters"] == ddp["optimizer"] == whole
+    assert ddp.get("buckets of gradients", 0) == (whole if gpus > 1 else 0)
+    part = 8 * -(-512 // gpus) * 512 * 4 + -(-100 // gpus) * 512 * 4
+    assert own["parameters"] == own["optimizer"] == part
+    # The table, a block, and the one before it in its buffer; filled up to parts of one size.
+    parts = {b: -(-b // 2048 // gpus) * gpus * 2048 for b in (BLOCK, TABLE)}
+    gathered = parts[TABLE] + 2 * parts[BLOCK]
+    assert own.get("gathered parameters", 0) in ((0,) if gpus == 1 else (gathered,))
+
+
+def test_gradients_that_add_up_are_parts() -> None:
+    """Each backward pass makes whole ones of a block anew, and none of all blocks."""
+    once, often = (held(gpus=8, step=rockplan.TrainingStep(accumulate=n)) for n in (1, 4))
+    assert once["gradients"] < 3 * BLOCK
+    assert often["gradients"] <= once["gradients"] + 8 * BLOCK // 8 + TABLE
+
+
+def test_blocks_run_again_as_far_as_they_must() -> None:
+    """The row of planned blocks is no slower than checkpointing, and holds as large a batch."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(wide() for _ in range(6))})
+    model.forward = lambda x: forward(model, x)  # type: ignore[method-assign]
+    x, sizes = torch.empty(2, 64), {0: (1, 4096)}
+    whole, again, planned = rockplan.fit(
+        model, x, "700MiB", sizes=sizes, gpus=2, options=QUICK
+    ).rows
+    assert planned.way == "rockplan, blocks"
+    assert whole.batch < again.batch == planned.batch
+    assert 0 < planned.overhead <= again.overhead
+    roomy = rockplan.fit(model, x, "8GiB", sizes=sizes, gpus=2, options=QUICK).rows
+    assert roomy[-1].batch == 4096 and roomy[-1].overhead == 0
+
+
+def wide() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
+
+
+def forward(model: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in model["layers"]:
+        x = layer(x)
+    return x.sum()
+
+
+def test_buckets_are_closed_by_what_fills_them() -> None:
+    """The first of a mebibyte, others of 25."""
+    mib = 1 << 18
+    layers = [nn.Linear(1, rows * mib, False, device="meta") for rows in (20, 6, 7, 2, 1)]
+    assert Shards(2, "ddp").bucket_sizes(nn.Sequential(*layers)) == tuple(
+        n << 20 for n in (1, 2 + 7 + 6 + 20)
+    )
+    assert Shards(1, "ddp").bucket_sizes(layers[0]) == Shards(2).bucket_sizes(layers[0]) == ()
+
+
+def test_a_device_that_is_too_small_is_said_with_the_option_that_helps() -> None:
+    model, x = on_meta(blocks=64)
+    with pytest.raises(InvalidInput, match=r"gpus=\d+, shard='fsdp2'; --gpus") as error:
+        rockplan.fit(model, x, "610MiB")
+    gpus = int(str(error.value).split("gpus=")[1].split(",")[0])
+    fewer, more = (
+        rockplan.fit(model, x, "610MiB", gpus=n, options=QUICK).rows
+        for n in (gpus - 1, 1 << gpus.bit_length())  # whose parts are of one size
+    )
+    assert [row.batch for row in (*fewer, *more)] == [0] * 3 + [2] * 3
+    with pytest.raises(InvalidInput, match="gathered at a time"):
+        rockplan.fit(*on_meta(blocks=2, width=4096), "610MiB", gpus=64)
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ({"gpus": 0}, "number of at least 1"),
+        ({"gpus": True}, "number of at least 1"),
+        ({"gpus": 2, "shard": "zero3"}, "choose 'ddp' or 'fsdp2'"),
+        ({"gpus": 2, "step": rockplan.TrainingStep(in_backward=True)}, "in_backward"),
+        ({"gpus": 2, "options": rockplan.Options(tile=True)}, "tile says something"),
+    ],
+)
+def test_what_several_processes_cannot_have_is_refused(how: dict[str, Any], said: str) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        rockplan.fit(*on_meta(blocks=2), "1GiB", **how)
+
+
+def test_the_command_says_the_same() -> None:
+    words = ["fit", "rockplan.examples:mlp", "--gpu", "1GiB", "--gpus", "4", "--no-cache"]
+    with torch.device("meta"):
+        model, args, _ = mlp()
+    for shard in ("fsdp2", "ddp"):
+        done = CliRunner().invoke(app, [*words, "--shard", shard, "--json", "--time-limit", "1"])
+        found = rockplan.Fit.from_json(done.stdout)
+        asked = rockplan.fit(model, args, "1GiB", gpus=4, shard=shard, options=QUICK)
+        assert found.shards == asked.shards == f" of a rank of 4 ({shard})"
+        assert found.breakdown("kept whole") == asked.breakdown("kept whole")
+
+
+def test_what_fully_shard_does_not_take_is_refused() -> None:
+    scaled, x = on_meta(blocks=2)
+    scaled.scale = nn.Parameter(torch.empty((), device="meta"))
+    tied, _ = on_meta(blocks=2)
+    tied.layers[0][0].weight = tied.layers[1][0].weight  # type: ignore[index,union-attr]
+    for model, said in ((scaled, "'scale' is a scalar"), (tied, "is shared by block 'layers.0'")):
+        with pytest.raises(InvalidInput, match=said):
+            rockplan.fit(model, x, "1GiB", gpus=2)
+        assert rockplan.fit(model, x, "1GiB", gpus=2, shard="ddp", options=QUICK).rows
