@@ -271,8 +271,9 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
 
 
 def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
-    """Return the share of the tensors whose names begin with `start`; infinity if one is missing.
-    Equal infinities and NaNs do not count as a difference."""
+    """Return the norm of the difference as a share of the norm of `expected`, over the tensors
+    whose names begin with `start`; infinity if one is missing. Equal infinities and NaNs do not
+    count as a difference."""
     error = norm = 0.0
     for name in (n for n in {**expected, **actual} if n.startswith(start)):
         one, other = actual.get(name), expected.get(name)

@@ -74,7 +74,7 @@ def _held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[He
 
 
 def _nothing() -> None:
-    """A forward that reaches only its arguments."""
+    """Stand for a forward that reaches only its arguments."""
 
 
 @dataclass(slots=True)

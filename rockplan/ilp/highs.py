@@ -123,7 +123,8 @@ class ProgramBuilder:
         return self._row(terms, lower, INFINITY)
 
     def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
-        """Add a row; coefficients of a column that occurs twice are added up."""
+        """Add a row, adding up the coefficients of a column that occurs twice; return the row's
+        index."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
             merged[column] = merged.get(column, 0.0) + coefficient
