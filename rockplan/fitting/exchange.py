@@ -1,18 +1,18 @@
-"""Exchange: what gathers of parameters and their reduced gradients ask of an allocator in a step.
+"""Exchange: what gathering parameters and reducing gradients allocate during a step.
 
 takes: a CDGraph whose nodes know their modules, a schedule whose backward pass goes from block to
 block, groups of parameters. returns: changes, by the event that they come before. guarantees: the
 order of torch/distributed/fsdp/_fully_shard, by its defaults:
 
-- A group is gathered into one buffer and copied from there (`foreach_all_gather`,
-  `foreach_all_gather_copy_out`): before the forward of its block, after which it is let go
-  (`reshard`), and again before its backward. In forward the buffer stays until that of the next
-  group is filled (`FSDPCommContext.all_gather_state`), in backward that of the block before is
-  filled meanwhile (`_backward_prefetch`).
-- What belongs to no block stays from the beginning of forward to the end of backward
+- A group is gathered into one buffer and copied from it (`foreach_all_gather`,
+  `foreach_all_gather_copy_out`): before the forward of its block, after which the copies are freed
+  (`reshard`), and again before its backward. In forward the buffer lives until that of the next
+  group is filled (`FSDPCommContext.all_gather_state`); in backward the buffer of the block before
+  is filled meanwhile (`_backward_prefetch`).
+- Parameters of no block stay gathered from the beginning of forward to the end of backward
   (`_lazy_init`: a root does not reshard after forward).
 - After the backward of a block its gradients are copied into one buffer (`foreach_reduce`), which
-  stays until the next group's (`reduce_scatter_states`), and reduced to the parts of this process,
+  lives until the next group's (`reduce_scatter_states`), and reduced to the parts of this process,
   one storage. Blocks into whose inputs no gradient flows come after all others
   (`_root_post_backward_final_callback`).
 """
@@ -41,23 +41,24 @@ Before = Mapping[int, Sequence[MemoryChange]]
 
 @dataclass(frozen=True, slots=True)
 class Transport:
-    """What an exchange allocates of its own. copies: a collective works on a copy of what it is
-    given (ProcessGroupGloo.cpp: outputs of `allgather` flat, inputs of `reduce_scatter` cloned);
-    pads: gradients that do not divide are filled up in copies (`_chunk_cat` on CPU; on CUDA one
-    kernel writes into the buffer)."""
+    """How collectives allocate. copies: True if a collective works on a copy of its arguments
+    (ProcessGroupGloo.cpp: outputs of `allgather` flat, inputs of `reduce_scatter` cloned); pads:
+    True if gradients that do not divide evenly are padded in copies (`_chunk_cat` on CPU; on CUDA
+    one kernel writes into the buffer)."""
 
     copies: bool
     pads: bool
 
 
 NCCL = Transport(copies=False, pads=False)
-"""Works in place; what it takes for itself it does not ask of the caching allocator."""
+"""Works in place; its own memory does not come from the caching allocator."""
 
 GLOO = Transport(copies=True, pads=True)
 
 
 class _Span(NamedTuple):
-    """Events of a block in one phase: from the first one to where the next one after them is."""
+    """Positions of a block's events in one phase: of the first one, and of the event after the last
+    one."""
 
     begin: int
     end: int
@@ -72,7 +73,8 @@ def gathers(
     *,
     adds: bool,
 ) -> Before:
-    """adds: to gradients of an earlier backward pass."""
+    """Return the changes of gathering and reducing all groups in a step. adds: True if gradients
+    are added to those of an earlier backward pass."""
     blocks = {group.path: group for group in groups}
     rest = blocks.pop("", None)
     handed = all_gradients(graph, interface)
@@ -114,7 +116,8 @@ def gathers(
 
 
 def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) -> Before:
-    """Where autograd adds a further gradient of a parameter to what it has: to a new one."""
+    """Return the changes where autograd adds a further gradient of a parameter to the one it has:
+    the sum is a new storage."""
     further = {d for data in all_gradients(graph, interface).values() for d in data[1:]}
     before = {}
     for position in range(schedule.forward_length, len(schedule.events)):
@@ -128,8 +131,9 @@ def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) 
 
 @dataclass(slots=True)
 class _Course:
-    """changes so far. filled: the buffer of the last gather in forward; reduced: that of the
-    gradients that were reduced last."""
+    """The changes so far. handed: name -> bytes of a gradient; filled: key
+    of the buffer of the last gather in forward; reduced: key of the buffer of the gradients reduced
+    last."""
 
     transport: Transport
     handed: Mapping[str, int]
@@ -140,21 +144,23 @@ class _Course:
     _alive: dict[Hashable, MemoryChange] = field(default_factory=dict)
 
     def ask(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
+        """Allocate memory for `key`, unless it has some."""
         if key not in self._alive:
             self._alive[key] = MemoryChange(key, size_bytes, owner)
             self.changes[position].append(self._alive[key])
 
     def let_go(self, position: int, key: Hashable) -> None:
+        """Free the memory of `key`, if it has any."""
         if key in self._alive:
             self.changes[position].append(self._alive.pop(key).freed)
 
     def use(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
-        """While a call runs."""
+        """Allocate memory for one call only."""
         self.ask(position, key, size_bytes, owner)
         self.let_go(position, key)
 
     def fill(self, position: int, group: Group) -> Hashable:
-        """The buffer of a group, unless it is gathered already."""
+        """Fill the buffer of a group, unless it is gathered already; return the buffer's key."""
         key = ("gathered", group.path)
         if ("whole", group.names[0]) not in self._alive and key not in self._alive:
             size_bytes = group.bytes_of(group.names)
@@ -183,6 +189,8 @@ class _Course:
             self.let_go(position, ("whole", name))
 
     def reduce(self, position: int, group: Group) -> None:
+        """Reduce the gradients of a group, whose backward has ended: free the gathered parameters,
+        and replace gradients by their parts."""
         self.let_go_of_whole(position, group)
         self.let_go(position, self.reduced)
         trained = [name for name in group.parts if name in self.handed]
@@ -206,14 +214,14 @@ class _Course:
 
 
 def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
-    """Where blocks end and begin, in order: (position, path, whether it ends)."""
+    """Return where blocks end and begin, in order: (position, path, True for an end)."""
     ends = [(span.end, path, True) for path, span in spans.items()]
     begins = [(span.begin, path, False) for path, span in spans.items()]
     return sorted((*ends, *begins), key=lambda turn: (turn[0], not turn[2]))
 
 
 def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, _Span]:
-    """Of blocks that run in a phase. paths: of the block of each node."""
+    """Return path -> span of each block that runs in a phase. paths: the block of each node."""
     runs = [i for i in phase if isinstance(schedule.events[i], Compute)]
     own = defaultdict[str, list[int]](list)
     for number, position in enumerate(runs):
@@ -224,7 +232,8 @@ def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, 
 
 
 def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, Group]) -> list[str]:
-    """The block of each node: that of its module, or that whose gradient it makes."""
+    """Return the block of each node: that of its module, or that of the parameter whose gradient it
+    makes."""
     path_of = {name: path for path, group in groups.items() for name in group.parts}
     of_data = {d: path_of[name] for name, data in handed.items() if name in path_of for d in data}
     return [
@@ -236,7 +245,7 @@ def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, Group]) -> list[
 def _open_ended(
     graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, Group]
 ) -> set[str]:
-    """Blocks from whose backward no gradients go on."""
+    """Return the blocks whose backward hands no gradient on, to another block or to the caller."""
     backward = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
     maker = {data: paths[node.index] for node in backward for data in node.writes}
     read = {(data, paths[node.index]) for node in backward for data in node.reads}

@@ -67,13 +67,15 @@ def optimizer_steps(
     as_on_cuda: bool = False,
     shards: Shards = ALONE,
 ) -> OptimizerSteps:
-    """Two steps of `optimizer`, of parameters that have a gradient each.
+    """Run two steps of `optimizer` over fake parameters, each with a gradient, and return their
+    changes.
 
     optimizer: None for none; a factory takes the parameters, as a list. step: what else happens to
-    gradients. metered: calls run once on made-up tensors on CPU, for what they allocate inside;
-    elsewhere that is not known. as_on_cuda: with `foreach` where PyTorch chooses it for parameters
-    on CUDA, wherever these are. shards: of what one of several processes holds of them.
-    Raises InvalidInput for a name that there is not, and for what does not run over fake tensors.
+    gradients. metered: also measure temporary memory inside of operators, by running calls once on
+    made-up tensors on CPU; else it is not counted. as_on_cuda: use `foreach` if PyTorch chooses it
+    for parameters on CUDA, wherever these are. shards: the part of the parameters that one of
+    several processes has. Raises InvalidInput for an unknown name, and for an optimizer that does
+    not run over fake tensors.
     """
     if optimizer is None:
         return OptimizerSteps("none")

@@ -61,13 +61,16 @@ def scheduled_changes(
     inside: Mapping[tuple[int, ...], Sequence[MemoryChange]] | None = None,
     before: Mapping[int, Sequence[MemoryChange]] | None = None,
 ) -> tuple[MemoryChange, ...]:
-    """gradients: those that stay; others are added to what is there, and given back. What the
-    caller holds of the result is let go at the end. workspace_bytes: what the first product of
-    forward and that of backward, which is another thread, ask for and keep (`Gpu.cublas_bytes`).
-    inside: of optimizers that step when the last of some gradients is handed over, after which all
-    of them are gone. Which one of several that are handed over at once is taken first is autograd's
-    own: here all of these are there until the last one has stepped. before: what others ask for
-    before the event at a position."""
+    """Return the memory changes of a schedule.
+
+    gradients: those that stay; others are added to existing ones, and freed. What the caller holds
+    of the result is freed at the end. workspace_bytes: memory that the first product of forward,
+    and that of backward (another thread), allocates and keeps (`Gpu.cublas_bytes`). inside: changes
+    of optimizers that step when the last of these gradients is handed over; then the gradients are
+    freed. Of several gradients handed over at once, autograd decides which is taken first: here all
+    exist until the last optimizer has stepped. before: position of an event -> further changes
+    before it.
+    """
     begun: dict[int, list[MemoryChange]] = defaultdict(list)
     ended: dict[int, list[MemoryChange]] = defaultdict(list)
     closed: dict[int, int] = {}

@@ -1,17 +1,18 @@
 """Shards: what each of several processes holds of a model that they train together.
 
-takes: a module, its blocks, how many processes share it and how. returns: bytes of a process: what
-it keeps, and groups of parameters that are gathered together (`fitting.exchange` says when).
-guarantees: of the process that holds most, which is the first one.
+takes: a module, its blocks, how many processes share it and how. returns: bytes that a process
+keeps, and groups of parameters that are gathered together (`fitting.exchange` says when).
+guarantees: figures are of the process that holds most, which is the first one.
 
 `ddp` (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp, by their
-defaults): everything, and a copy of all gradients in buckets, which are there from the first step
-to the last (`initialize_buckets`): one of 1 MiB, others of 25 MiB, each closed by the gradient that
-fills it.
+defaults): each process holds everything, and a copy of all gradients in buckets, which exist from
+the first step to the last (`initialize_buckets`): one of 1 MiB, others of 25 MiB, each closed by
+the gradient that fills it.
 
 `fsdp2` (torch/distributed/fsdp/_fully_shard: `fully_shard` of each block, and then of the model):
-of each parameter a part, cut along dimension 0 into equal ones, of which the last are filled up
-(`FSDPParam._init_sharded_param`), and as much of gradients and of the optimizer's state.
+each process holds a part of each parameter, and as much of its gradient and of the optimizer's
+state. Parameters are cut along dimension 0 into equal parts, the last ones padded
+(`FSDPParam._init_sharded_param`).
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ from rockplan.fitting.reserved import storage_sizes
 DDP, FSDP2 = "ddp", "fsdp2"
 
 _BUCKETS_BYTES = (1 << 20, 25 << 20)
-"""Of the first bucket, and of others (`_DEFAULT_FIRST_BUCKET_BYTES`, `bucket_cap_mb`)."""
+"""Bytes of the first bucket, and of others (`_DEFAULT_FIRST_BUCKET_BYTES`, `bucket_cap_mb`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Parameters that are gathered together: those of the block at `path`, or, where that is empty,
-    of none. parts: bytes of what a process holds of each, by all of its names; count: of
-    processes; uneven: names of those whose last part is filled up."""
+    """Parameters that are gathered together: those of the block at `path`, or, if that is '', those
+    of no block. parts: name -> bytes of the part that a process holds, under all names of a
+    parameter; names: one name of each; count: of processes; uneven: names of parameters whose last
+    part is padded."""
 
     path: str
     parts: Mapping[str, int]
@@ -44,7 +46,7 @@ class Group:
     uneven: frozenset[str] = frozenset()
 
     def whole_bytes(self, name: str) -> int:
-        """Of all parts of a parameter."""
+        """Return the bytes of all parts of a parameter."""
         return self.parts[name] * self.count
 
     def bytes_of(self, names: Iterable[str]) -> int:
@@ -53,7 +55,8 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """count: of processes, each with a device; how: 'ddp' or 'fsdp2'. Raises InvalidInput."""
+    """How processes share a model. count: of processes, each with a device; how: 'ddp' or 'fsdp2'.
+    Raises InvalidInput."""
 
     count: int = 1
     how: str = FSDP2
@@ -66,26 +69,28 @@ class Shards:
 
     @property
     def are_parts(self) -> bool:
-        """Does a process hold parts of parameters alone?"""
+        """True if a process holds only parts of parameters."""
         return self.count > 1 and self.how == FSDP2
 
     def __str__(self) -> str:
-        """Whose bytes are said; nothing for one process."""
+        """Name the process that figures are of; '' if there is only one."""
         return f" of a rank of {self.count} ({self.how})" if self.count > 1 else ""
 
     def part(self, parameter: torch.Tensor) -> torch.Tensor:
-        """What stands for the part that the first process holds, on the meta device."""
+        """Return a tensor on the meta device for the part that the first process holds; the
+        parameter itself if it is not divided."""
         if not self.are_parts:
             return parameter
         first = -(-parameter.shape[0] // self.count)
         return torch.empty((first, *parameter.shape[1:]), dtype=parameter.dtype, device="meta")
 
     def parameter_sizes(self, model: nn.Module) -> tuple[int, ...]:
-        """Bytes of each storage."""
+        """Return the bytes of each storage that a process holds for parameters."""
         return storage_sizes(self.part(p) for p in model.parameters())
 
     def bucket_sizes(self, model: nn.Module) -> tuple[int, ...]:
-        """Of `ddp`, by the last parameter first, which is nearly how gradients come."""
+        """Return the bytes of each bucket of `ddp`, filled from the last parameter on, which is
+        nearly the order of the gradients."""
         if self.count == 1 or self.how != DDP:
             return ()
         sizes = [0]
@@ -96,7 +101,7 @@ class Shards:
         return tuple(sizes)
 
     def groups(self, model: nn.Module, blocks: Sequence[str]) -> tuple[Group, ...]:
-        """Of `fsdp2`: those of no block first, if there are any."""
+        """Return the groups of `fsdp2`: first the parameters of no block, if there are any."""
         if not self.are_parts:
             return ()
         owned: dict[str, dict[str, nn.Parameter]] = {path: {} for path in ("", *blocks)}
@@ -134,7 +139,8 @@ ALONE = Shards()
 
 
 def gathered_bytes(groups: Iterable[Group]) -> int:
-    """Whole at one time, at least: what is in no block, and the largest block."""
+    """Return the bytes that are gathered at one time, at least: the parameters of no block, and the
+    largest block."""
     whole = {group.path: group.bytes_of(group.names) for group in groups}
     return whole.pop("", 0) + max(whole.values(), default=0)
 

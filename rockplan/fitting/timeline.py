@@ -54,9 +54,12 @@ def passes_of(
     is_eager: bool = False,
 ) -> Passes:
     """Return the passes of a schedule of `graph`, with the steps of optimizers inside backward, if
-    there are any. adding: True if in some pass gradients are added to existing ones.
-    groups: of parameters that are gathered, by which transport; is_eager: the schedule stands for
-    what autograd does, which adds up the gradients of a parameter before it has any."""
+    there are any.
+
+    adding: True if in some pass gradients are added to existing ones; groups: parameters that are
+    gathered, over `transport`; is_eager: True if the schedule stands for what autograd does, which
+    adds up the gradients of a parameter before they become its `.grad`.
+    """
     gradients = first_gradients(graph, interface)
     made = functools.partial(scheduled_changes, graph, schedule)
     if groups:

@@ -69,6 +69,6 @@ def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
 
 
 def block_of(node: ComputeNode, blocks: Iterable[str]) -> str:
-    """'' outside of all."""
+    """Return the block that a node is in, '' if in none."""
     path = f"{node.module}."
     return next((block for block in blocks if path.startswith(f"{block}.")), "")

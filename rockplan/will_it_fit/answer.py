@@ -46,9 +46,9 @@ class FitRow:
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """What fits. device_bytes: all of the device; usable_bytes: what is left for the caching
-    allocator beside the context; optimizer: its name; notes: what the figures rest on; shards:
-    whose device it is, where several processes train together, each on batches of its own."""
+    """The answer of `fit`. device_bytes: all of the device; usable_bytes: left for the caching
+    allocator beside the context; optimizer: its name; notes: what the figures rely on; shards: the
+    process whose device it is, if several train together, each on batches of its own."""
 
     device: str
     device_bytes: int

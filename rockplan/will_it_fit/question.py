@@ -71,7 +71,8 @@ Smallest = tuple[tuple[int, ...], Schedule]
 class FitQuestion:
     """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
     the one that is captured; on: the device; host: the memory that plans may page to; unpaged: the
-    same question without it; blocks: paths of those that repeat."""
+    same question without it; shards: how processes share the model; blocks: paths of its repeated
+    blocks."""
 
     given: nn.Module
     model: nn.Module
@@ -112,7 +113,7 @@ class FitQuestion:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Of parameters that are gathered."""
+        """The groups of parameters that are gathered together."""
         return self.shards.groups(self.model, self.blocks)
 
     def refuse_too_small(self) -> None:
@@ -130,7 +131,8 @@ class FitQuestion:
         )
 
     def _enough(self, room: int) -> str:
-        """How many shards would do."""
+        """Say how many shards would suffice. room: bytes of the device beside its context and
+        workspaces."""
         if room <= 0:
             return ", which fit in no number of shards"
         known = replace(self, shards=ALONE).known_without_capture()

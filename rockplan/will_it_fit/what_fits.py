@@ -69,20 +69,19 @@ def fit(
     gpus: int = 1,
     shard: str = FSDP2,
 ) -> Fit:
-    """What fits on `device`: the largest batch of each length, kept whole, with checkpointing of
-    each block, and by a plan, and what each costs.
+    """Return what fits on `device`: the largest batch of each length, kept whole, with
+    checkpointing of each block, and by a plan, and the cost of each.
 
     model, sample_input, sample_kwargs: as for `solve`; either may be on the meta device. device: a
     name ('h100-80'), bytes (80 * 2**30, '80GiB'), or a torch.device of this machine. optimizer: a
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
-    dimension 0, the batch, and 1, the length, of which the powers of two and the ends are looked
-    at; without a range a dimension stays as in the sample. step: what else a step of training does.
-    options: of the plans. gpus: how many processes train together, each with such a device and
-    batches of its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated
-    block, and of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process.
-    Raises InvalidInput for a device or an optimizer that is not known, and where the device does
-    not hold the parameters; what `plan` raises for a model that cannot be captured, with what is
-    known without that.
+    dimension 0, the batch, and 1, the length; powers of two and the ends of a range are examined; a
+    dimension without a range stays as in the sample. step: what else a training step does. options:
+    of the plans. gpus: how many processes train together, each with such a device and batches of
+    its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated block, and
+    of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process.
+    Raises InvalidInput for an unknown device or optimizer, and if the device does not hold the
+    parameters; what `plan` raises for a model that cannot be captured, with what is known even so.
     """
     on = gpu(device)
     given = unplanned(model) if isinstance(model, nn.Module) else model
@@ -144,7 +143,7 @@ def _host(options: Options, on: Gpu) -> Host | None:
 
 
 def _refuse_for_several(shards: Shards, step: TrainingStep, options: Options) -> None:
-    """Raise InvalidInput for what several processes cannot have."""
+    """Raise InvalidInput for options that are not for several processes."""
     if shards.count > 1 and step.in_backward:
         raise InvalidInput(
             "in_backward is for one process: gradients of several are there when they are reduced"
@@ -282,8 +281,7 @@ class _Length:
         )
 
     def _row_of_blocks(self, batch: int) -> FitRow:
-        """Return the row by plans of blocks (`solve_blocks`), of which the simplest runs again
-        whole: by as few as that."""
+        """Return the row of `solve_blocks`: re-execute whole blocks, as few as needed."""
         call = self.calls.at(batch or self.calls.least, self.length)
         blocks = self.question.blocks
 
@@ -329,7 +327,7 @@ class _Length:
         return fitting if fitting >= calls.least else 0
 
     def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
-        """Return a function: batch -> timeline, and the largest batch whose bytes may fit."""
+        """Return a function: batch -> timeline; and the largest batch whose bytes may fit."""
 
         def timeline(batch: int) -> Timeline:
             call = calls.at(batch, self.length)
