@@ -40,6 +40,7 @@ from rockplan.api import plan_each
 from rockplan.search.in_flight import needed_bytes
 from testing.blocks import Mixer, Stack, batch
 from testing.sharding import MODES, everywhere, in_mode, peaks, sharded
+from testing.tensor_parallel import Llama, sequence_parallel, tensor_parallel, words
 
 RESULT = Path(__file__).parent / "results" / "ranks.md"
 ROWS_FILE = RESULT.with_suffix(".jsonl")
@@ -128,6 +129,22 @@ def peak_rows() -> Iterator[dict[str, Any]]:
             yield {**row, "predicted": predicted, "measured": measured}
 
 
+def tensor_rows() -> Iterator[dict[str, Any]]:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ids = words(rows=8, length=64)
+    for mode, way in (("tensor parallel", tensor_parallel), ("and sequence", sequence_parallel)):
+        for budget in ("60%", "min"):
+            model = way(Llama(4, WIDTH).train(), mesh)
+            rockplan.solve_blocks(model, ids, budget, blocks="layers.*", options=OPTIONS)
+            plan = rockplan.blocks_of(model)
+            step = lambda: model(ids).backward()  # noqa: B023, E731
+            found = sorted(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(STEPS))
+            of_all = everywhere((plan.peak_bytes, found[0], found[STEPS // 2], found[-1]))
+            predicted, *measured = (max(values) for values in zip(*of_all, strict=True))
+            row = {"mode": mode, "budget": budget, "predicted": predicted, "measured": measured}
+            yield {**row, "overhead": plan.overhead}
+
+
 def in_flight_rows() -> Iterator[dict[str, Any]]:
     """On one process."""
     torch.manual_seed(0)
@@ -173,6 +190,7 @@ def collective_rows() -> Iterator[dict[str, Any]]:
 PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
     "agreement": agreement_rows,
     "peak": peak_rows,
+    "tensor": tensor_rows,
     "gloo": collective_rows,
     "in flight": in_flight_rows,
 }
@@ -318,6 +336,15 @@ def report() -> None:
         *table(
             ("collective", "in a row", "least", "median", "most"),
             map(collective_cells, of("gloo")),
+        ),
+        "",
+        "Blocks of `parallelize_module` (four layers of a Llama of width 64, 8 rows of 64 words), on "
+        f"two processes: bytes as above, and the extra time of the plan. {when('tensor')}",
+        "",
+        *table(
+            ("mode", "budget", "predicted", "least", "median", "most")
+            + ("least over predicted", "most over predicted", "time"),
+            ((*peak_cells(row), f"{row['overhead']:+.1%}") for row in of("tensor")),
         ),
         "",
         "Calls in flight: extra time of the plan of `Options(in_flight=k)`, and of the best of the "
