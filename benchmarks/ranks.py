@@ -338,8 +338,8 @@ def report() -> None:
             map(collective_cells, of("gloo")),
         ),
         "",
-        "Blocks of `parallelize_module` (four layers of a Llama of width 64, 8 rows of 64 words), on "
-        f"two processes: bytes as above, and the extra time of the plan. {when('tensor')}",
+        "Blocks of `parallelize_module` (four layers of a Llama of width 64, 8 rows of 64 words) "
+        f"on two processes: bytes as above, and the extra time of the plan. {when('tensor')}",
         "",
         *table(
             ("mode", "budget", "predicted", "least", "median", "most")
