@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from rockplan.fitting.changes import Holding, MemoryChange
 from rockplan.fitting.scheduled import all_gradients
-from rockplan.fitting.shards import Group
+from rockplan.fitting.shards import GatheredGroup
 from rockplan.fitting.ways import block_of
 from rockplan.values.graph import CDGraph, Phase
 from rockplan.values.interface import Interface
@@ -68,7 +68,7 @@ def gathers(
     graph: CDGraph,
     schedule: Schedule,
     interface: Interface,
-    groups: Sequence[Group],
+    groups: Sequence[GatheredGroup],
     transport: Transport,
     *,
     adds: bool,
@@ -159,7 +159,7 @@ class _Course:
         self.ask(position, key, size_bytes, owner)
         self.let_go(position, key)
 
-    def fill(self, position: int, group: Group) -> Hashable:
+    def fill(self, position: int, group: GatheredGroup) -> Hashable:
         """Fill the buffer of a group, unless it is gathered already; return the buffer's key."""
         key = ("gathered", group.path)
         if ("whole", group.names[0]) not in self._alive and key not in self._alive:
@@ -169,26 +169,26 @@ class _Course:
                 self.use(position, ("copy", group.path), size_bytes, Holding.GATHERED)
         return key
 
-    def copy_out(self, position: int, group: Group) -> None:
+    def copy_out(self, position: int, group: GatheredGroup) -> None:
         for name in group.names:
             self.ask(position, ("whole", name), group.whole_bytes(name), Holding.GATHERED)
 
-    def gather_in_forward(self, position: int, group: Group) -> None:
+    def gather_in_forward(self, position: int, group: GatheredGroup) -> None:
         before = self.filled
         self.filled = self.fill(position, group)
         self.let_go(position, before)
         self.copy_out(position, group)
 
-    def gather_in_backward(self, position: int, group: Group) -> None:
+    def gather_in_backward(self, position: int, group: GatheredGroup) -> None:
         key = self.fill(position, group)
         self.copy_out(position, group)
         self.let_go(position, key)
 
-    def let_go_of_whole(self, position: int, group: Group) -> None:
+    def let_go_of_whole(self, position: int, group: GatheredGroup) -> None:
         for name in group.names:
             self.let_go(position, ("whole", name))
 
-    def reduce(self, position: int, group: Group) -> None:
+    def reduce(self, position: int, group: GatheredGroup) -> None:
         """Reduce the gradients of a group, whose backward has ended: free the gathered parameters,
         and replace gradients by their parts."""
         self.let_go_of_whole(position, group)
@@ -231,7 +231,7 @@ def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, 
     return {path: _Span(runs[numbers[0]], after[numbers[-1]]) for path, numbers in own.items()}
 
 
-def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, Group]) -> list[str]:
+def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) -> list[str]:
     """Return the block of each node: that of its module, or that of the parameter whose gradient it
     makes."""
     path_of = {name: path for path, group in groups.items() for name in group.parts}
@@ -243,7 +243,7 @@ def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, Group]) -> list[
 
 
 def _open_ended(
-    graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, Group]
+    graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, GatheredGroup]
 ) -> set[str]:
     """Return the blocks whose backward hands no gradient on, to another block or to the caller."""
     backward = [node for node in graph.nodes if node.phase is Phase.BACKWARD]

@@ -33,7 +33,7 @@ _BUCKETS_BYTES = (1 << 20, 25 << 20)
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GatheredGroup:
     """Parameters that are gathered together: those of the block at `path`, or, if that is '', those
     of no block. parts: name -> bytes of the part that a process holds, under all names of a
     parameter; names: one name of each; count: of processes; uneven: names of parameters whose last
@@ -100,7 +100,7 @@ class Shards:
             sizes[-1] += parameter.nbytes
         return tuple(sizes)
 
-    def groups(self, model: nn.Module, blocks: Sequence[str]) -> tuple[Group, ...]:
+    def groups(self, model: nn.Module, blocks: Sequence[str]) -> tuple[GatheredGroup, ...]:
         """Return the groups of `fsdp2`: first the parameters of no block, if there are any."""
         if not self.are_parts:
             return ()
@@ -127,18 +127,18 @@ class Shards:
                     "shard='ddp' does"
                 )
 
-    def _group(self, path: str, named: Mapping[str, nn.Parameter]) -> Group:
+    def _group(self, path: str, named: Mapping[str, nn.Parameter]) -> GatheredGroup:
         once = {id(p): name for name, p in reversed([*named.items()])}
         uneven = (name for name, p in named.items() if p.shape[0] % self.count)
         parts = {name: self.part(p).nbytes for name, p in named.items()}
-        return Group(path, parts, tuple(once.values()), self.count, frozenset(uneven))
+        return GatheredGroup(path, parts, tuple(once.values()), self.count, frozenset(uneven))
 
 
 ALONE = Shards()
 """One process."""
 
 
-def gathered_bytes(groups: Iterable[Group]) -> int:
+def gathered_bytes(groups: Iterable[GatheredGroup]) -> int:
     """Return the bytes that are gathered at one time, at least: the parameters of no block, and the
     largest block."""
     whole = {group.path: group.bytes_of(group.names) for group in groups}

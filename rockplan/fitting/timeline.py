@@ -25,7 +25,7 @@ from rockplan.fitting.changes import (
 from rockplan.fitting.exchange import NCCL, Transport, gathers, sums_of_gradients
 from rockplan.fitting.optimizer import OptimizerSteps
 from rockplan.fitting.scheduled import all_gradients, first_gradients, scheduled_changes
-from rockplan.fitting.shards import Group
+from rockplan.fitting.shards import GatheredGroup
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.schedule import Schedule
@@ -47,7 +47,7 @@ def passes_of(
     schedule: Schedule,
     interface: Interface,
     optimizer: OptimizerSteps,
-    groups: Sequence[Group] = (),
+    groups: Sequence[GatheredGroup] = (),
     transport: Transport = NCCL,
     *,
     adding: bool = True,

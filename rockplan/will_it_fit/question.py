@@ -21,7 +21,7 @@ from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
-from rockplan.fitting.shards import ALONE, Group, Shards, gathered_bytes
+from rockplan.fitting.shards import ALONE, GatheredGroup, Shards, gathered_bytes
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
@@ -112,7 +112,7 @@ class FitQuestion:
         return sum(sum(sizes) for owner, sizes in own if owner is not Holding.WORKSPACES)
 
     @property
-    def groups(self) -> tuple[Group, ...]:
+    def groups(self) -> tuple[GatheredGroup, ...]:
         """The groups of parameters that are gathered together."""
         return self.shards.groups(self.model, self.blocks)
 
