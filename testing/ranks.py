@@ -73,7 +73,7 @@ class Rank:
         call = ModuleCall(model, *arguments(model, case.args, case.kwargs))
         source = captured_call(call, Options())
         graph = problems_of(source, Options())[0].graph
-        named = dict(model.named_parameters())
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         steps = optimizer_steps(self.optimizer, named, metered=True, shards=shards)
         way = per_block(graph, blocks) if self.checkpointed else kept_whole(graph)
         groups = shards.groups(model, blocks)

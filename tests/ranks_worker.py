@@ -4,6 +4,7 @@ they differ: on two processes of gloo, and on the first one as if it were one of
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -48,6 +49,39 @@ def tied() -> models.Case:
     return models.Case("tied", Stack(2000), (ids,), {}, lambda loss: loss)
 
 
+class Partly(nn.Module):
+    """Blocks of which some are frozen. adapted: with trained parameters of low rank beside."""
+
+    def __init__(self, frozen: int, *, adapted: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(300, 64), nn.Linear(64, 300)
+        both = [(nn.Linear(64, 200), nn.Linear(200, 64)) for _ in range(4)]
+        self.layers = nn.ModuleList(nn.Sequential(a, nn.Tanh(), b) for a, b in both)
+        for module in (self.table, *self.layers[:frozen], *((self.head,) if adapted else ())):
+            module.requires_grad_(requires_grad=False)
+        for layer in self.layers if adapted else ():
+            layer.append(nn.Sequential(nn.Linear(64, 3, False), nn.Linear(3, 64, False)))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.table(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x).pow(2).sum()
+
+
+def partly(frozen: int, *, adapted: bool = False) -> models.Case:
+    ids = torch.randint(0, 300, (3,))
+    return models.Case("partly", Partly(frozen, adapted=adapted), (ids,), {}, lambda loss: loss)
+
+
+FROZEN: tuple[Callable[[], models.Case], ...] = (
+    functools.partial(partly, 4, adapted=True),
+    functools.partial(partly, 2),
+    functools.partial(partly, 4),
+)
+"""A frozen base with adapters; a frozen prefix; only a head that is trained."""
+
+
 READ_BYTES = 5 * 51 * 4
 """What the backward of an embedding reads is gone when its gradient is added to the head's."""
 
@@ -71,7 +105,8 @@ def main() -> None:
     if not first:
         return
     with fake_group(8):
-        for make, optimizer in ((summed, MOMENTUM), (tied, torch.optim.AdamW)):
+        frozen = ((make, MOMENTUM) for make in FROZEN)
+        for make, optimizer in ((summed, MOMENTUM), (tied, torch.optim.AdamW), *frozen):
             rank = Rank(make, FSDP2, optimizer)
             check(rank, "eight")
             check(replace(rank, checkpointed=True), "eight")

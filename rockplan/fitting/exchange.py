@@ -7,8 +7,10 @@ order of torch/distributed/fsdp/_fully_shard, by its defaults:
 - A group is gathered into one buffer and copied from it (`foreach_all_gather`,
   `foreach_all_gather_copy_out`): before the forward of its block, after which the copies are freed
   (`reshard`), and again before its backward. In forward the buffer lives until that of the next
-  group is filled (`FSDPCommContext.all_gather_state`); in backward the buffer of the block before
-  is filled meanwhile (`_backward_prefetch`).
+  group is filled and copied (`wait_for_unshard`, which holds `all_gather_state` that long); in
+  backward the buffer of the block before is filled meanwhile (`_backward_prefetch`). What is
+  filled or copied for a block whose backward does not run is freed at the end
+  (`finalize_backward`).
 - Parameters of no block stay gathered from the beginning of forward to the end of backward
   (`_lazy_init`: a root does not reshard after forward).
 - After the backward of a block its gradients are copied into one buffer (`foreach_reduce`), which
@@ -110,6 +112,7 @@ def gathers(
         if not group.path or group.path in waiting:
             course.reduce(last, group)
     course.let_go(last, course.reduced)
+    course.let_go_of_gathered(last)
     for position, changes in sums_of_gradients(graph, schedule, interface).items():
         course.changes[position] += changes
     return course.changes
@@ -176,8 +179,8 @@ class _Course:
     def gather_in_forward(self, position: int, group: GatheredGroup) -> None:
         before = self.filled
         self.filled = self.fill(position, group)
-        self.let_go(position, before)
         self.copy_out(position, group)
+        self.let_go(position, before)
 
     def gather_in_backward(self, position: int, group: GatheredGroup) -> None:
         key = self.fill(position, group)
@@ -187,6 +190,10 @@ class _Course:
     def let_go_of_whole(self, position: int, group: GatheredGroup) -> None:
         for name in group.names:
             self.let_go(position, ("whole", name))
+
+    def let_go_of_gathered(self, position: int) -> None:
+        for key in [k for k, change in self._alive.items() if change.owner is Holding.GATHERED]:
+            self.let_go(position, key)
 
     def reduce(self, position: int, group: GatheredGroup) -> None:
         """Reduce the gradients of a group, whose backward has ended: free the gathered parameters,
