@@ -130,7 +130,9 @@ def test_a_device_that_is_too_small_is_said_with_the_option_that_helps() -> None
         ({"gpus": True}, "number of at least 1"),
         ({"gpus": 2, "shard": "zero3"}, "choose 'ddp' or 'fsdp2'"),
         ({"gpus": 2, "step": rockplan.TrainingStep(in_backward=True)}, "in_backward"),
+        ({"gpus": 2, "step": rockplan.TrainingStep(average=True)}, "average is AveragedModel"),
         ({"gpus": 2, "options": rockplan.Options(tile=True)}, "tile says something"),
+        ({"gpus": 2, "options": rockplan.Options(host="1GiB")}, "host says something"),
     ],
 )
 def test_what_several_processes_cannot_have_is_refused(how: dict[str, Any], said: str) -> None:
@@ -150,12 +152,33 @@ def test_the_command_says_the_same() -> None:
         assert found.breakdown("kept whole") == asked.breakdown("kept whole")
 
 
+class Bias(nn.Module):
+    """Of a dtype of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(512, dtype=torch.float64, device="meta"))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.bias.float()
+
+
 def test_what_fully_shard_does_not_take_is_refused() -> None:
     scaled, x = on_meta(blocks=2)
     scaled.scale = nn.Parameter(torch.empty((), device="meta"))
-    tied, _ = on_meta(blocks=2)
+    tied, turned, mixed, frozen = (on_meta(blocks=2)[0] for _ in range(4))
     tied.layers[0][0].weight = tied.layers[1][0].weight  # type: ignore[index,union-attr]
-    for model, said in ((scaled, "'scale' is a scalar"), (tied, "is shared by block 'layers.0'")):
+    turned.table = nn.Parameter(torch.empty(512, 100, device="meta").t())
+    for model in (mixed, frozen):
+        model.layers[0].append(Bias())  # type: ignore[index,operator,union-attr]
+    frozen.layers[0][-1].requires_grad_(requires_grad=False)  # type: ignore[index,union-attr]
+    for model, said in (
+        (scaled, "'scale' is a scalar"),
+        (tied, "is shared by block 'layers.0'"),
+        (turned, "'table' is not contiguous"),
+        (mixed, r"of torch.float64, others of block 'layers.0' of torch.float32"),
+    ):
         with pytest.raises(InvalidInput, match=said):
             rockplan.fit(model, x, "1GiB", gpus=2)
         assert rockplan.fit(model, x, "1GiB", gpus=2, shard="ddp", options=QUICK).rows
+    assert rockplan.fit(frozen, x, "1GiB", gpus=2, options=QUICK).rows

@@ -111,21 +111,8 @@ class Shards:
 
     def refuse_unknown_to_fsdp2(self, model: nn.Module, blocks: Sequence[str]) -> None:
         """Raise InvalidInput for parameters that `fully_shard` does not take."""
-        owners: dict[int, str] = {}
-        for name, parameter in model.named_parameters(remove_duplicate=False):
-            path = _block_of(name, blocks)
-            other = owners.setdefault(id(parameter), path)
-            whys = {
-                "is a scalar: give it one dimension": not parameter.dim(),
-                f"is shared by {_said(other)} and {_said(path)}, which are gathered apart": (
-                    other != path
-                ),
-            }
-            for why in (why for why, is_so in whys.items() if is_so and self.are_parts):
-                raise InvalidInput(
-                    f"fully_shard does not take this model: its parameter '{name}' {why}; "
-                    "shard='ddp' does"
-                )
+        if self.are_parts and (why := unknown_to_fsdp2(model, blocks)):
+            raise InvalidInput(f"{why}; shard='ddp' does")
 
     def _group(self, path: str, named: Mapping[str, nn.Parameter]) -> GatheredGroup:
         once = {id(p): name for name, p in reversed([*named.items()])}
@@ -136,6 +123,29 @@ class Shards:
 
 ALONE = Shards()
 """One process."""
+
+
+def unknown_to_fsdp2(model: nn.Module, blocks: Sequence[str]) -> str:
+    """Return why `fully_shard` of `blocks` and of the model does not take it; '' if it does."""
+    owners: dict[int, str] = {}
+    dtypes: dict[str, torch.dtype] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        path = _block_of(name, blocks)
+        owner, dtype = owners.setdefault(id(parameter), path), parameter.dtype
+        other = dtypes.setdefault(path, dtype) if parameter.requires_grad else dtype
+        whys = {
+            "is a scalar: give it one dimension": not parameter.dim(),
+            "is not contiguous, such as of channels_last": not parameter.is_contiguous(),
+            f"is shared by {_said(owner)} and {_said(path)}, which are gathered apart": (
+                owner != path
+            ),
+            f"is of {dtype}, others of {_said(path)} of {other}, and all are trained": (
+                other != dtype
+            ),
+        }
+        for why in (why for why, is_so in whys.items() if is_so):
+            return f"fully_shard does not take this model: its parameter '{name}' {why}"
+    return ""
 
 
 def gathered_bytes(groups: Iterable[GatheredGroup]) -> int:

@@ -101,7 +101,8 @@ def fit(
         )
     shards = Shards(gpus, shard)
     blocks = repeated_blocks(model)
-    _refuse_for_several(shards, step, options)
+    for name, why in _not_for_several(shards, step, options).items():
+        raise InvalidInput(f"{name} {why}")
     shards.refuse_unknown_to_fsdp2(model, blocks)
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Not cached for an optimizer of the caller's: it may be another one the next time.
@@ -142,17 +143,29 @@ def _host(options: Options, on: Gpu) -> Host | None:
     return Host(options.host_bytes, HostLink(rate, rate))
 
 
-def _refuse_for_several(shards: Shards, step: TrainingStep, options: Options) -> None:
-    """Raise InvalidInput for options that are not for several processes."""
-    if shards.count > 1 and step.in_backward:
-        raise InvalidInput(
-            "in_backward is for one process: gradients of several are there when they are reduced"
-        )
-    if shards.are_parts and (options.tile or options.host):
-        raise InvalidInput(
-            f"{'tile' if options.tile else 'host'} says something of the whole module, and under "
-            "shard='fsdp2' blocks are planned, each by itself (rockplan.solve_blocks): leave it out"
-        )
+def _not_for_several(shards: Shards, step: TrainingStep, options: Options) -> dict[str, str]:
+    """Return option -> why it is not for these processes, of the options that are on."""
+    of_the_module = (
+        "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
+        "itself (rockplan.solve_blocks): leave it out"
+    )
+    several, parts = shards.count > 1, shards.are_parts
+    options_and_whys = (
+        (
+            "in_backward",
+            several and step.in_backward,
+            "is for one process: gradients of several are there when they are reduced",
+        ),
+        (
+            "average",
+            parts and step.average,
+            "is AveragedModel, which copies the model, and what fully_shard made cannot be copied: "
+            "leave it out, or say shard='ddp'",
+        ),
+        ("tile", parts and options.tile, of_the_module),
+        ("host", parts and options.host is not None, of_the_module),
+    )
+    return {name: why for name, is_on, why in options_and_whys if is_on}
 
 
 def _ranges(
