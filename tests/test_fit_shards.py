@@ -123,6 +123,48 @@ def test_a_device_that_is_too_small_is_said_with_the_option_that_helps() -> None
         rockplan.fit(*on_meta(blocks=2, width=4096), "610MiB", gpus=64)
 
 
+def rows_of(count: int) -> nn.Module:
+    """A table of few rows, which many processes cannot share."""
+    table = nn.Module()
+    table.rows = nn.Parameter(torch.empty(count, 1 << 26, device="meta"))
+    table.forward = lambda x: (x * table.rows[:, :1]).sum()  # type: ignore[method-assign]
+    return table
+
+
+def scaled() -> tuple[nn.Module, torch.Tensor]:
+    model, x = on_meta(blocks=64)
+    model.scale = nn.Parameter(torch.empty((), device="meta"))
+    return model, x
+
+
+STEPPED = {"step": rockplan.TrainingStep(in_backward=True)}
+AVERAGED = {"step": rockplan.TrainingStep(average=True)}
+TILED = {"options": rockplan.Options(tile=True, host="1GiB", link="9GB/s", cache=False)}
+
+
+@pytest.mark.parametrize(
+    ("made", "device", "how", "said"),
+    [
+        (scaled(), "610MiB", {}, "'scale' is a scalar: give it one dimension$"),
+        (scaled(), "610MiB", {"gpus": 4, "shard": "ddp"}, "'scale' is a scalar: give"),
+        (on_meta(blocks=64), "610MiB", {"gpus": 9, "shard": "ddp"}, r"gpus=\d+, shard='fsdp2';"),
+        (on_meta(blocks=64), "610MiB", STEPPED, "--shard fsdp2, without in_backward"),
+        (on_meta(blocks=64), "610MiB", AVERAGED, "--shard fsdp2, without average"),
+        (on_meta(blocks=64), "610MiB", TILED, "--shard fsdp2, without tile, host"),
+        (on_meta(blocks=64), "500MiB", {}, "fit in no number of shards"),
+        (on_meta(blocks=2, width=4096), "610MiB", {}, "more shards do not help: .* 65.6 MiB at"),
+        ((rows_of(1), torch.empty(1, 1)), "700MiB", {}, "more shards do not help"),
+        ((rows_of(1), torch.empty(1, 1)), "1300MiB", {"gpus": 8}, "more shards do not help"),
+        ((rows_of(2), torch.empty(2, 1)), "1300MiB", {"gpus": 2}, "more shards do not help"),
+    ],
+)
+def test_a_remedy_is_one_that_helps(
+    made: tuple[nn.Module, torch.Tensor], device: str, how: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(InvalidInput, match=said):
+        rockplan.fit(*made, device, optimizer=None, **how)
+
+
 @pytest.mark.parametrize(
     ("how", "said"),
     [

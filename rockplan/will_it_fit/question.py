@@ -9,7 +9,7 @@ has room for what is paged.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -21,7 +21,13 @@ from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
-from rockplan.fitting.shards import ALONE, GatheredGroup, Shards, gathered_bytes
+from rockplan.fitting.shards import (
+    ALONE,
+    GatheredGroup,
+    Shards,
+    gathered_bytes,
+    unknown_to_fsdp2,
+)
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
@@ -116,34 +122,49 @@ class FitQuestion:
         """The groups of parameters that are gathered together."""
         return self.shards.groups(self.model, self.blocks)
 
-    def refuse_too_small(self) -> None:
-        """Raise InvalidInput if the device does not hold parameters and buffers."""
+    def refuse_too_small(self, without: Sequence[str] = ()) -> None:
+        """Raise InvalidInput if the device does not hold parameters and buffers. without: options
+        that the remedy does not go with."""
         room = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
-        held, gathered = self._model_bytes, gathered_bytes(self.groups)
-        if held + gathered <= room:
+        if self._least_bytes <= room:
             return
-        whole = f", and {format_bytes(gathered)} are gathered at a time" if self.groups else ""
+        gathered = format_bytes(gathered_bytes(self.groups))
+        whole = f", and {gathered} are gathered at a time" if self.groups else ""
         raise InvalidInput(
             f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
-            f"cuBLAS, and parameters and buffers{self.shards} alone take {format_bytes(held)}"
-            f"{whole}; with gradients and optimizer {format_bytes(self.known_without_capture())}"
-            f"{self._enough(room)}"
+            f"cuBLAS, and parameters and buffers{self.shards} alone take "
+            f"{format_bytes(self._model_bytes)}{whole}; with gradients and optimizer "
+            f"{format_bytes(self.known_without_capture())}{self._enough(room, without)}"
         )
 
-    def _enough(self, room: int) -> str:
-        """Say how many shards would suffice. room: bytes of the device beside its context and
-        workspaces."""
+    @property
+    def _least_bytes(self) -> int:
+        """Bytes of what exists before a step, and is gathered in it at a time."""
+        return self._model_bytes + gathered_bytes(self.groups)
+
+    def _enough(self, room: int, without: Sequence[str]) -> str:
+        """Say how many shards would suffice, if any do. room: bytes of the device beside its
+        context and workspaces; without: as for `refuse_too_small`."""
         if room <= 0:
             return ", which fit in no number of shards"
-        known = replace(self, shards=ALONE).known_without_capture()
-        gathered = gathered_bytes(Shards(2).groups(self.model, self.blocks))
-        count = -(-known // (room - gathered if room > gathered else room))
-        option = (
-            f"gpus={count}, shard='fsdp2'; --gpus {count} --shard fsdp2"
-            if room > gathered
-            else f"but fully_shard would gather {format_bytes(gathered)} at a time"
+        if why := unknown_to_fsdp2(self.model, self.blocks):
+            return f"; {why}"
+        step = replace(self.step, in_backward=False, average=False)
+        two = replace(self, shards=Shards(2), step=step, _steps={})
+        gathered = gathered_bytes(two.groups)
+        known = replace(two, shards=ALONE).known_without_capture()
+        count = -(-known // max(room - gathered, 1))
+        own = self.shards.count if self.shards.are_parts else 1
+        if count <= own or replace(two, shards=Shards(count))._least_bytes > room:
+            return (
+                "; more shards do not help: parts are of whole rows, and a block is gathered "
+                f"whole, at least {format_bytes(gathered)} at a time"
+            )
+        left_out = f", without {', '.join(without)}" if without else ""
+        return (
+            f", which fit in no less than {count} shards (gpus={count}, shard='fsdp2'; --gpus "
+            f"{count} --shard fsdp2{left_out})"
         )
-        return f", which fit in no less than {count} shards ({option})"
 
     def known_without_capture(self) -> int:
         """Return the bytes of parameters, buffers, gradients and optimizer state."""

@@ -108,11 +108,12 @@ def fit(
     # Not cached for an optimizer of the caller's: it may be another one the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     host = _host(options, on)
+    left_out = [*_not_for_several(Shards(2), step, options)]
     options = replace(options, cache=False, host=None, link=None)
     question = FitQuestion(
         given, model, (args, kwargs), on, optimizer, step, options, shards=shards, blocks=blocks
     )
-    question.refuse_too_small()
+    question.refuse_too_small(left_out)
     question = question if host is None else question.paging_to(host)
     calls = SizedCalls(question.whole, *batches, lengths)
     key = question.key(calls) if cache else {}
