@@ -115,7 +115,8 @@ def _asked(words: str, folder: str, which: str) -> Row:
 def table(rows: list[Row]) -> str:
     lines = [
         "CPU time of the whole command, imports and the model among it, and the most memory that "
-        "it had: at first, and with the answer on disk.",
+        "it had: at first, and with the answer on disk. Each row and its answer are of the "
+        "commit named with it: fit has changed since the earlier ones, which were not run again.",
         "",
         "| model | cold | memory | warm | where |",
         "|---|---|---|---|---|",
@@ -126,7 +127,9 @@ def table(rows: list[Row]) -> str:
         for row in rows
     )
     for row in rows:
-        lines += ["", f"`{row['command']}`", "", "```text", row["said"].rstrip(), "```"]
+        commit = row["where"].split(",")[0]
+        lines += ["", f"`{row['command']}`, of commit {commit}:"]
+        lines += ["", "```text", row["said"].rstrip(), "```"]
     return "\n".join(lines) + "\n"
 
 
