@@ -15,6 +15,7 @@ from rockplan.cli.main import app
 from rockplan.errors import InvalidInput
 from rockplan.examples import mlp
 from rockplan.fitting.shards import Shards
+from rockplan.will_it_fit.page import fit_page
 from testing.training import QUICK
 from tests.processes import on_processes
 
@@ -192,6 +193,7 @@ def test_the_command_says_the_same() -> None:
         asked = rockplan.fit(model, args, "1GiB", gpus=4, shard=shard, options=QUICK)
         assert found.shards == asked.shards == f" of a rank of 4 ({shard})"
         assert found.breakdown("kept whole") == asked.breakdown("kept whole")
+        assert f"of a rank of 4 ({shard})" in fit_page(found)
 
 
 class Bias(nn.Module):

@@ -95,16 +95,23 @@ class Fit:
         notes = tuple(facts.pop("notes"))
         return cls(**facts, rows=tuple(FitRow(**row) for row in rows), notes=notes)
 
+    @property
+    def headline(self) -> str:
+        """What the figures are of: device, optimizer, and process, if there are several."""
+        context = format_bytes(self.device_bytes - self.usable_bytes)
+        return (
+            f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
+            f"optimizer {self.optimizer}{self.shards and f';{self.shards}'}"
+        )
+
     def __str__(self) -> str:
         head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
         table = [head, *(row.cells for row in self.rows)]
         if any(row.host_bytes for row in self.rows):
             on_host = (format_bytes(r.host_bytes) if r.host_bytes else "" for r in self.rows)
             table = [(*row, cell) for row, cell in zip(table, ("on host", *on_host), strict=True)]
-        context = format_bytes(self.device_bytes - self.usable_bytes)
         lines = [
-            f"{self.device}: {format_bytes(self.device_bytes)}, {context} of it for the context; "
-            f"optimizer {self.optimizer}{self.shards and f';{self.shards}'}",
+            self.headline,
             *aligned(table, numbers=(0, *range(2, len(table[0])))),
             *(line for note in self.notes for line in wrapped(note)),
         ]

@@ -32,14 +32,9 @@ _HEADS = (
 def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
     """Return a self-contained HTML page: the frontier, and a table of the rows with their
     breakdown."""
-    context = format_bytes(fit.device_bytes - fit.usable_bytes)
-    lead = (
-        f"{fit.device}: {format_bytes(fit.device_bytes)}, {context} of it for the context; "
-        f"optimizer {fit.optimizer}."
-    )
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in fit.notes)
     sections = (
-        f'<p class="lead">{html.escape(lead)}</p>',
+        f'<p class="lead">{html.escape(fit.headline)}.</p>',
         section("frontier", "Batch and length", _TEXT, _frontier(fit.rows), _legend(fit)),
         section("rows", "What each way needs", "", table(_HEADS, map(_cells, fit.rows)), notes),
     )

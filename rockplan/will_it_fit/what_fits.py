@@ -48,9 +48,9 @@ NOTES = (
     "times are estimates by the device's peaks: overheads say more than tokens a second",
 )
 OF_SEVERAL = (
-    "of a rank: batches are its own; what is gathered and buckets: as measured on CPU with gloo. not "
-    "in the sum: what the library of the exchange (NCCL) takes beside them; not in the times: the "
-    "exchange"
+    "of a rank: batches are its own; what is gathered and buckets: as measured on CPU with gloo. "
+    "not in the sum: what the library of the exchange (NCCL) takes beside them; not in the times: "
+    "the exchange"
 )
 KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 
