@@ -42,7 +42,7 @@ def fit(
     gpu: Annotated[
         str,
         typer.Option(metavar="NAME|BYTES", help="A name, 80GiB, or list for the names."),
-    ] = LISTED,
+    ] = "",
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="Of torch.optim, such as adamw; none for none.")
     ] = "adamw",
@@ -76,8 +76,9 @@ def fit(
         int, typer.Option(metavar="N", help="Processes that train together, a GPU each.")
     ] = 1,
     shard: Annotated[
-        str, typer.Option(metavar="fsdp2|ddp", help="What each of them holds of the model.")
-    ] = "fsdp2",
+        str | None,
+        typer.Option(metavar="fsdp2|ddp", help="How they share the model; with --gpus. [fsdp2]"),
+    ] = None,
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     tile: Tile = False,
@@ -93,7 +94,7 @@ def fit(
 ) -> None:
     """The largest batches of MODEL that fit on a GPU, kept whole, checkpointed and planned."""
     with ending(as_json), waiting():
-        if gpu == LISTED:
+        if gpu == LISTED or not (gpu or model):
             from rockplan.fitting.gpus import listing
 
             text = listing()
@@ -106,7 +107,7 @@ def fit(
             step = rockplan.TrainingStep(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
-            several = {"gpus": gpus, "shard": shard}
+            several = _several(gpus, shard)
             answer = _answer(model, gpu, optimizer, sizes, step, options, autocast, several)
             if html is not None:
                 from rockplan.will_it_fit.page import fit_page
@@ -129,6 +130,8 @@ def _answer(
     """Answer which sizes of the model fit on the device."""
     from rockplan.fitting.gpus import gpu as device_of
 
+    if not gpu:
+        raise InvalidInput("say --gpu NAME; --gpu list shows them")
     device = device_of(gpu)
     if not model:
         raise InvalidInput("fit needs a MODEL: write 'module:factory' or 'file.py:factory'")
@@ -147,11 +150,24 @@ def _answer(
         )
 
 
+def _several(gpus: int, shard: str | None) -> dict[str, Any]:
+    """Return the arguments for several processes. Raises InvalidInput for a shard of one."""
+    if shard is None:
+        return {"gpus": gpus}
+    if gpus == 1:
+        raise InvalidInput(
+            f"--shard {shard} says how several processes share the model: write --gpus N, too, at "
+            "least 2"
+        )
+    return {"gpus": gpus, "shard": shard}
+
+
 def _range(option: str, text: str | None) -> tuple[int, int] | None:
     """Parse '1:64', or one size. Raises InvalidInput."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    if match is None:
-        raise InvalidInput(f"{option} {text}: write {option} 1:64, or one size")
-    return int(match[1]), int(match[2] or match[1])
+    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
+    if not 0 < least <= most:
+        raise InvalidInput(f"{option} {text}: write LEAST:MOST, such as {option} 1:64, or one size")
+    return least, most
