@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,11 @@ import rockplan
 from rockplan.cli.main import app
 from rockplan.errors import InvalidInput
 from rockplan.examples import mlp
+from rockplan.fitting.changes import Holding
 from rockplan.fitting.shards import Shards
+from rockplan.fitting.timeline import Timeline
 from rockplan.will_it_fit.page import fit_page
+from rockplan.will_it_fit.question import FitQuestion
 from testing.training import QUICK
 from tests.processes import on_processes
 
@@ -88,6 +92,27 @@ def test_blocks_run_again_as_far_as_they_must() -> None:
     assert 0 < planned.overhead <= again.overhead
     roomy = rockplan.fit(model, x, "8GiB", sizes=sizes, gpus=2, options=QUICK).rows
     assert roomy[-1].batch == 4096 and roomy[-1].overhead == 0
+
+
+def test_blocks_that_need_more_than_checkpointing_hold_fewer_samples(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The row fits, whatever its schedules need beside those of checkpointing."""
+    real, more = FitQuestion.timeline, 1 << 25
+
+    def timeline(question: FitQuestion, *how: Any, is_eager: bool = False) -> Timeline:
+        found = real(question, *how, is_eager=is_eager)
+        resident = {**found.resident, Holding.CALLER: (0 if is_eager else more,)}
+        return replace(found, resident=resident)
+
+    monkeypatch.setattr(FitQuestion, "timeline", timeline)
+    model = nn.ModuleDict({"layers": nn.ModuleList(wide() for _ in range(6))})
+    model.forward = lambda x: forward(model, x)  # type: ignore[method-assign]
+    sizes = {0: (1, 1 << 20)}
+    found = rockplan.fit(model, torch.empty(2, 64), "700MiB", sizes=sizes, gpus=2, options=QUICK)
+    again, planned = found.rows[1:]
+    assert 0 < planned.batch < again.batch
+    assert more < planned.reserved_bytes <= found.usable_bytes
 
 
 def wide() -> nn.Sequential:

@@ -5,9 +5,9 @@ keeps, and groups of parameters that are gathered together (`fitting.exchange` s
 guarantees: figures are of the process that holds most, which is the first one.
 
 `ddp` (torch/nn/parallel/distributed.py, torch/csrc/distributed/c10d/reducer.cpp, by their
-defaults): each process holds everything, and a copy of all gradients in buckets, which exist from
-the first step to the last (`initialize_buckets`): one of 1 MiB, others of 25 MiB, each closed by
-the gradient that fills it.
+defaults): each process holds everything, and a copy of all gradients in buckets
+(`initialize_buckets`): in the first step one of everything, which has as many bytes as those that
+replace it: one of 1 MiB, others of 25 MiB, each closed by the gradient that fills it.
 
 `fsdp2` (torch/distributed/fsdp/_fully_shard: `fully_shard` of each block, and then of the model):
 each process holds a part of each parameter, and as much of its gradient and of the optimizer's

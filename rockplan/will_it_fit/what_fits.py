@@ -296,7 +296,9 @@ class _Length:
         )
 
     def _row_of_blocks(self, batch: int) -> FitRow:
-        """Return the row of `solve_blocks`: re-execute whole blocks, as few as needed."""
+        """Return the row of `solve_blocks`: re-execute whole blocks, as few as needed. (By
+        bisection: with more of them less is alive. Where that is not so and none is found that
+        fits, the row is of all of them and as many samples as fit then.)"""
         call = self.calls.at(batch or self.calls.least, self.length)
         blocks = self.question.blocks
 
@@ -306,7 +308,10 @@ class _Length:
         def fits(count: int) -> bool:
             return self.question.fits(self.question.timeline(call, *way(call, count)))
 
+        every = functools.partial(way, count=len(blocks))
         least = bisect.bisect_left(range(len(blocks)), x=True, key=fits) if batch else len(blocks)
+        if batch and not fits(least):
+            least, batch = len(blocks), self._largest(every, self.calls)
         return self._row("rockplan, blocks", self.calls, batch, functools.partial(way, count=least))
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
