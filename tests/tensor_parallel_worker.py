@@ -3,6 +3,7 @@ and beside the original under the same. Exits with an error where they differ.""
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
     SequenceParallel,
+    loss_parallel,
     parallelize_module,
 )
 
@@ -23,7 +26,14 @@ import rockplan
 from rockplan.graph_builder.tracing import recorder
 from testing.blocks import QUICK, Stack, batch
 from testing.sharding import HALF, everywhere, sharded
-from testing.tensor_parallel import Exchanges, Llama, sequence_parallel, tensor_parallel, words
+from testing.tensor_parallel import (
+    WORDS,
+    Exchanges,
+    Llama,
+    sequence_parallel,
+    tensor_parallel,
+    words,
+)
 
 OPTIONS = rockplan.Options(**QUICK)
 Wrap = Callable[[Any], Any]
@@ -123,6 +133,34 @@ def check_refused(mesh: DeviceMesh) -> None:
     refused(48, "draws random numbers for a DTensor")
 
 
+class Classes(nn.Module):
+    """Returns its loss, of logits that are divided by classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tok, self.norm = nn.Embedding(WORDS, 16), nn.LayerNorm(16)
+        self.head = nn.Linear(16, WORDS)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        logits: Any = self.head(self.norm(self.tok(ids))).flatten(0, 1)
+        wanted = DTensor.from_local(
+            ids.flatten(), logits.device_mesh, [Replicate()], run_check=False
+        )
+        return local(nn.functional.cross_entropy(logits, wanted))
+
+
+def check_loss_parallel(mesh: DeviceMesh) -> None:
+    """Of one module, steps outside and inside of `loss_parallel` have plans of their own."""
+    ways = {"head": ColwiseParallel(use_local_output=False)}
+    eager, ours = (parallelize_module(Classes(), mesh, ways) for _ in range(2))
+    ours = rockplan.solve(ours, words(), "min", options=OPTIONS)
+    for times, place in enumerate((contextlib.nullcontext, loss_parallel) * 2):
+        with place():
+            assert_same_steps(f"time {times} of losses", ours, eager, words())
+        assert len(ours.plans) == min(1 + times, 2)
+
+
 def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
     # Processes with other budgets have other plans, which exchange the same data in the same order.
@@ -130,6 +168,7 @@ def on_one_mesh(mesh: DeviceMesh) -> None:
     model = compare("sequence parallel", lambda m: sequence_parallel(m, mesh), budget, words())
     check_peak(model, sequence_parallel(Llama().train(), mesh), words())
     compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
+    check_loss_parallel(mesh)
     check_others(mesh)
     check_refused(mesh)
 

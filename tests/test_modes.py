@@ -6,11 +6,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor.experimental import implicit_replication
+from torch.distributed.tensor.parallel import loss_parallel
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
@@ -188,6 +191,32 @@ def test_a_backward_pass_under_another_default_dtype_is_refused() -> None:
     loss.backward()
     mean_square(eager(SAMPLE)).backward()
     assert_same_state(planned, eager, "under the same")
+
+
+@contextlib.contextmanager
+def other_attention() -> Iterator[None]:
+    """What context_parallel does."""
+    original = nn.functional.scaled_dot_product_attention
+    nn.functional.scaled_dot_product_attention = lambda *args, **kwargs: original(*args, **kwargs)
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = original
+
+
+@pytest.mark.parametrize("within", [loss_parallel, implicit_replication, other_attention])
+def test_other_rules_of_distributed_tensors_have_plans_of_their_own(
+    within: Callable[[], contextlib.AbstractContextManager[None]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(network(), SAMPLE, "100%")
+    for count in (1, 2):
+        step(planned)
+        assert len(made) == count
+        with within():
+            step(planned)
+        assert len(made) == 2
 
 
 def test_operations_of_planned_steps_are_counted() -> None:

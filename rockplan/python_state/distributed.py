@@ -64,6 +64,22 @@ def distributed(local: torch.Tensor, spec: Any) -> torch.Tensor:
     return made
 
 
+def own_ways() -> tuple[frozenset[tuple[Any, int]], bool]:
+    """Return what decides, beside specs, what DTensor makes of operators: (operator, identity of
+    its handler) of those that are handled otherwise now than by default, as under `loss_parallel`;
+    whether other tensors count as replicated."""
+    kind = getattr(sys.modules.get(_TENSOR), "DTensor", None)
+    dispatcher = getattr(kind, "_op_dispatcher", None)
+    handlers = getattr(dispatcher, "_custom_op_handlers", {})
+    other = {(op, id(how)) for op, how in handlers.items() if not _is_default(how)}
+    return frozenset(other), getattr(dispatcher, "_allow_implicit_replication", False)
+
+
+def _is_default(handler: Any) -> bool:
+    """True for a handler that is there from when DTensor is imported."""
+    return str(getattr(handler, "__module__", "")).startswith(f"{_TENSOR}._")
+
+
 def is_awaited(value: object) -> bool:
     """True for what a collective returns before it has ended."""
     kind = getattr(sys.modules.get(_COLLECTIVES), "AsyncCollectiveTensor", None)

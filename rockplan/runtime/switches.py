@@ -1,7 +1,7 @@
 """Switches: PyTorch's global state that decides which operators a call of a module executes.
 
-Autocast, modes that replace functions, the default device and dtype, kernels, hooks on all modules:
-read before each call, and set as they were if a call is planned again.
+Autocast, modes that replace functions, the default device and dtype, kernels, rules of DTensor,
+hooks on all modules: read before each call, and set as they were if a call is planned again.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_m
 from torch.utils._device import DeviceContext
 
 from rockplan.python_state.autocast import DEVICE_TYPES, Autocast, autocast_state
+from rockplan.python_state.distributed import own_ways
 from rockplan.python_state.hooks import foreign_hooks, is_foreign
 from rockplan.runtime import parametrizations
 
@@ -138,6 +139,28 @@ def _kernel_words(enabled: tuple[bool, ...]) -> Words:
     return (("kernels of attention", ", ".join(names)),)
 
 
+def _attention() -> int:
+    """Return the identity of the code of attention, which context_parallel and other libraries
+    replace, at each step by a new function of the same code."""
+    function: Any = torch.nn.functional.scaled_dot_product_attention
+    return id(getattr(function, "__code__", function))
+
+
+def _attention_words(_: int) -> Words:
+    function: Any = torch.nn.functional.scaled_dot_product_attention
+    name = getattr(function, "__qualname__", type(function).__qualname__)
+    place = getattr(function, "__module__", None) or "torch"
+    return (("scaled_dot_product_attention", f"{name} of {place}"),)
+
+
+def _ways_words(ways: tuple[frozenset[tuple[Any, int]], bool]) -> Words:
+    handled = ", ".join(sorted(str(operator) for operator, _ in ways[0]))
+    return (
+        ("operators with other rules for DTensor (loss_parallel)", handled or "none"),
+        *_on("implicit_replication() of DTensor")(ways[1]),
+    )
+
+
 def _on(name: str) -> Callable[[bool], Words]:
     return lambda is_on: ((name, "on" if is_on else "off"),)
 
@@ -150,6 +173,8 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Words]], ...] = (
     (lambda: torch.backends.mkldnn.enabled, _on("torch.backends.mkldnn")),
     (lambda: torch.backends.cudnn.enabled, _on("torch.backends.cudnn")),
     (parametrizations.are_cached, _on("torch.nn.utils.parametrize.cached()")),
+    (_attention, _attention_words),
+    (own_ways, _ways_words),
     (_hooks_on_all_modules, lambda hooks: (("hooks on all modules", str(len(hooks))),)),
 )
 """(how a switch is read, how a message describes its value)"""
