@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -161,6 +161,29 @@ def check_loss_parallel(mesh: DeviceMesh) -> None:
         assert len(ours.plans) == min(1 + times, 2)
 
 
+def check_refused_ends(mesh: DeviceMesh) -> None:
+    """Results and their gradients of unequal parts."""
+    x = torch.randn(41, 8, generator=torch.Generator().manual_seed(0))
+
+    def made(placement: Any) -> nn.Module:
+        last = RowwiseParallel(output_layouts=placement, use_local_output=False)
+        model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        return parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": last})
+
+    def refused(words: str, work: Callable[[], object]) -> None:
+        try:
+            work()
+        except rockplan.UnsupportedModel as error:
+            assert f"{words} is a DTensor that has 41 elements" in str(error), error
+        else:
+            raise AssertionError(words)
+
+    refused("leaf 0 of the module's result", lambda: rockplan.solve(made(Shard(0)), x, "min"))
+    result = rockplan.solve(made(Replicate()), x, "min")(x)
+    given = distribute_tensor(torch.ones(41, 8), mesh, [Shard(0)])
+    refused("a gradient of the result", lambda: result.backward(given))
+
+
 def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
     # Processes with other budgets have other plans, which exchange the same data in the same order.
@@ -170,6 +193,7 @@ def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
     check_loss_parallel(mesh)
     check_others(mesh)
+    check_refused_ends(mesh)
     check_refused(mesh)
 
 

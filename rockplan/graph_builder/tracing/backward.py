@@ -22,7 +22,13 @@ from rockplan.graph_builder.tracing.outputs import (
 from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.autocast import DEVICE_TYPES, OFF, under_autocast
-from rockplan.python_state.distributed import distributed, is_distributed, local_shape, spec_of
+from rockplan.python_state.distributed import (
+    distributed,
+    is_distributed,
+    local_shape,
+    spec_of,
+    why_not_shown,
+)
 from rockplan.values.interface import PlacedStrides, Strides
 
 # Nodes of autograd whose kernels branch on values (prod_backward, cumprod_backward,
@@ -134,10 +140,13 @@ def recorded_backward(
 
 
 def _tangent(output: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """An incoming gradient of `output`."""
+    """An incoming gradient of `output`. Raises UnsupportedModel for a DTensor that is not shown to
+    be planned."""
     kind: Any = {"dtype": output.dtype, "device": output.device}
     if not isinstance(strides, PlacedStrides):
         return torch.empty_strided(output.shape, strides, **kind)
+    if why := why_not_shown(strides.spec):
+        raise NAMED["distributed tensor"].error(tensor="a gradient of the result", why=why)
     shape = local_shape(strides.spec)
     return distributed(torch.empty_strided(shape, strides.strides, **kind), strides.spec)
 

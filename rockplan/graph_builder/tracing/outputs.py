@@ -18,7 +18,12 @@ from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
-from rockplan.python_state.distributed import spec_of, strides_of
+from rockplan.python_state.distributed import (
+    is_distributed,
+    spec_of,
+    strides_of,
+    why_not_shown,
+)
 from rockplan.python_state.given import GivenContainer, WithContents
 from rockplan.values.interface import (
     GivenLeaf,
@@ -43,6 +48,9 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
+    if is_distributed(leaf) and (why := why_not_shown(spec_of(leaf))):
+        named = f"leaf {position} of the module's result"
+        raise NAMED["distributed tensor"].error(tensor=named, why=why)
     if leaf.requires_grad and not is_fake(leaf):
         raise foreign_gradient(leaf)
     return recorder.known_tensor(leaf)

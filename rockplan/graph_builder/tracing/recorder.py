@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         before gets a new one."""
         index = self._index_of.get(id(tensor))
         if index is None and is_distributed(tensor):
-            self._groups.add(spec_of(tensor).mesh)
+            self._note_spec(tensor)
             return self.value(tensor._local_tensor)  # type: ignore[attr-defined]
         if index is None:
             index = len(self.values)
@@ -264,12 +264,15 @@ class Recorder(TorchDispatchMode):
         """Raise where what DTensor does for an operator is not shown to be what a plan does."""
         given = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
         for tensor in given:
-            self._groups.add(spec_of(tensor).mesh)
-            if why := why_not_shown(spec_of(tensor)):
-                error = NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why)
-                self.refuse(error)
+            self._note_spec(tensor)
         if given[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
             self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
+
+    def _note_spec(self, tensor: torch.Tensor) -> None:
+        """Note the processes of a DTensor. Raises where it is not shown that a plan has it."""
+        self._groups.add(spec_of(tensor).mesh)
+        if why := why_not_shown(spec_of(tensor)):
+            self.refuse(NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why))
 
     def _record(
         self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
