@@ -19,7 +19,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -122,8 +122,9 @@ class Agreement:
         if len(alike) < len(answers) and not self._is_split:
             self._is_split = True
             _LOGGER.warning(
-                "rank %d plans another model, batch size or budget than ranks %s: ranks that plan "
-                "the same have a plan of their own",
+                "rank %d plans another model, batch size or budget, or its part of a DTensor by "
+                "other operations, than ranks %s: ranks that plan the same have a plan of their "
+                "own",
                 self._rank,
                 ", ".join(str(r) for r in answers if r not in alike),
             )
@@ -249,7 +250,8 @@ _calls: Counter[tuple[int, ...]] = Counter()
 @contextlib.contextmanager
 def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agreement]:
     """Agree inside with the processes of a group; without a group, with those that share parameters
-    of `model` (they call the same functions anyway). Raises InvalidInput for what is no group."""
+    of `model` (they call the same functions anyway). Raises InvalidInput for what is no group, and
+    for several largest meshes of parameters."""
     ranks = _ranks_of(group, model)
     if len(ranks) < 2:
         yield ALONE
@@ -278,6 +280,20 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
         return ()
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
-    meshes: set[Any] = {p.device_mesh for p in model.parameters() if is_distributed(p)}  # type: ignore[attr-defined]
-    ranks = (mesh.mesh.flatten().tolist() for mesh in meshes)
-    return tuple(sorted(max(ranks, key=len, default=())))
+    return _largest_of(p.device_mesh for p in model.parameters() if is_distributed(p))  # type: ignore[attr-defined]
+
+
+def _largest_of(meshes: Iterable[Any]) -> tuple[int, ...]:
+    """Return the ranks of the largest mesh, in order; () without one. Raises InvalidInput if there
+    are several: another process may take another one of them, and nobody would answer."""
+    ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in set(meshes)}
+    most = max(map(len, ranks), default=0)
+    largest = sorted(r for r in ranks if len(r) == most)
+    if len(largest) > 1:
+        several = " and with ranks ".join(_listed([*r]) for r in largest)
+        raise InvalidInput(
+            f"parameters of the model are divided with ranks {several}; say which processes plan "
+            "together, with all that take part in a step: "
+            "Options(group=torch.distributed.group.WORLD)"
+        )
+    return largest[0] if largest else ()
