@@ -30,6 +30,7 @@ from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
 from rockplan.options import Options
 from rockplan.python_state import trees
+from rockplan.python_state.distributed import own_bytes
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 
@@ -67,7 +68,7 @@ def in_bytes(
         "gradients that do not exist yet": _missing_gradients_bytes(model),
         "the optimizer's state": own.state_bytes,
         "its steps inside of backward": own.inside_bytes,
-        "averages": _blocks(t.nbytes for t in averaged),
+        "averages": _blocks(map(own_bytes, averaged)),
         "workspaces": 2 * gpu(device).cublas_bytes if sums else 0,
     }
     left_bytes = usable_bytes - sum(coming.values()) - budget.reserve_bytes
@@ -182,7 +183,7 @@ def room_of(
         return room
     assert careful.size_bytes is not None
     # The timeline counts all gradients and state, those that exist already too.
-    gradients_bytes = _blocks(p.nbytes for p in trained.values())
+    gradients_bytes = _blocks(map(own_bytes, trained.values()))
     inside_bytes = max(map(_beside_state, room.steps.each.values()), default=0)
     usable_bytes = careful.size_bytes + gradients_bytes + _state_bytes(room.steps) + inside_bytes
     return replace(room, usable_bytes=usable_bytes)
@@ -222,7 +223,7 @@ def machine_bytes(root: Path = Path("/")) -> int:
 
 
 def _missing_gradients_bytes(model: nn.Module) -> int:
-    return _blocks(p.nbytes for p in model.parameters() if p.requires_grad and p.grad is None)
+    return _blocks(own_bytes(p) for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +245,7 @@ def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep
     steps = optimizer_steps(optimizer, trained, step=step)
     states = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
     held = trees.tree_leaves([states[p] for p in trained.values() if p in states])
-    held_bytes = _blocks(t.nbytes for t in held if isinstance(t, torch.Tensor))
+    held_bytes = _blocks(own_bytes(t) for t in held if isinstance(t, torch.Tensor))
     inside_bytes = max(map(_beside_state, steps.each.values()), default=0)
     return _Coming(max(_state_bytes(steps) - held_bytes, 0), _beside_state(steps), inside_bytes)
 

@@ -10,11 +10,9 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
 import rockplan
-from rockplan.agreement import Agreement, _largest_of
-from testing.ranks import fake_group
+from rockplan.agreement import Agreement
 
 TIMEOUT = datetime.timedelta(seconds=20)
 
@@ -116,15 +114,3 @@ def test_nobody_waits_for_one_whose_key_is_no_message() -> None:
     assert time.monotonic() - began < TIMEOUT.total_seconds()
     assert not isinstance(first, rockplan.RockplanError)
     assert isinstance(other, rockplan.OtherRankFailed) and "rank 0 could not plan" in str(other)
-
-
-def test_processes_of_several_meshes_are_to_be_named() -> None:
-    """A set has its largest in any order, which is another one on each process."""
-    with fake_group(4):
-        whole = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert", "tensor"))
-        experts, tensors = whole["expert"], whole["tensor"]
-        assert _largest_of([]) == ()
-        assert _largest_of([tensors, tensors]) == (0, 1)
-        assert _largest_of([experts, whole, tensors]) == (0, 1, 2, 3)
-        with pytest.raises(rockplan.InvalidInput, match=r"ranks 0, 1 and .* 0, 2; .*group="):
-            _largest_of([experts, tensors])

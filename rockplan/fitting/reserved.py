@@ -17,6 +17,7 @@ import torch
 from rockplan.fitting.changes import Holding, MemoryChange, replayed_steps, usage
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import scheduled_changes
+from rockplan.python_state.distributed import local_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 
@@ -49,8 +50,8 @@ def with_reserved(plan: Plan) -> Plan:
 
 
 def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
-    """Return the bytes of the storages of tensors, each once."""
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    """Return the bytes of the storages of tensors, each once; of DTensors of what is here."""
+    tensors = [local_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return tuple(storages.values())
 

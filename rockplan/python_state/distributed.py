@@ -50,6 +50,11 @@ def local_of(tensor: Any) -> torch.Tensor:
     return waited(tensor._local_tensor) if is_distributed(tensor) else tensor
 
 
+def own_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of the elements that this process holds."""
+    return int(local_of(tensor).nbytes)
+
+
 def strides_of(tensor: torch.Tensor) -> Strides:
     """Return how the elements of `tensor` lie in memory."""
     if type(tensor) in _PLAIN or not is_distributed(tensor):
