@@ -173,7 +173,8 @@ def test_a_block_that_is_not_taken_is_told_once(
             raise torch.OutOfMemoryError
         taken.append(size_bytes)
 
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", setting)
+    for name in reserved.SETTINGS:
+        monkeypatch.setenv(name, setting)
     monkeypatch.setattr(reserved, "device_of", lambda graph: on)
     monkeypatch.setattr(reserved, "block_bytes", lambda held, changes: block)
     monkeypatch.setattr(reserved, "gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
