@@ -171,17 +171,32 @@ TILED = {"options": rockplan.Options(tile=True, host="1GiB", link="9GB/s", cache
 @pytest.mark.parametrize(
     ("made", "device", "how", "said"),
     [
-        (scaled(), "610MiB", {}, "'scale' is a scalar: give it one dimension$"),
+        (scaled(), "610MiB", {}, r"than \d+ shards; .*'scale' is a scalar: give it one dim\w+$"),
         (scaled(), "610MiB", {"gpus": 4, "shard": "ddp"}, "'scale' is a scalar: give"),
         (on_meta(blocks=64), "610MiB", {"gpus": 9, "shard": "ddp"}, r"gpus=\d+, shard='fsdp2';"),
         (on_meta(blocks=64), "610MiB", STEPPED, "--shard fsdp2, without in_backward"),
         (on_meta(blocks=64), "610MiB", AVERAGED, "--shard fsdp2, without average"),
         (on_meta(blocks=64), "610MiB", TILED, "--shard fsdp2, without tile, host"),
         (on_meta(blocks=64), "500MiB", {}, "fit in no number of shards"),
-        (on_meta(blocks=2, width=4096), "610MiB", {}, "more shards do not help: .* 65.6 MiB at"),
-        ((rows_of(1), torch.empty(1, 1)), "700MiB", {}, "more shards do not help"),
-        ((rows_of(1), torch.empty(1, 1)), "1300MiB", {"gpus": 8}, "more shards do not help"),
-        ((rows_of(2), torch.empty(2, 1)), "1300MiB", {"gpus": 2}, "more shards do not help"),
+        (
+            on_meta(blocks=2, width=4096),
+            "610MiB",
+            {},
+            "more parts of fully_shard do not .* 65.6 MiB at",
+        ),
+        ((rows_of(1), torch.empty(1, 1)), "700MiB", {}, "more parts of fully_shard do not"),
+        (
+            (rows_of(1), torch.empty(1, 1)),
+            "1300MiB",
+            {"gpus": 8},
+            "more parts of fully_shard do not",
+        ),
+        (
+            (rows_of(2), torch.empty(2, 1)),
+            "1300MiB",
+            {"gpus": 2},
+            "more parts of fully_shard do not",
+        ),
     ],
 )
 def test_a_remedy_is_one_that_helps(

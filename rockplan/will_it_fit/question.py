@@ -147,18 +147,20 @@ class FitQuestion:
         context and workspaces; without: as for `refuse_too_small`."""
         if room <= 0:
             return ", which fit in no number of shards"
-        if why := unknown_to_fsdp2(self.model, self.blocks):
-            return f"; {why}"
         step = replace(self.step, in_backward=False, average=False)
-        two = replace(self, shards=Shards(2), step=step, _steps={})
-        gathered = gathered_bytes(two.groups)
-        known = replace(two, shards=ALONE).known_without_capture()
-        count = -(-known // max(room - gathered, 1))
+        once = replace(self, shards=ALONE, step=step, _steps={})
+        known = once.known_without_capture()
         own = self.shards.count if self.shards.are_parts else 1
-        if count <= own or replace(two, shards=Shards(count))._least_bytes > room:
+        least = -(-known // room)
+        parts = f", which fit in no less than {least} shards" if least > own else ""
+        if why := unknown_to_fsdp2(self.model, self.blocks):
+            return f"{parts}; {why}"
+        gathered = gathered_bytes(Shards(2).groups(self.model, self.blocks))
+        count = -(-known // max(room - gathered, 1))
+        if count <= own or replace(once, shards=Shards(count))._least_bytes > room:
             return (
-                "; more shards do not help: parts are of whole rows, and a block is gathered "
-                f"whole, at least {format_bytes(gathered)} at a time"
+                f"{parts}; more parts of fully_shard do not help: they are of whole rows, and a "
+                f"block is gathered whole, at least {format_bytes(gathered)} at a time"
             )
         left_out = f", without {', '.join(without)}" if without else ""
         return (
