@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from rockplan.python_state.distributed import local_of, spec_of
+
 
 @dataclass(frozen=True, slots=True)
 class Content:
@@ -41,7 +43,7 @@ def put_back(contents: Iterable[Content]) -> None:
             if has_other_memory(tensor, memory):
                 tensor.data = memory
             if not is_same_content(tensor, content.copy):
-                tensor.copy_(content.copy)
+                local_of(tensor).copy_(local_of(content.copy))
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
@@ -71,5 +73,14 @@ def has_other_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
 
 
 def is_same_content(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """True for equal values; NaNs are equal whatever their payload."""
-    return a is b or (a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all()))
+    """True for equal values; NaNs are equal whatever their payload. DTensors are compared by what
+    is here, without any exchange, and by where they are placed."""
+    return a is b or (_placements(a) == _placements(b) and _are_equal(local_of(a), local_of(b)))
+
+
+def _placements(tensor: torch.Tensor) -> Any:
+    return getattr(spec_of(tensor), "placements", None)
+
+
+def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
