@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.python_state import trees
 from rockplan.values.interface import PlacedStrides, Strides
@@ -48,6 +49,11 @@ def local_of(tensor: Any) -> torch.Tensor:
     """Return the part of a DTensor that this process holds, once it has arrived; other tensors as
     they are."""
     return waited(tensor._local_tensor) if is_distributed(tensor) else tensor
+
+
+def is_fake(tensor: Any) -> bool:
+    """True for a tensor of a recording, and for a DTensor of such."""
+    return isinstance(tensor._local_tensor if is_distributed(tensor) else tensor, FakeTensor)
 
 
 def own_bytes(tensor: torch.Tensor) -> int:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
+from rockplan.python_state.distributed import is_fake
 from rockplan.python_state.hooks import is_foreign
 from rockplan.runtime.differences import Differences
 from rockplan.values.plan import format_bytes
@@ -37,7 +37,7 @@ def refuse_transforms() -> None:
 def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
     """Raise UnsupportedModel if `planned` runs as a part of a module that is being planned or
     exported."""
-    if any(isinstance(t, FakeTensor) for t in (*leaves, *planned.parameters())):
+    if any(map(is_fake, (*leaves, *planned.parameters()))):
         raise UnsupportedModel(
             f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
             "torch.export) the whole with the original module in its place"

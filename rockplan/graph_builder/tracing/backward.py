@@ -19,12 +19,13 @@ from rockplan.graph_builder.tracing.outputs import (
     leaves_reached,
     sources_of,
 )
-from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.autocast import DEVICE_TYPES, OFF, under_autocast
 from rockplan.python_state.distributed import (
     distributed,
     is_distributed,
+    is_fake,
     local_shape,
     spec_of,
     why_not_shown,

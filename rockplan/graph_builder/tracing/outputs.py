@@ -15,11 +15,12 @@ from torch.autograd.graph import Node
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing import own_gradients
-from rockplan.graph_builder.tracing.recorder import Recorder, is_fake, node_name
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import trees
 from rockplan.python_state.distributed import (
     is_distributed,
+    is_fake,
     spec_of,
     strides_of,
     why_not_shown,

@@ -43,6 +43,7 @@ from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state.distributed import (
     is_distributed,
     is_distributed_kind,
+    is_fake,
     spec_of,
     why_not_shown,
 )
@@ -94,11 +95,6 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
     if _has_operations(kind):
         return NAMED["class of tensors"].text(tensor=called, kind=kind.__qualname__)
     return None
-
-
-def is_fake(tensor: Any) -> bool:
-    """Is it one of a recording, or a DTensor of such?"""
-    return isinstance(tensor._local_tensor if is_distributed(tensor) else tensor, FakeTensor)
 
 
 def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
