@@ -93,7 +93,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
             continue
         kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
         first = same.setdefault(id(tensor), position)
-        shared = memory.setdefault(tensor.untyped_storage()._cdata, position)
+        shared = memory.setdefault(local_of(tensor).untyped_storage()._cdata, position)
         parts.append((kind, first, shared, tensor.is_conj(), tensor.is_neg()))
     return tuple(parts)
 

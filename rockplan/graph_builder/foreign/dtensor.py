@@ -34,7 +34,8 @@ def _of_context_parallel(original: Any, recording: RecordingAccess) -> Callable[
 
 def patches() -> Iterator[Patch]:
     """Where DTensor is in use."""
-    if nn.functional.scaled_dot_product_attention.__module__.startswith("torch.distributed."):
+    attention: Any = nn.functional.scaled_dot_product_attention
+    if str(getattr(attention, "__module__", "")).startswith("torch.distributed."):
         yield Patch(
             nn.functional,
             "scaled_dot_product_attention",
