@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -184,6 +185,18 @@ def check_refused_ends(mesh: DeviceMesh) -> None:
     refused("a gradient of the result", lambda: result.backward(given))
 
 
+def check_left(mesh: DeviceMesh) -> None:
+    """A block that one process leaves is left by all."""
+    eager, ours = (tensor_parallel(Llama(3).train(), mesh) for _ in range(2))
+    own = ours.layers[dist.get_rank()].attention
+    forward = own.forward
+    own.forward = lambda x: forward(x) + 0 * next(iter(x.detach().flatten().tolist()))
+    options = replace(OPTIONS, on_refused="leave")
+    rockplan.solve_blocks(ours, words(), "min", blocks="layers.*", options=options)
+    assert [placed.path for placed in rockplan.blocks_of(ours).blocks] == ["layers.2"]
+    assert_same_steps("left", ours, eager, words())
+
+
 def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
     # Processes with other budgets have other plans, which exchange the same data in the same order.
@@ -193,6 +206,7 @@ def on_one_mesh(mesh: DeviceMesh) -> None:
     compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
     check_loss_parallel(mesh)
     check_others(mesh)
+    check_left(mesh)
     check_refused_ends(mesh)
     check_refused(mesh)
 

@@ -116,7 +116,7 @@ def solve_blocks(
         options = replace(options, group=None)
         call = largest_call(model, *without_history(*given), options)
         named = named_blocks(model, blocks)
-        if any(map(is_distributed, model.parameters())):
+        if _is_divided(model):
             _refuse_others(agreed, model, named)
         restore_blocks(model)
         _plan_blocks(model, named, call, wanted, loss, options, agreed, are_found=blocks is None)
@@ -156,6 +156,11 @@ def _plan_blocks(
             raise
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
+
+
+def _is_divided(model: nn.Module) -> bool:
+    """True if processes exchange what belongs to the same blocks."""
+    return any(map(is_distributed, model.parameters()))
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
@@ -289,7 +294,9 @@ class _Job:
     ) -> None:
         """Plan the blocks `named` as far as possible, within `wanted`. left: blocks that are not
         planned."""
-        captured, refused = self._captured(named, calls)
+        captured, own = self._captured(named, calls)
+        refused = self._refused_by_any(own)
+        captured = {p: b for p, b in captured.items() if p not in dict(refused)}
         left += refused
         while captured:
             try:
@@ -384,6 +391,18 @@ class _Job:
         if failure is not None:
             raise failure
         return captured, tuple(left)
+
+    def _refused_by_any(self, own: Left) -> Left:
+        """Return (path, why) of the blocks that any process of those that plan together leaves: all
+        exchange what belongs to a block, in a measurement as in a step. own: of this process."""
+        others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
+        left = dict(own)
+        for rank, theirs in others.items():
+            for path, why in theirs:
+                if path not in left:
+                    left[path] = f"rank {rank}: {why}"
+                    _LOGGER.warning("block '%s' is left as it is: %s", path, left[path])
+        return tuple(left.items())
 
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
