@@ -10,6 +10,7 @@ they were, and no hook of the caller's on a parameter or an input sees the gradi
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import warnings
@@ -27,12 +28,13 @@ from rockplan.graph_builder.tracing import eager_paths, modes, patches
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast
+from rockplan.python_state.distributed import distributed, local_of, local_shape
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.runtime.hooks import hooks_aside
 from rockplan.runtime.program import ModuleCall
-from rockplan.values.interface import ABSENT
+from rockplan.values.interface import ABSENT, PlacedStrides, Strides
 
 _REPEATS = 2
 """Further runs of the planned step: nondeterministic kernels may repeat themselves by chance."""
@@ -114,7 +116,7 @@ def check(
     call: ModuleCall,
     original: Callable[..., Any],
     planned: Callable[..., Any],
-    starts: Mapping[int, tuple[int, ...]],
+    starts: Mapping[int, Strides],
     called: str = "eager",
 ) -> str:
     """Run two steps of `original` and of `planned` (two forwards over the tensors of the module),
@@ -165,7 +167,7 @@ def distance(
     call: ModuleCall,
     original: Callable[..., Any],
     planned: Callable[..., Any],
-    starts: Mapping[int, tuple[int, ...]],
+    starts: Mapping[int, Strides],
     dtypes: Collection[torch.dtype],
 ) -> float:
     """Return the norm of the difference between the gradients of `planned` and of `original`, as a
@@ -330,8 +332,8 @@ def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
 def _run(
     given: _Given,
     forward: Callable[..., Any],
-    starts: Mapping[int, tuple[int, ...]],
-    tangent: Callable[[torch.Tensor, tuple[int, ...]], torch.Tensor] | None = None,
+    starts: Mapping[int, Strides],
+    tangent: Callable[[torch.Tensor, Strides], torch.Tensor] | None = None,
 ) -> _StepResult:
     """Run one step and return its results. starts: position of a result that gets a gradient ->
     strides of this gradient; tangent: makes the gradient of a result in given strides; None:
@@ -384,19 +386,28 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, tuple) and value[:1] == ("a tensor",)
 
 
-def _ones(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _ones(like: torch.Tensor, strides: Strides) -> torch.Tensor:
     """Return ones in the shape of `like`; strides may be zero (an expanded gradient)."""
-    reach = sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True) if n)
-    ones = torch.ones(reach + 1, dtype=like.dtype, device=like.device)
-    return ones.as_strided(like.shape, strides)
+    return _laid_out(torch.ones, like, strides)
 
 
-def _drawn(like: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+def _drawn(like: torch.Tensor, strides: Strides) -> torch.Tensor:
     """Return random numbers, as `_ones`. (For ones, gradients of softmax and normalizations are
     zero up to rounding.)"""
-    reach = sum((n - 1) * s for n, s in zip(like.shape, strides, strict=True) if n)
-    numbers = torch.randn(reach + 1, generator=torch.Generator().manual_seed(0))
-    return numbers.to(like.device, like.dtype).as_strided(like.shape, strides)
+    numbers = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
+    return _laid_out(numbers, like, strides)
+
+
+def _laid_out(
+    make: Callable[[int], torch.Tensor], like: torch.Tensor, strides: Strides
+) -> torch.Tensor:
+    """Return as many numbers of `make` as lie in these strides, in the shape of `like`."""
+    spec = strides.spec if isinstance(strides, PlacedStrides) else None
+    own = strides.strides if isinstance(strides, PlacedStrides) else strides
+    shape = like.shape if spec is None else local_shape(spec)
+    reach = sum((n - 1) * s for n, s in zip(shape, own, strict=True) if n)
+    made = make(reach + 1).to(like.device, like.dtype).as_strided(shape, own)
+    return made if spec is None else distributed(made, spec)
 
 
 def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
@@ -415,13 +426,16 @@ def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
             if a is not b:
                 return f"{name} exists in one of them only"
         elif not (_is_unmade(a) or is_same_content(a, b)):
-            largest = (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
-            return f"{name} by up to {largest}"
+            return f"{name} by up to {_largest_difference(local_of(a), local_of(b))}"
     one, other = dict(actual.data), dict(expected.data)
     for name in {**other, **one}:
         if one.get(name, ABSENT) != other.get(name, ABSENT):
             return f"{name} is {one.get(name, 'unchanged')}, not {other.get(name, 'unchanged')}"
     return None
+
+
+def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | str:
+    return (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
 
 
 def _is_unmade(tensor: torch.Tensor) -> bool:

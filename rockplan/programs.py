@@ -412,12 +412,7 @@ def _checked(
     """Return `program`, whose plan records the comparison of two steps with eager execution; if its
     kernels are compiled or its head is tiled, the comparison with the same graph without
     re-executions, and the distance from eager. dtypes: in which it computes."""
-    outputs = program.interface.outputs
-    starts = {
-        i: program.plan.graph.values[leaf.tangent].spec.stride
-        for i, leaf in enumerate(outputs)
-        if leaf.tangent is not None
-    }
+    starts = program.incoming
     original = original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)
     with key_value_cache.switched_off(call.module):

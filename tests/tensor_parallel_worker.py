@@ -162,8 +162,9 @@ def check_loss_parallel(mesh: DeviceMesh) -> None:
         assert len(ours.plans) == min(1 + times, 2)
 
 
-def check_refused_ends(mesh: DeviceMesh) -> None:
-    """Results and their gradients of unequal parts."""
+def check_ends(mesh: DeviceMesh) -> None:
+    """Results that are DTensors are compared, and are refused if they, or their gradients, are of
+    unequal parts."""
     x = torch.randn(41, 8, generator=torch.Generator().manual_seed(0))
 
     def made(placement: Any) -> nn.Module:
@@ -179,6 +180,9 @@ def check_refused_ends(mesh: DeviceMesh) -> None:
         else:
             raise AssertionError(words)
 
+    checked = replace(OPTIONS, check=True)
+    ours = rockplan.solve(made(Shard(0)), x[:40], "min", options=checked)
+    assert ours.plan.checked.startswith("equal to eager"), ours.plan.checked
     refused("leaf 0 of the module's result", lambda: rockplan.solve(made(Shard(0)), x, "min"))
     result = rockplan.solve(made(Replicate()), x, "min")(x)
     given = distribute_tensor(torch.ones(41, 8), mesh, [Shard(0)])
@@ -207,7 +211,7 @@ def on_one_mesh(mesh: DeviceMesh) -> None:
     check_loss_parallel(mesh)
     check_others(mesh)
     check_left(mesh)
-    check_refused_ends(mesh)
+    check_ends(mesh)
     check_refused(mesh)
 
 

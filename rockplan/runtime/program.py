@@ -20,7 +20,7 @@ from rockplan.python_state import trees
 from rockplan.python_state.given import has_contents
 from rockplan.runtime.differences import NOTHING_SAID, DescribedCall
 from rockplan.values.columns import aligned
-from rockplan.values.interface import Incoming, Interface, Precedent
+from rockplan.values.interface import Incoming, Interface, Precedent, Strides
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
 
@@ -61,7 +61,7 @@ class PlannedProgram:
         return has_contents(self.output_spec)
 
     @property
-    def incoming(self) -> Incoming:
+    def incoming(self) -> dict[int, Strides]:
         """The outputs that its backward phase starts from, with the strides of their gradients."""
         pairs = zip(self.interface.results, self.executable.pattern, strict=True)
         return {position: strides for position, strides in pairs if strides is not None}
