@@ -129,8 +129,8 @@ def check_peaks(mesh: DeviceMesh) -> None:
             plan = rockplan.blocks_of(model)
             least_bytes, *others = peaks(model, x, mode, STEPS)
         where = (mode, least_bytes, others, plan)
-        assert least_bytes <= plan.peak_bytes <= 1.3 * least_bytes, where
-        # Beside what a step needs: late memory of the measured step is in both predictions.
+        # The step that is measured for it may hold late memory, as any of these.
+        assert least_bytes <= plan.peak_bytes <= 1.3 * max(others), where
         assert plan.eager_peak_bytes > 1.4 * least_bytes, f"{where}: what blocks keep"
         assert not [w for w in said if "fully_shard" in str(w.message)], mode
 
