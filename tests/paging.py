@@ -36,6 +36,16 @@ POISON = 0xFF
 # -- plans ---------------------------------------------------------------------------------------
 
 
+def placings(order: tuple[int, ...], more: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    """Yield `order` with all of `more` anywhere, in any order."""
+    if not more:
+        yield order
+        return
+    for others in placings(order, more[1:]):
+        for place in range(len(others) + 1):
+            yield (*others[:place], more[0], *others[place:])
+
+
 def pageable_of(graph: CDGraph) -> list[int]:
     """Activations that the backward phase reads, none of them the caller's."""
     read = {d for n in graph.backward for d in n.reads}

@@ -25,7 +25,7 @@ from rockplan.values.order import Orders
 from rockplan.values.schedule import Schedule, keep_all, with_frees
 from testing.graphs import random_graph, random_schedule
 from tests.moments import WITH_STATES, places, random_moments, solution_of
-from tests.paging import pageable_of
+from tests.paging import pageable_of, placings
 
 LINKS = (HostLink(10**9, 5 * 10**8), HostLink(3 * 10**8, 10**9))
 """A byte takes 1 to 3 ns, a node up to 20."""
@@ -151,16 +151,6 @@ def small_graphs(count: int) -> Iterator[tuple[CDGraph, list[int]]]:
             return
 
 
-def inserted(order: tuple[int, ...], more: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """`order` with all of `more` anywhere, in any order."""
-    if not more:
-        yield order
-        return
-    for others in inserted(order, more[1:]):
-        for place in range(len(others) + 1):
-            yield (*others[:place], more[0], *others[place:])
-
-
 def subsets(of: Sequence[Paged]) -> Iterator[tuple[Paged, ...]]:
     return itertools.chain.from_iterable(itertools.combinations(of, k) for k in range(len(of) + 1))
 
@@ -188,11 +178,11 @@ def fastest_ns(graph: CDGraph, storages: list[int], host: Host, budget_bytes: in
         forward = list(required(made.forward))
         for page in pages:
             forward.insert(forward.index(made_by(made, page.data)) + 1, page.store)
-        for second in set(inserted(required(made.backward), [*nodes, *(p.fetch for p in pages)])):
+        for second in set(placings(required(made.backward), [*nodes, *(p.fetch for p in pages)])):
             # Where copies out stand as soon as can be, the least is alive.
             if (best is not None and least_ns >= best) or not priced(tuple(forward), second):
                 continue
-            for first in inserted(required(made.forward), [p.store for p in pages]):
+            for first in placings(required(made.forward), [p.store for p in pages]):
                 found = priced(first, second)
                 if found is not None:
                     best = found.time_ns if best is None else min(best, found.time_ns)

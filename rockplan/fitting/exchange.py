@@ -134,9 +134,9 @@ def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) 
 
 @dataclass(slots=True)
 class _Course:
-    """The changes so far. handed: name -> bytes of a gradient; filled: key
-    of the buffer of the last gather in forward; reduced: key of the buffer of the gradients reduced
-    last."""
+    """The changes so far. handed: name -> bytes of a gradient; adds: True if gradients are added to
+    earlier ones; filled, reduced: keys of the buffers of the last gather in forward, and of the
+    gradients reduced last."""
 
     transport: Transport
     handed: Mapping[str, int]
