@@ -7,6 +7,7 @@ import functools
 import gc
 import itertools
 import json
+import logging
 import os
 import re
 import subprocess
@@ -639,6 +640,32 @@ def test_positions_of_a_decoder_end_where_they_end() -> None:
         rockplan.fit(
             case.model, dict(case.kwargs), "t4", sizes={0: (2, 8), 1: (8, 64)}, options=QUICK
         )
+
+
+class _Warns(torch.nn.Module):
+    """Warns in each forward, once by a function cache and once by itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        _warn_once("by a cache")
+        logging.getLogger("a library").warning("by itself")
+        return self.linear(x)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    logging.getLogger("a library").warning(text)
+
+
+def test_what_a_forward_logs_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
+    handle = logging.Logger.handle
+    rockplan.fit(_Warns(), torch.randn(2, 4), "t4", sizes={0: (1, 64)}, options=QUICK)
+    said = [r.getMessage() for r in caplog.records if r.name == "a library"]
+    assert sorted(said) == ["by a cache", "by itself"]
+    assert logging.Logger.handle is handle
 
 
 def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,6 +37,7 @@ from rockplan.values.plan import format_bytes
 from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.answer import Fit, FitRow
 from rockplan.will_it_fit.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
+from rockplan.will_it_fit.messages import messages_once
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
 from rockplan.will_it_fit.twin import twin_of, with_values
 
@@ -57,6 +58,7 @@ KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 Way = Callable[[PricedCall], Scheduled]
 
 
+@messages_once()
 def fit(
     model: nn.Module,
     sample_input: object,
