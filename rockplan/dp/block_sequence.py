@@ -44,9 +44,10 @@ NO_OTHERS = Others()
 def cases(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int, others: Others
 ) -> Iterator[tuple[Sequence[StepMoment], int]]:
-    """Divide a budget between the call that runs and the others in flight: for each of some limits
-    of the bytes that a call saves, yield (moments, budget) of the call that runs. One more moment
-    holds it to the limit, and its budget is what the others leave if each of them saves as much."""
+    """Divide a budget between the call that runs and the others in flight. Yield (moments, budget
+    in bytes) for the call that runs, for each of LIMITS limits of the bytes that a call saves
+    between its phases: the others are taken to save that much, and one more moment holds the
+    running call to it. Without others, yield the arguments as they are."""
     if not others.count:
         yield moments, budget_bytes
         return
@@ -83,7 +84,9 @@ def fastest_options(
     budget_bytes: int,
     others: Others = NO_OTHERS,
 ) -> tuple[BoundedOption, ...] | None:
-    """Return the choice that takes least time within the budget; None if there is none."""
+    """Return an option for each block so that the sum of their times is least and every moment of
+    the step stays within the budget, also with `others` in flight; None if there is no such
+    choice."""
     found = (_fastest(families, *case) for case in cases(families, moments, budget_bytes, others))
     choices = (choice for choice in found if choice is not None)
     return min(choices, key=lambda choice: sum(o.time_ns for o in choice), default=None)
@@ -92,7 +95,9 @@ def fastest_options(
 def _fastest(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int
 ) -> tuple[BoundedOption, ...] | None:
-    """Return the fastest choice for one call, None if there is none."""
+    """Return an option for each block, the fastest choice within the budget with one call in
+    flight; None if there is none. The choice is exact while no more than LABELS sums of saved bytes
+    are useful."""
     limits = _limits(families, moments, budget_bytes)
     labels = [_Label(0, 0)] if _begins(moments, budget_bytes) else []
     for position, family in enumerate(families):
@@ -111,7 +116,7 @@ def _fastest(
 def least_budget(
     families: Families, moments: Sequence[StepMoment], others: Others = NO_OTHERS
 ) -> int:
-    """Return the least bytes within which there is a choice."""
+    """Return the least budget, in bytes, with which `fastest_options` finds a choice."""
 
     def has_choice(budget_bytes: int) -> bool:
         several = cases(families, moments, budget_bytes, others)
@@ -134,7 +139,8 @@ def least_budget(
 
 
 def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> bool:
-    """True if there is a choice within the budget."""
+    """True if some choice of options fits: at each block, the one that saves least of those that
+    fit leaves most room to later blocks."""
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
     if not _begins(moments, budget_bytes):
         return False
@@ -154,7 +160,8 @@ def _begins(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
 
 
 def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
-    """Return the bytes that the budget leaves at each block."""
+    """Return for each block the most bytes that it and the blocks before it may need while it runs
+    forward, while it runs backward, and what they may save once its forward is over."""
     count = len(families)
     forward, backward, kept = ([budget_bytes] * count for _ in range(3))
 
@@ -188,8 +195,8 @@ def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedO
 
 
 def _useful(labels: Iterable[_Label]) -> list[_Label]:
-    """Return the labels that no other beats or equals in bytes and time, fewest saved bytes
-    first."""
+    """Return the labels (bytes saved by the first blocks, their time) that no other equals or beats
+    in both, fewest saved bytes first."""
     useful: list[_Label] = []
     for label in sorted(labels, key=lambda one: (one.saved_bytes, one.time_ns)):
         if not useful or label.time_ns < useful[-1].time_ns:

@@ -63,8 +63,9 @@ class ChainSolver:
         return simulate(self._graph, least).peak_bytes
 
     def thriftiest(self, *, deadline: float = math.inf) -> Schedule | None:
-        """Return the schedule with the smallest simulated peak found for limits near the least that
-        the chain needs; None if there was no time for one. deadline: as of time.monotonic."""
+        """Return the schedule with the smallest simulated peak, of those that the chain finds for
+        limits from the least one up; keep-all if that needs less. None if there was no time for
+        one. deadline: as of time.monotonic."""
         simulated = self._simulated(self._least_sequences(deadline), deadline)
         best = min(simulated, key=lambda o: self._simulate(o).peak_bytes, default=None)
         if best is None:
@@ -74,8 +75,9 @@ class ChainSolver:
         return self._stitch(best)
 
     def best_schedule(self, budget_bytes: int, *, deadline: float = math.inf) -> Schedule | None:
-        """Return the fastest schedule found whose simulated peak is within budget_bytes, or None.
-        deadline: as of time.monotonic."""
+        """Return the fastest schedule found whose simulated peak is within budget_bytes; of equal
+        times, the one with the smaller peak. None if none was found before the deadline (as of
+        time.monotonic)."""
         if self._everything.peak_bytes <= budget_bytes:
             return keep_all(self._graph)
         for sequences in (self._around(budget_bytes, deadline), self._least_sequences(deadline)):
@@ -86,7 +88,8 @@ class ChainSolver:
         return None
 
     def _simulated(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
-        """Simulate sequences until the deadline; return those."""
+        """Simulate the schedules of `sequences` (operations on blocks) until the deadline, and
+        return those simulated. `_simulate` keeps what each needs."""
         distinct: list[Operations] = []
         with suppress(OutOfTime):
             for operations in sequences:
@@ -97,7 +100,10 @@ class ChainSolver:
         return distinct
 
     def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
-        """Yield sequences for limits that close in on the largest one whose schedule fits."""
+        """Yield sequences of operations on blocks for limits of the chain's own memory, which
+        differs a little from the simulated peak: the limits close in on the largest one whose
+        schedule fits into budget_bytes. The caller has to simulate each before it asks for the
+        next."""
         table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
             yield (operations := decode(table, table.grid.limit_bytes))
@@ -129,24 +135,25 @@ class ChainSolver:
         return simulate(self._graph, keep_all(self._graph))
 
     def _table(self, limit_bytes: int, deadline: float) -> Table:
-        """Return the table of the smallest scale that reaches well above limit_bytes.
+        """Return a table of the recurrence that reaches at least a quarter above limit_bytes, from
+        those kept or newly filled. Raises OutOfTime at the deadline.
 
-        Scales halve from the limit beyond which the chain gains nothing, so that buckets are fine
-        where memory is short, and budgets of one scale share a table.
+        A table reaches to the limit beyond which the chain gains nothing, divided by a power of
+        two: so buckets are fine where memory is short, and budgets near each other share a table.
         """
-        wanted = max(self._least, limit_bytes) * 5 // 4
-        scale = self._fastest
-        while scale // 2 >= wanted:
-            scale //= 2
-        if scale not in self._tables:
+        needed_bytes = max(self._least, limit_bytes) * 5 // 4
+        reach_bytes = self._fastest
+        while reach_bytes // 2 >= needed_bytes:
+            reach_bytes //= 2
+        if reach_bytes not in self._tables:
             segments = len(self._segments.spans)
             buckets = bucket_count(self._segments.blocks, segments)
             while len(self._tables) >= tables_at_once(segments, buckets):
                 del self._tables[next(iter(self._tables))]
-            self._tables[scale] = solve(
-                self._segments, grid(scale, buckets), self._needs, deadline=deadline
+            self._tables[reach_bytes] = solve(
+                self._segments, grid(reach_bytes, buckets), self._needs, deadline=deadline
             )
-        return self._tables[scale]
+        return self._tables[reach_bytes]
 
     def _time_and_peak(self, operations: Operations) -> tuple[int, int]:
         simulation = self._simulate(operations)

@@ -106,7 +106,8 @@ Operation = RunForward | RunOption
 
 
 def links(blocks: Sequence[Block], families: Sequence[OptionFamily]) -> tuple[Link, ...]:
-    """Return one Link per block; blocks with equal problems and options are simulated once."""
+    """Return one Link per block, with the simulated bytes and times of the block's options as the
+    dynamic program uses them. Blocks with equal problems and options are simulated once."""
     made: dict[tuple[object, ...], Link] = {}
     chain: list[Link] = []
     for block, family in zip(blocks, families, strict=True):
@@ -127,7 +128,8 @@ class _Role(Enum):
 
 
 def _link(block: Block, family: OptionFamily) -> Link:
-    """Return the link of a block."""
+    """Simulate all options of a block, and its forward alone, in each role, and return the link.
+    Raises ValueError if the family has no options."""
     if not family.options:
         raise ValueError(f"block {block.index} ({block.name}) has no options")
     return Link(
@@ -144,8 +146,14 @@ def _link(block: Block, family: OptionFamily) -> Link:
 
 
 def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCosts:
-    """Return the costs of a block's options in this role, with the block's input held and dropped.
-    In the closing role the outputs are no longer held."""
+    """Simulate the options of a block in one role: once with the block's input held to the end,
+    once with it dropped after its last use. Of each, options that another one dominates are left
+    out.
+
+    Roles: the first run of the block, a later one (what need not run again is left out), and a
+    later one whose output only the block itself reads, so that it may be freed before the end of
+    the forward.
+    """
     problem = block.problem
     if role is _Role.CLOSING:
         problem = replace(problem, outputs=())
@@ -158,7 +166,11 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
 
 
 def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
-    """Simulate one option on `problem`."""
+    """Simulate one option and return its bytes, without input, output and background, and its time.
+
+    problem: the block's graph, maybe changed for a role. option: its index in the family. order:
+    the nodes that it executes in this role.
+    """
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
     output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return OptionCost(
@@ -172,7 +184,8 @@ def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> 
 
 
 def _forward_cost(block: Block, role: _Role) -> ForwardCost:
-    """Simulate a forward run in this role."""
+    """Simulate the block's forward alone in one role, and return its peaks with the input held and
+    with the input dropped after its last use, without the input itself, and its time."""
     problem = block.problem
     order = _order(problem, [n.index for n in problem.forward], (), role)
     schedules = [
@@ -193,8 +206,9 @@ def _order(
 
 
 def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
-    """Return `problem` with its input freed after its last use. (No node makes the input, so
-    simulated bytes are those beside a held input.)"""
+    """Return `problem` with its input as an activation, which is freed after its last use; the same
+    if the block has no input. No node makes it, so bytes are counted relative to a held input, and
+    may be negative."""
     if block.input is None:
         return problem
     data = tuple(
@@ -205,7 +219,8 @@ def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
 
 
 def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
-    """True if `nodes`, in this order, read `data` before one of them makes it."""
+    """True if one of `nodes` (indices, in order of execution) reads the storage `data` before any
+    of them has made it."""
     for index in nodes:
         if data in problem.nodes[index].reads:
             return True
@@ -225,7 +240,8 @@ def _repeatable(problem: CDGraph) -> frozenset[int]:
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    """Return the options that no other equals or beats in everything, fastest first."""
+    """Return the costs that no other equals or beats in all of time, saved bytes, both peaks and
+    not reading the output; fastest first. Of equal ones the option with the lower index stays."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
     undominated: list[OptionCost] = []
     for cost in ordered:

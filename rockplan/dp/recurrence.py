@@ -58,8 +58,9 @@ def minimum_needs(segments: Segments) -> Integers:
 
 
 def fastest_need(segments: Segments) -> int:
-    """Return the bytes with which every block runs once with its fastest option: the most, over the
-    blocks, of the bytes that earlier blocks hold and the block's own peak."""
+    """Return the bytes with which every block runs once, with its fastest option: the largest over
+    the blocks of what earlier blocks save for their backward plus the block's own peak. More memory
+    gains nothing."""
     steps: list[tuple[int, int]] = []
     segment = segments.whole
     while segment != EMPTY:
@@ -75,8 +76,9 @@ def fastest_need(segments: Segments) -> int:
 def solve(
     segments: Segments, grid: Grid, minimum_bytes: Integers, *, deadline: float = math.inf
 ) -> Table:
-    """Fill the table for every limit up to that of `grid`. Raises OutOfTime at the deadline, as of
-    time.monotonic."""
+    """Fill a table with the least time of each segment at every bucket of `grid`. minimum_bytes: of
+    each segment, by id, as `minimum_needs` returns them. Raises OutOfTime at the deadline (as of
+    time.monotonic)."""
     table = empty_table(segments, grid, minimum_bytes)
     for segment in range(1, len(segments.spans)):
         if time.monotonic() >= deadline:
@@ -96,10 +98,11 @@ def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Tabl
 
 
 def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
-    """Return a sequence that needs at most limit_bytes, which must be at least the minimum need.
+    """Return the fastest operations known for the whole chain within limit_bytes, in order. Raises
+    ValueError if the limit is below the chain's minimum.
 
-    Every choice is made anew for the exact bytes that are left, which can only be faster than what
-    the table holds. Raises ValueError if the limit is below the minimum need.
+    Every choice is made anew for the exact bytes that are left, so it may be faster than the table
+    says, which has times at buckets only.
     """
     minimum = int(table.minimum_bytes[table.segments.whole])
     if limit_bytes < minimum:
@@ -125,7 +128,8 @@ class _Part:
 
 
 def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
-    """Make the best choice for a part; return its operations and smaller parts, in order."""
+    """Return what the fastest choice for a part (blocks and a limit of bytes) consists of, in
+    order: operations, and smaller parts to be expanded in turn. [] for a part without blocks."""
     if part.segment == EMPTY:
         return []
     alternatives = choices(table.segments, part.segment)
@@ -150,7 +154,8 @@ def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
 
 
 def _fill(table: Table, segment: int) -> None:
-    """Compute the row of `segment` from those of its parts."""
+    """Compute the least times of `segment` at all buckets, and what they spare of each limit, from
+    the rows of its parts, which must be filled. Writes them into `table`."""
     alternatives = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)
@@ -162,7 +167,8 @@ def _fill(table: Table, segment: int) -> None:
 
 
 def best_choices(table: Table, alternatives: Choices) -> tuple[Integers, Integers]:
-    """Return for each bucket the least time, and a choice that takes it.
+    """Return two arrays over the buckets: the least time (ns; NEVER where nothing fits) and the
+    index of a choice that takes it.
 
     The time of a choice falls as the limit grows. So between two buckets only choices can matter
     that take less at the upper one than the best takes at the lower one: few, if the two are near
@@ -193,8 +199,9 @@ def best_choices(table: Table, alternatives: Choices) -> tuple[Integers, Integer
 
 
 def _fastest_rows(times: Integers, heads: Integers) -> Integers:
-    """Return, for each run of rows (from one of `heads` to the next) and each column, the last row
-    with the least time. (`np.minimum.reduceat` along rows takes three times as long.)"""
+    """Split the rows of `times` into runs that begin at `heads` (ascending; the first is 0). Return
+    an array of runs x columns: the last row of the run with the least time in that column.
+    (`np.minimum.reduceat` along rows takes three times as long.)"""
     rows: Integers = np.empty((len(heads), times.shape[1]), dtype=np.int64)
     tails = np.append(heads[1:], len(times))
     for run, (head, tail) in enumerate(zip(heads.tolist(), tails.tolist(), strict=True)):
@@ -205,11 +212,11 @@ def _fastest_rows(times: Integers, heads: Integers) -> Integers:
 def _times(
     table: Table, alternatives: Choices, k: Integers, bucket: Integers, length: int, step: int
 ) -> Integers:
-    """Return the times of choice k[p] at `length` buckets, `step` apart, from bucket[p] on, in row
-    p.
+    """Return times in ns, NEVER where the choice does not fit: row p has those of choice k[p] at
+    `length` buckets, `step` apart, from bucket[p] on.
 
     Where a choice does not fit, the entry read may belong to the segment before (never before the
-    first one: EMPTY is reached without holding anything), and is replaced by NEVER.
+    first one: EMPTY is reached without holding anything), and is replaced.
     """
     width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
     shift, rest = np.divmod(alternatives.held_bytes, unit_bytes)
@@ -235,7 +242,8 @@ def _runs(rows: Integers, length: int, step: int) -> Integers:
 
 
 def _times_within(table: Table, alternatives: Choices, limit_bytes: int) -> Integers:
-    """Return the time of each choice within exactly limit_bytes; NEVER if it does not fit."""
+    """Return the time (ns) of each choice within exactly limit_bytes, which need not be that of a
+    bucket; NEVER where the choice does not fit."""
     inner = limit_bytes - alternatives.held_bytes
     left = np.full_like(inner, limit_bytes)
     times = table.times_ns[alternatives.inner, _columns(table, alternatives.inner, inner)]
@@ -256,7 +264,8 @@ def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
 def _spare_bytes(
     table: Table, alternatives: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
 ) -> Integers:
-    """Return the bytes that each bucket from `first` on spares of its limit; equal times share one
+    """Return for the buckets from `first` on how many bytes of their limit the chosen sequence
+    leaves unused. best, chosen: as of `best_choices`; buckets with equal times share one
     sequence."""
     unit_bytes = table.grid.unit_bytes
     is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])

@@ -109,7 +109,8 @@ class Choices:
 
 
 def intern_segments(links: Sequence[Link]) -> Segments:
-    """Return the distinct segments of the chain `links`."""
+    """Return the distinct sub-chains of the chain `links`, shortest first, and the costs of all
+    blocks as arrays."""
     ids, spans = _distinct(links)
     return Segments(
         ids=ids,
@@ -131,8 +132,9 @@ def intern_segments(links: Sequence[Link]) -> Segments:
 
 
 def choices(segments: Segments, segment: int) -> Choices:
-    """Return the choices of equation 1 (one run of the first block, with each option) and of
-    equation 2 (each next stored input)."""
+    """Return all ways to begin a segment (an id): run its first block once, with each of its
+    options, around the rest; or run some blocks forward first, keep only the input of the next one,
+    and run the skipped ones again afterwards. (Equations 1 and 2 of Rockmate.)"""
     s, t, drops = segments.spans[segment]
     ends_chain = t == segments.blocks - 1
     roles = segments.ending if ends_chain else segments.repeated
@@ -165,7 +167,9 @@ def choices(segments: Segments, segment: int) -> Choices:
 
 
 def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, int], ...]]:
-    """Return ids of the segments of all spans (see `Segments`), and a span of each."""
+    """Give equal sub-chains of the chain `links` one id, and return (ids, spans): ids[drops, s, t]
+    of blocks s..t, where drops says if the input of s is freed after its last use; spans[id] is one
+    (s, t, drops) of it. Ids of shorter ones come first; 0 is the empty one."""
     length = len(links)
     numbers = {link: i for i, link in enumerate(dict.fromkeys(links))}
     classes = [numbers[link] for link in links]
@@ -191,7 +195,8 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
 def _roles(
     inner: Sequence[OptionCosts], last: Sequence[OptionCosts], forward: Sequence[ForwardCost]
 ) -> Roles:
-    """Return the costs of all blocks. inner, last, forward: as in `Roles`, by block."""
+    """Return the costs of all blocks as arrays. inner, last: of each block's options, if other
+    blocks of the segment follow it or not; forward: of running it forward only."""
     arrays = {costs: (_options(costs.held), _options(costs.dropped)) for costs in (*inner, *last)}
     return Roles(
         inner=(
@@ -209,6 +214,7 @@ def _roles(
 
 
 def _options(costs: Sequence[OptionCost]) -> OptionArrays:
+    """Return the options of one block as arrays, with an entry for each in the given order."""
     return OptionArrays(
         option=_integers(c.option for c in costs),
         saved_bytes=_integers(c.saved_bytes for c in costs),

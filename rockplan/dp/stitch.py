@@ -24,7 +24,12 @@ def stitch(
     families: Sequence[OptionFamily],
     operations: Iterable[Operation],
 ) -> Schedule:
-    """Return the schedule that executes `operations`, with the earliest frees."""
+    """Convert operations on blocks to a schedule of the whole graph that frees every storage as
+    early as possible. The backward phase begins with the first backward of the last block;
+    executions whose results nothing reads are left out.
+
+    families: the options of each block, to which operations refer.
+    """
     forward: list[int] = []
     backward: list[int] = []
     phase = forward
@@ -37,9 +42,9 @@ def stitch(
 
 
 def pinned_storages(graph: CDGraph, blocks: Sequence[Block]) -> frozenset[int]:
-    """Return the forward activations that some block reads although they are neither its own nor
-    its input (the separator before it): they live from their first computation to their last
-    use."""
+    """Return the storages made in the forward that some block reads although another one made them
+    and they are not its input (the separator before it). A schedule of blocks keeps them from their
+    first computation to their last use."""
     block_of = {n: b.index for b in blocks for n in (*b.forward, *b.backward)}
     made_in = {d: block_of[n.index] for n in graph.forward for d in n.writes}
     return frozenset(
@@ -57,7 +62,8 @@ def _is_backward(operation: Operation) -> bool:
 
 
 def _nodes(block: Block, family: OptionFamily, operation: Operation) -> Sequence[int]:
-    """Return the nodes of the whole graph that `operation` executes, in order."""
+    """Return the nodes, by index in the whole graph and in order, that `operation` executes.
+    family: the options of the block."""
     if isinstance(operation, RunForward):
         return block.forward
     option = family.options[operation.option]

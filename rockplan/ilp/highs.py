@@ -123,8 +123,8 @@ class ProgramBuilder:
         return self._row(terms, lower, INFINITY)
 
     def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
-        """Add a row, adding up the coefficients of a column that occurs twice; return the row's
-        index."""
+        """Add the row lower <= sum of `terms` (column, coefficient) <= upper, and return its index.
+        The coefficients of a column that occurs twice are added up."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
             merged[column] = merged.get(column, 0.0) + coefficient
@@ -136,6 +136,7 @@ class ProgramBuilder:
         return len(self.row_lower) - 1
 
     def build(self) -> LinearProgram:
+        """Return the columns and rows so far as arrays."""
         return LinearProgram(
             costs=np.array(self.costs, dtype=np.float64),
             column_lower=np.array(self.column_lower, dtype=np.float64),
@@ -156,11 +157,12 @@ def solve(
     absolute_gap: float,
     node_limit: int | None = None,
 ) -> SolveReport:
-    """Minimise `program`; optimal means within `absolute_gap` of the bound.
+    """Minimise `program`, with HiGHS in a thread of its own. OPTIMAL means within `absolute_gap`
+    (in units of the objective) of the bound.
 
-    node_limit: of the search tree; None for MAX_NODE_ENTRIES. HiGHS uses one thread, without
-    Python's lock. If it goes on beyond the time limit it is left running, and its result ignored.
-    Raises SolverError when HiGHS neither solves nor refutes the program.
+    node_limit: nodes of the search tree, None for MAX_NODE_ENTRIES. If HiGHS goes on PATIENCE_S
+    beyond `time_limit_s`, it is left running and the report says STOPPED. Raises SolverError when
+    HiGHS neither solves nor refutes the program.
     """
     nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
     try:
@@ -173,8 +175,9 @@ def solve(
 
 
 def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
-    """Return what `run`, which uses HiGHS, returns. Raises TimeoutError if it takes longer than
-    `patience_s`; the thread then ends when HiGHS does, and the process waits for it at its end.
+    """Call `run`, which uses HiGHS, in a new thread, and return its result. Raises TimeoutError if
+    it takes longer than `patience_s`: the thread then ends when HiGHS does, and the process waits
+    for it at its end.
 
     HiGHS keeps one scheduler for each thread, and its first run there fixes the scheduler's size: a
     thread of our own neither meets nor leaves a scheduler of another size.
@@ -192,7 +195,7 @@ def _solve(
     absolute_gap: float,
     node_limit: int,
 ) -> SolveReport:
-    """Solve in this thread; see `solve`."""
+    """Minimise `program` in the calling thread; arguments, result and errors as of `solve`."""
     highs = highspy.Highs()
     options = {
         "output_flag": False,
@@ -213,7 +216,9 @@ def _solve(
 
 
 def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
-    """Return what a HiGHS instance that has run found and proved; integral: its integer columns."""
+    """Return status, bound and solution of a HiGHS instance that has run. integral: for each
+    column, whether it is an integer; their values are rounded. Raises SolverError if HiGHS stopped
+    for anything but a limit."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()
@@ -245,7 +250,7 @@ def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _highs_model(program: LinearProgram) -> highspy.HighsLp:
-    """Return the program as HiGHS takes it."""
+    """Convert the program to the structure that `highspy.Highs.passModel` takes."""
     model = highspy.HighsLp()
     model.num_col_ = len(program.costs)
     model.num_row_ = len(program.row_lower)

@@ -31,8 +31,8 @@ def arrays_of(
     columns: Mapping[pulp.LpVariable, int],
     rows: Sequence[pulp.LpConstraint],
 ) -> LinearProgram:
-    """Return the program as arrays. columns: variable -> index, for all variables of `problem`, in
-    order; rows: its constraints, in order."""
+    """Convert a PuLP problem to arrays. columns: variable -> index, for all variables of `problem`,
+    in order of the index; rows: its constraints, in the order that the rows get."""
     lower, upper = {pulp.LpConstraintGE, pulp.LpConstraintEQ}, {pulp.LpConstraintLE}
     upper.add(pulp.LpConstraintEQ)
     costs = np.zeros(len(columns))
@@ -71,8 +71,9 @@ def solve_by(
     *,
     time_limit_s: float,
 ) -> SolveReport:
-    """Solve `problem` by a solver of PuLP. The report has the values of `variables`. Raises
-    SolverError if the solver fails."""
+    """Minimise `problem` by the solver that PuLP knows as `name`. `values` of the report are those
+    of `variables`, in that order; the bound is what RELATIVE_GAP allows if the solver finished in
+    time, else minus infinity. Raises SolverError if the solver fails."""
     started = time.monotonic()
     solver = pulp.getSolver(name, msg=False, timeLimit=time_limit_s, gapRel=RELATIVE_GAP)
     try:

@@ -57,8 +57,10 @@ class Units:
 
 
 def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
-    """Leave out tiny storages, and choose the unit: a part of the common divisor of all sizes (then
-    nothing is rounded), else of the sizes of activations, else 1/MAX_UNITS of memory."""
+    """Return the problem with sizes in integer units, and without tiny storages (up to `tiny_share`
+    of keep-all's peak). The unit divides all sizes if that takes no more than MAX_UNITS of them
+    (nothing is rounded then); else it divides the sizes of activations; else it is 1/MAX_UNITS of
+    memory."""
     tiny, tiny_states, reserve_bytes = _tiny(problem, tiny_share)
     graph = replace(
         problem,
@@ -77,8 +79,9 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
 
 
 def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, int]:
-    """Return the tiny storages, whether generator states are tiny too, and the bytes they may
-    need."""
+    """Return (storages that are tiny, whether the states of generators are too, the most bytes that
+    all of these need together). The smallest ones are taken, up to `tiny_share` of keep-all's
+    peak."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     view = GraphView(problem)
     weights = [(_states_bytes(view), -1)]
@@ -86,10 +89,10 @@ def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, in
     weights += [(2 * view.sizes[d], d) for d in _activations(problem) if d not in view.dropped]
     chosen: set[int] = set()
     reserve_bytes = 0
-    for weight, index in sorted(weights):
-        if reserve_bytes + weight > limit_bytes:
+    for weight_bytes, index in sorted(weights):
+        if reserve_bytes + weight_bytes > limit_bytes:
             break
-        reserve_bytes += weight
+        reserve_bytes += weight_bytes
         chosen.add(index)
     return frozenset(chosen - {-1}), -1 in chosen, reserve_bytes
 

@@ -49,8 +49,14 @@ def solve_stages(
     gap: float,
     solver: str = HIGHS,
 ) -> Solution:
-    """Find the fastest schedule of the stage formulation within the budgets (tiny storages aside);
-    gap: share of the iteration time that HiGHS may leave unproven; solver: by its name in PuLP."""
+    """Find the fastest schedule of the stage formulation (which nodes run again before which
+    backward node) within both budgets; tiny storages are not counted.
+
+    peak_bytes, saved_bytes: limits of the peak and of what is alive between the phases; UNLIMITED
+    for none. gap: share of the iteration time that the solver may leave unproven. solver: HIGHS or
+    a name of PuLP's, for which PuLP's own gap holds. `orders` of the result is None if no schedule
+    was found.
+    """
     if solver == HIGHS:
         program = model.within(peak_bytes, saved_bytes)
         report = solve(program, time_limit_s=time_limit_s, absolute_gap=gap / TIME_UNIT)
@@ -68,18 +74,20 @@ def solve_stages(
 
 
 def proven_ns(bound: float, time_ns: int) -> int:
-    """Return the integer time (ns) that a bound in TIME_UNITs of time_ns proves.
-
-    Times are integers: a bound a little above one integer proves the next.
-    """
+    """Convert a lower bound in units of TIME_UNIT * time_ns to ns, rounded up, since times are
+    integers; 0 for a bound that is negative or infinite."""
     if not 0 < bound < INFINITY:
         return 0
     return max(math.ceil((bound * TIME_UNIT - 1e-6) * time_ns), 0)
 
 
 def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
-    """Return the orders of a solution: forward nodes once; at each stage its re-executions in
-    order, then the backward nodes."""
+    """Return the executions (node indices) that a solution stands for. Forward: every node once.
+    Backward: before each backward node that ends a stage the nodes that run again there, ascending.
+    Re-executions whose results nothing reads are left out.
+
+    values: of the variables, by column of `model.program`.
+    """
     graph = model.stages.units.graph
     n_forward = len(graph.forward)
     backward: list[int] = []
@@ -95,7 +103,9 @@ def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
 
 
 def price(problem: CDGraph, orders: Orders) -> BlockOption:
-    """Return the option that executes `orders`, checked by `verify` and measured by `simulate`."""
+    """Return the executions `orders` as an option of the block `problem`, with bytes and time by
+    `simulate`; `saved_bytes` leaves the block's outputs out. Raises IllegalSchedule if `verify`
+    refuses them."""
     schedule = with_frees(problem, orders.forward, orders.backward)
     verify(problem, schedule)
     simulation = simulate(problem, schedule)
@@ -123,7 +133,8 @@ def peak_bytes(option: BlockOption) -> int:
 
 
 def dominates(a: BlockOption, b: BlockOption) -> bool:
-    """True if `a` needs no more than `b` of bytes (saved, forward peak, backward peak) and time."""
+    """True if `a` needs at most as many bytes as `b` (saved, forward peak, backward peak) and at
+    most as much time; so equal options dominate each other."""
     return (
         a.saved_bytes <= b.saved_bytes
         and a.forward_peak_bytes <= b.forward_peak_bytes
@@ -133,8 +144,8 @@ def dominates(a: BlockOption, b: BlockOption) -> bool:
 
 
 def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
-    """Return the options that no other dominates, fastest first; of equal ones the first by
-    order."""
+    """Return the options that no other dominates, fastest first. Of those with equal bytes and time
+    the one whose node indices come first stays."""
     ranked = sorted(
         set(options),
         key=lambda o: (

@@ -169,7 +169,8 @@ def entries(stages: Stages) -> int:
 
 
 def formulate(stages: Stages) -> StageModel:
-    """Write the program for `stages`, which has at least one stage."""
+    """Write the integer program for `stages`, which has at least one stage: minimise the time of
+    re-executions, with rows for memory whose limits `StageModel.within` sets."""
     model = _Model(stages, LpProblem("time_of_what_runs_again", LpMinimize))
     _add_variables(model)
     for s in range(len(stages.stages)):
@@ -177,7 +178,7 @@ def formulate(stages: Stages) -> StageModel:
         _add_survival(model, s)
         _add_backward_memory(model, s)
         _add_rerun_memory(model, s)
-    model.within_peak("memory_after_the_last_stage", [], stages.tail)
+    model.within_peak("memory_after_the_last_stage", [], stages.tail_bytes)
     _add_forward_memory(model)
     _add_start_memory(model)
     saved = _add_saved(model)
@@ -195,7 +196,9 @@ def formulate(stages: Stages) -> StageModel:
 
 
 def _add_variables(model: _Model) -> None:
-    """Add the variables of keeping and of re-execution, and the objective."""
+    """Add to `model` a binary for each storage that may be alive when a stage starts (`keep`) and
+    for each node that may run again in it (`rerun`); the objective is the time of the latter, in
+    TIME_UNIT of the iteration."""
     graph, view = model.stages.units.graph, model.stages.units.view
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     stages = tuple(enumerate(model.stages.stages))
@@ -212,49 +215,50 @@ def _add_variables(model: _Model) -> None:
 
 
 def _add_reads(model: _Model, s: int) -> None:
-    """Require that an input is available: kept, or made again in the stage."""
+    """Add the rows of stage s that say: what a re-executed node, or the backward node that ends the
+    stage, reads is kept to the stage or made again in it."""
     reads_again, stage = model.stages.units.view.reads_again, model.stages.stages[s]
     before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
         for d in reads_again[i]:
             if d in wanted:
-                there = model.available(s, d) >= model.rerun[s, i]
-                model.require(f"n{i}_again_{before}_reads_d{d}", there)
+                is_available = model.available(s, d) >= model.rerun[s, i]
+                model.require(f"n{i}_again_{before}_reads_d{d}", is_available)
     for d in stage.reads:
         model.require(f"n{stage.node}_reads_d{d}", model.available(s, d) >= 1)
 
 
 def _add_survival(model: _Model, s: int) -> None:
-    """Require that a storage kept to the next stage was available in this one, and that none is
-    both kept and made again."""
+    """Add the rows of stage s for each storage: kept to the next stage only if kept to this one or
+    made again in it; never both kept and made again."""
     before = model.before(s)
     for d in model.stages.stages[s].wanted:
         following = model.keep.get((s + 1, d))
         if following is not None:
-            there = model.available(s, d) >= following
-            model.require(f"d{d}_kept_{model.before(s + 1)}_is_there_{before}", there)
-        once = model.available(s, d) <= 1
-        model.require(f"d{d}_{before}_is_kept_or_made_again", once)
+            was_available = model.available(s, d) >= following
+            model.require(f"d{d}_kept_{model.before(s + 1)}_is_there_{before}", was_available)
+        not_both = model.available(s, d) <= 1
+        model.require(f"d{d}_{before}_is_kept_or_made_again", not_both)
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
-    """Limit memory while the backward node of stage s runs (`TurnStage.during` and what it
-    reads), and while the backward nodes between the stage before and this one run
-    (`TurnStage.gap`)."""
+    """Add two rows of memory: one while the backward node that ends stage s runs, one for the
+    backward nodes between the stage before and this one, which read no free storage."""
     stage = model.stages.stages[s]
-    there = set(stage.reads)
-    needed_bytes = sum(model.bytes(d) for d in there)
-    after: Terms = []
+    read = set(stage.reads)
+    needed_bytes = sum(model.bytes(d) for d in read)
+    kept_after: Terms = []
     if s + 1 < len(model.stages.stages):
         for d in model.stages.stages[s + 1].wanted:
-            if d not in there:
-                after += model.kept(s + 1, d)
-    model.within_peak(f"memory_at_n{stage.node}", after, stage.during + needed_bytes)
-    model.within_peak(f"memory_up_to_n{stage.node}", model.kept_units(s), stage.gap)
+            if d not in read:
+                kept_after += model.kept(s + 1, d)
+    model.within_peak(f"memory_at_n{stage.node}", kept_after, stage.during_bytes + needed_bytes)
+    model.within_peak(f"memory_up_to_n{stage.node}", model.kept_units(s), stage.gap_bytes)
 
 
 def _add_rerun_memory(model: _Model, s: int) -> None:
-    """Limit memory while a node is re-executed in stage s."""
+    """Add a row of memory for each node that may be re-executed in stage s: what is alive while it
+    runs, with its workspace and results."""
     stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
     state_bytes = stages.units.view.state_bytes
@@ -263,9 +267,11 @@ def _add_rerun_memory(model: _Model, s: int) -> None:
     for i in stage.movable:
         node = graph.nodes[i]
         unlisted_bytes = sum(model.bytes(d) for d in node.writes if d not in wanted)
-        extra = sum(map(stages.units.up, (node.workspace_bytes + unlisted_bytes, state_bytes[i])))
-        terms: Terms = [(model.rerun[s, i], extra)]
-        constant_bytes = stage.before
+        extra_units = sum(
+            map(stages.units.up, (node.workspace_bytes + unlisted_bytes, state_bytes[i]))
+        )
+        terms: Terms = [(model.rerun[s, i], extra_units)]
+        constant_bytes = stage.before_bytes
         for life in lives:
             if i > life.made_by and life.is_read:
                 constant_bytes += model.bytes(life.data)
@@ -291,7 +297,9 @@ class _Life:
     use: tuple[LpVariable, ...]
 
     def during(self, model: _Model, s: int, i: int) -> Terms:
-        """Return the terms of the storage while i is re-executed."""
+        """Return (variable, units of memory) of this storage while node i is re-executed in stage
+        s: from before its maker runs it counts if kept, after that as long as something reads
+        it."""
         if i < self.made_by:
             return model.kept(s, self.data)
         if i == self.made_by:
@@ -303,8 +311,9 @@ class _Life:
 
 
 def _add_life(model: _Model, s: int, d: int) -> _Life:
-    """Require that a storage is alive up to each re-executed node that uses it, and further if it
-    is used later."""
+    """Add a continuous variable for each node that may read storage d in stage s: 1 if d is used by
+    that node, or later. Returns them as the life of d in the stage; none if the backward node that
+    ends the stage reads d, for it is alive all the time then."""
     reads_again, before = model.stages.units.view.reads_again, model.before(s)
     stage = model.stages.stages[s]
     is_read = d in stage.reads
@@ -323,21 +332,22 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Limit memory while forward nodes run: storages that the forward phase no longer uses count if
-    kept."""
+    """Add a row of memory for the first execution of each forward node: what is alive then in any
+    case, and storages whose last use in the forward phase is over, if kept to the backward
+    phase."""
     stages = model.stages
-    for i, during in enumerate(stages.forward_during):
+    for i, during_bytes in enumerate(stages.forward_during_bytes):
         terms: Terms = []
         for d in stages.stages[0].wanted:
             last_use = stages.last_use[d]
             if last_use is not None and last_use < i:
                 terms += model.kept(0, d)
-        model.within_peak(f"memory_at_n{i}_first", terms, during)
+        model.within_peak(f"memory_at_n{i}_first", terms, during_bytes)
 
 
 def _add_start_memory(model: _Model) -> None:
-    """Limit memory at the start of the backward phase: tangents and outputs are alive, kept or
-    not."""
+    """Add the row of memory where the backward phase starts: tangents and outputs in any case,
+    other storages if kept."""
     outputs = model.stages.units.graph.outputs
     not_free = set(model.stages.units.graph.held)
     terms = [
@@ -351,8 +361,9 @@ def _add_start_memory(model: _Model) -> None:
 
 
 def _add_saved(model: _Model) -> MemoryRow:
-    """Limit the bytes alive between the phases besides outputs."""
+    """Write the row of the bytes alive between the phases besides outputs; it is limited by the
+    budget of saved bytes, not by the peak."""
     outputs = set(model.stages.units.graph.outputs)
     wanted = model.stages.stages[0].wanted
     terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]
-    return model.memory("saved_at_the_turn", terms, model.stages.held)
+    return model.memory("saved_at_the_turn", terms, model.stages.held_bytes)

@@ -130,20 +130,23 @@ class ParetoSearch:
         return any(_covers(empty, corner) for empty in self.infeasible)
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
-        """Solve one corner and note what was proven; None if no schedule was found."""
+        """Search the fastest schedule within `corner` by the integer program; None if there is
+        none, or none was found. `gap`: share of the iteration time that may stay unproven. Adds the
+        schedule to `answers`, what is proven to `bounds` or `infeasible`, and the work to
+        `effort`."""
         if self.model is None or self.is_late():
             return None
         started, limit_s = time.monotonic(), self._solve_limit_s
         solver = self.settings.solver
-        answer = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap, solver=solver)
+        solution = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap, solver=solver)
         self.is_cut = self.is_cut or time.monotonic() >= started + limit_s
         self.solves += 1
-        self.effort += SOLVE_EFFORT + answer.iterations
-        if answer.status is SolverStatus.INFEASIBLE:
+        self.effort += SOLVE_EFFORT + solution.iterations
+        if solution.status is SolverStatus.INFEASIBLE:
             self.infeasible.append(corner)
             return None
-        self.bounds.append((*corner, answer.bound_ns))
-        return None if answer.orders is None else self.add(answer.orders)
+        self.bounds.append((*corner, solution.bound_ns))
+        return None if solution.orders is None else self.add(solution.orders)
 
     def is_late(self) -> bool:
         """True if the time limit has struck."""
@@ -157,7 +160,9 @@ class ParetoSearch:
 
 
 def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
-    """Find the ends, then sweep from the loosest corners as long as the effort lasts."""
+    """Search schedules of a block (its graph) for many limits of (peak, saved bytes): those that
+    need no solver, the four ends, then sweeps as long as effort and time last. A block too large
+    for the solver has the first ones only."""
     deadline = time.monotonic() + settings.time_limit_s
     units = in_units(problem)
     stages = find_stages(units)
@@ -188,8 +193,9 @@ def _covers(outer: Corner, inner: Corner) -> bool:
 
 
 def _find_ends(search: ParetoSearch) -> list[Corner]:
-    """Return the corners at the four ends of the family: the least peak and the least saved bytes,
-    each alone and followed by the other."""
+    """Return four corners (peak bytes, saved bytes): the least peak alone, that peak with the least
+    saved bytes it allows, the least saved bytes alone, those with the least peak they allow.
+    UNLIMITED where the other is not limited."""
     peak = _smallest(search, 0, UNLIMITED)
     saved = _smallest(search, 1, UNLIMITED)
     return [
@@ -201,12 +207,11 @@ def _find_ends(search: ParetoSearch) -> list[Corner]:
 
 
 def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
-    """Return the smallest peak (axis 0) or saved bytes (axis 1) of a schedule that stays within
-    `other` on the other axis.
+    """Return the fewest bytes on one axis (0: peak, 1: saved) of a schedule with at most `other`
+    bytes on the other axis; a time limit ends the search with the fewest found.
 
-    Bisection, but there are few possible values (sums of a few sizes): the smallest known one is
-    often the least, so every other trial is just below it. A time limit ends it with the smallest
-    one found.
+    Bisection. Few values are possible (sums of a few sizes), and the smallest known one is often
+    the least: every other trial is just below it.
     """
 
     def corner(limit: int) -> Corner:
@@ -236,7 +241,8 @@ def _least(search: ParetoSearch, axis: int) -> int:
 
 
 def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
-    """Sweep without a limit on the peak, solve the ends, sweep at peaks one step apart."""
+    """Search options between the ends: sweeps without a limit on the peak, then the ends, then
+    sweeps at peaks `step` bytes apart until the effort is spent. Sets `search.step`."""
     range_bytes = search.answers[0].needs[1] - min(saved for _, saved in ends)
     step = search.step = max(int(search.settings.delta * range_bytes), 1)
     for share in COARSE_DELTAS:
@@ -253,7 +259,8 @@ def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
 
 
 def _from_coarse_to_fine(last: int) -> list[int]:
-    """Order 0 to last so that every beginning of the list covers the range evenly."""
+    """Return 0 to last, each once, ordered so that every beginning of the list covers the range
+    evenly: the two ends, the middle, the quarters and so on."""
     order = dict.fromkeys([0, last])
     stride = last
     while len(order) <= last:
@@ -262,18 +269,20 @@ def _from_coarse_to_fine(last: int) -> list[int]:
     return list(order)
 
 
-def _sweep(search: ParetoSearch, peak_bytes: int, step: int) -> None:
-    """Answer the corners at one peak, from the loosest, `step` bytes apart."""
+def _sweep(search: ParetoSearch, peak_bytes: int, step_bytes: int) -> None:
+    """Search schedules within one peak for less and less saved bytes, each at least `step` bytes
+    below the last one found, until none is found. The answers are added to `search`."""
     corner = (peak_bytes, UNLIMITED)
     while corner[1] >= 0 and not search.is_infeasible(corner):
         answer = _answer(search, corner)
         if answer is None:
             return
-        corner = (peak_bytes, answer.needs[1] - step)
+        corner = (peak_bytes, answer.needs[1] - step_bytes)
 
 
 def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
-    """Return the best known schedule for a corner, if it is good enough; else the solver's."""
+    """Return the fastest known schedule within a corner, None without one. Solves the corner first
+    if no known one is within `settings.eps` of the bound and effort is left."""
     best = search.best(corner)
     eps_ns = int(search.settings.eps * search.problem.time_ns)
     is_good = best is not None and best.time_ns <= search.bound_ns(corner) + eps_ns

@@ -23,10 +23,13 @@ square of a loop's steps (250 steps, 5690 nodes: 1.7 million executions)."""
 
 
 def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
-    """Return keep-all, then orders that drop more and more storages, those with the least recompute
-    time for their size first. The last one makes everything again for each reader (unless that is
-    too long), which keeps the fewest bytes alive. After the deadline, as of time.monotonic, only
-    the first, the last and the one that drops all are made."""
+    """Return schedules that need no solver, as executions in order, each once: keep-all; then, for
+    larger and larger sets of dropped storages (those with the least recompute time for their size
+    first), each is made again when it is read; last, everything again for each reader, which keeps
+    the fewest bytes alive (left out beyond LONGEST executions).
+
+    deadline: as of time.monotonic; after it only keep-all, the last one and the one that drops all.
+    """
     view = GraphView(problem)
     read = {d for node in problem.backward for d in node.reads}
     droppable = [
@@ -58,8 +61,8 @@ def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
-    """Do the same, but free what was made again for one backward node before the next; [] if that
-    is too long."""
+    """Return executions in which each backward node has its missing inputs made again, and what was
+    made again for one is freed before the next. [] if there are more than LONGEST."""
     phase = _phase(view, dropped)
     for node in view.graph.backward:
         phase.nodes += [*phase.makers(node.reads), node.index]
@@ -73,8 +76,9 @@ def _orders(problem: CDGraph, backward: list[int]) -> Orders:
 
 
 def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
-    """Begin the backward phase. Results of forward nodes that can be made again are missing if they
-    are not held, and dropped or not read in the backward phase."""
+    """Begin a backward phase in which the storages that the forward phase leaves are there, but for
+    those that are `dropped` or that no backward node reads (if they can be made again and are not
+    held)."""
     problem = view.graph
     kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
     made = {d for node in problem.forward for d in node.writes} - view.held

@@ -30,44 +30,47 @@ class TurnStage:
 
     node: the backward node. reads: free storages that it reads. wanted: free storages that this or
     a later stage may use: the closure of their reads under re-execution. movable: nodes that may be
-    re-executed here. before: bytes alive besides free storages when the stage starts. during: the
-    same while the node runs, with its results and workspace. gap: the largest `during` of the
-    backward nodes between the previous stage and this one, 0 without any. All indices ascend.
+    re-executed here. before_bytes: alive besides free storages when the stage starts. during_bytes:
+    the same while the node runs, with its results and workspace. gap_bytes: the largest
+    `during_bytes` of the backward nodes between the previous stage and this one, 0 without any. All
+    indices ascend.
     """
 
     node: int
     reads: tuple[int, ...]
     wanted: tuple[int, ...]
     movable: tuple[int, ...]
-    before: int
-    during: int
-    gap: int
+    before_bytes: int
+    during_bytes: int
+    gap_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """All stages of a problem. stages: in the order of the backward phase. tail: the largest
-    `during` after the last one.
+    """All stages of a problem. stages: in the order of the backward phase. tail_bytes: the largest
+    `during_bytes` after the last one.
 
     transient: free storages that are never kept. last_use: data of the forward phase -> the last
     forward node that makes or reads it; None if it lives to the end of that phase anyway.
-    forward_during: bytes alive during each forward node if nothing were kept for the backward
-    phase. held: bytes of held forward storages that are not outputs. start_bytes: alive besides
+    forward_during_bytes: alive during each forward node if nothing were kept for the backward
+    phase. held_bytes: of held forward storages that are not outputs. start_bytes: alive besides
     free storages when the backward phase starts.
     """
 
     units: Units
     stages: tuple[TurnStage, ...]
-    tail: int
+    tail_bytes: int
     transient: frozenset[int]
     last_use: dict[int, int | None]
-    forward_during: tuple[int, ...]
-    held: int
+    forward_during_bytes: tuple[int, ...]
+    held_bytes: int
     start_bytes: int
 
 
 def find_stages(units: Units) -> Stages:
-    """Return the sets and constants for `formulate`; no result takes over a storage."""
+    """Return the stages of a block (points of the backward phase at which forward nodes may run
+    again), with the bytes that are alive whatever is decided. Every result is counted in a storage
+    of its own."""
     graph = without_takes(units.graph)
     view, free = units.view, _free(units)
     order = range(len(graph.nodes))
@@ -81,19 +84,23 @@ def find_stages(units: Units) -> Stages:
     return Stages(
         units=units,
         stages=stages,
-        tail=max((during[i] for i in range(last, len(graph.nodes))), default=0),
+        tail_bytes=max((during[i] for i in range(last, len(graph.nodes))), default=0),
         transient=_transient(view, free, stages),
         last_use=_last_forward_use(view),
-        forward_during=tuple(forward_only[i] for i in range(n_forward)),
-        held=view.bytes_of(held.difference(graph.outputs)),
+        forward_during_bytes=tuple(forward_only[i] for i in range(n_forward)),
+        held_bytes=view.bytes_of(held.difference(graph.outputs)),
         start_bytes=view.bytes_of(held | view.tangents),
     )
 
 
-def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tuple[TurnStage, ...]:
-    """Return the stages. during: node -> bytes alive besides free storages while it runs."""
+def _stages(
+    view: GraphView, free: frozenset[int], during_bytes: dict[int, int]
+) -> tuple[TurnStage, ...]:
+    """Return a stage for each backward node that reads a free storage, in order. free: storages
+    whose life the solver decides. during_bytes: of each node, the bytes alive while it runs,
+    without free storages."""
     graph = view.graph
-    before = {n.index: during[n.index] - view.own_bytes(n) for n in graph.backward}
+    before_bytes = {n.index: during_bytes[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
     chosen = [i for i, read in reads.items() if read]
     starts = [len(graph.forward), *(node + 1 for node in chosen)]
@@ -113,9 +120,9 @@ def _stages(view: GraphView, free: frozenset[int], during: dict[int, int]) -> tu
                 reads=reads[node],
                 wanted=tuple(sorted(wanted)),
                 movable=tuple(sorted(movable)),
-                before=before[node],
-                during=during[node],
-                gap=max((during[i] for i in range(start, node)), default=0),
+                before_bytes=before_bytes[node],
+                during_bytes=during_bytes[node],
+                gap_bytes=max((during_bytes[i] for i in range(start, node)), default=0),
             )
         )
     return tuple(stages[::-1])
@@ -147,7 +154,9 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
 def _transient(
     view: GraphView, free: frozenset[int], stages: tuple[TurnStage, ...]
 ) -> frozenset[int]:
-    """Return the transient storages (see the module)."""
+    """Return the free storages that need not be kept: no backward node reads them, and the one
+    forward node that does may run again, reads no other free storage and writes no more bytes, so
+    that keeping its result is no worse."""
     graph = view.graph
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
@@ -167,8 +176,9 @@ def _transient(
 
 
 def _last_forward_use(view: GraphView) -> dict[int, int | None]:
-    """Return data of the forward phase -> the last forward node that makes or reads it; None if it
-    lives to the end of that phase anyway."""
+    """Return storage that a forward node makes -> the last forward node that makes or reads it;
+    None for held storages and outputs, which live to the end of the phase. For the state of a
+    generator it is the node before the one that draws."""
     stay = view.held.union(view.graph.outputs)
     n_forward = len(view.graph.forward)
     last_use: dict[int, int | None] = {

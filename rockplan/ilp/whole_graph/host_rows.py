@@ -78,19 +78,29 @@ class HostRows:
         return self._facts.sizes[d] * 1e9 / bytes_per_s / self._unit_ns
 
     def _leave(self, forward: int) -> None:
-        """Add the rows of the host's bytes and of copies out. forward: column of its `_elapsed`."""
+        """Add the rows that limit what goes to the host: all of it fits into the host, and for each
+        forward node, copies out of what it or later ones make fit into the time from its end to the
+        turn.
+
+        forward: the column of the time that the forward phase takes beyond first executions.
+        """
         sizes, most_bytes = self._facts.sizes, max(self._host.size_bytes, 1)
         self._builder.at_most([(c, sizes[d] / most_bytes) for d, c in self._stored.items()], 1)
-        born = self._facts.producer
-        terms: list[tuple[int, float]] = [(forward, -1.0)]
-        latest_first = sorted(self._stored, key=lambda d: -born[d])
-        for node, made in itertools.groupby(latest_first, key=born.__getitem__):
+        maker = self._facts.producer
+        out_time: list[tuple[int, float]] = [(forward, -1.0)]
+        latest_first = sorted(self._stored, key=lambda d: -maker[d])
+        for node, made in itertools.groupby(latest_first, key=maker.__getitem__):
             rate = self._host.link.out_bytes_per_s
-            terms += [(self._stored[d], self._carried(d, rate)) for d in made]
-            self._builder.at_most(terms, self._between(node + 1, len(self._facts.graph.forward)))
+            out_time += [(self._stored[d], self._carried(d, rate)) for d in made]
+            self._builder.at_most(out_time, self._between(node + 1, len(self._facts.graph.forward)))
 
     def span(self, s: int, end: int, runs: Mapping[int, int]) -> None:
-        """Add the rows of a union of intervals. runs: node -> column of the union."""
+        """Add the rows of the intervals s to `end` taken together: what is fetched in them lies on
+        the host, and copies in fit into the time from where s begins to the first read of each.
+
+        runs: node -> column that is 1 if the node runs again in these intervals (a fetch is such a
+        node).
+        """
         fetched = {
             d: runs[self._fetches[d]]
             for d in self._intervals[s].wanted
@@ -100,13 +110,13 @@ class HostRows:
             self._builder.at_least([(self._stored[d], 1), (column, -1)], 0)
         if s < self._turn:
             return
-        terms: list[tuple[int, float]] = []
+        in_time: list[tuple[int, float]] = []
         for t in range(s, end + 1):
             part = self._intervals[t]
             rate = self._host.link.in_bytes_per_s
             read = [d for d in sorted(part.reads) if d in fetched]
-            terms += [(fetched.pop(d), self._carried(d, rate)) for d in read]
-            terms.append((self._later[t - self._turn], -1.0))
+            in_time += [(fetched.pop(d), self._carried(d, rate)) for d in read]
+            in_time.append((self._later[t - self._turn], -1.0))
             if read:
-                most = self._between(self._intervals[s].first, part.end)
-                self._builder.at_most(terms, most)
+                most_time = self._between(self._intervals[s].first, part.end)
+                self._builder.at_most(in_time, most_time)

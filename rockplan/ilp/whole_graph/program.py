@@ -113,8 +113,9 @@ class Facts:
 
     @functools.cached_property
     def always(self) -> dict[int, tuple[int, int]]:
-        """Storage -> first and last node at which it is alive in every schedule: tangents and held
-        storages."""
+        """Storage -> (first, last) node at whose first execution it is alive in every schedule.
+        Tangents, from the turn to their last reader, and held storages, to the end, have one;
+        others have not."""
         read_by, start = self.view.readers, len(self.graph.forward)
         alive = {d: (start, max(read_by[d])) for d in self.tangents if read_by[d]}
         last = len(self.graph.nodes) - 1
@@ -165,7 +166,9 @@ class Facts:
         return BackwardPhase(self.graph, self.view.remaker, self.view.dropped)
 
     def intervals(self, moments: Moments) -> list[Interval]:
-        """Return the intervals between the moments, in order."""
+        """Return the intervals between the moments, in order. Without a moment in the forward phase
+        the first interval begins at the turn; with one it begins at node 0, and one interval ends
+        at the turn."""
         turn = len(self.graph.forward)
         stops = [(end + 1, end) for end in sorted(moments.ends)]
         first = turn
@@ -270,8 +273,9 @@ class ProgramRows:
         return [] if column is None else [(column, self._units(d))]
 
     def _spans(self, split: Collection[tuple[int, int]]) -> None:
-        """Write the rows of each interval, of the spans that were split, and of the span from each
-        interval to the end."""
+        """Write the rows of what is available for each single interval, for each union in `split`
+        (pairs of the moments that end the interval before it and its last one), and for the union
+        of each interval with all later ones."""
         later: Runs = {}
         end = len(self.intervals) - 1
         for s in reversed(range(end + 1)):
@@ -290,19 +294,24 @@ class ProgramRows:
                 widest[s : e + 1] = [self.span(s, e, within)] * (e + 1 - s)
 
     def span(self, s: int, end: int, within: Sequence[Runs]) -> Runs:
-        """Write the rows of the span of intervals from s to `end`: inputs are available; storages
-        kept to its end were available or are made in it. within: node -> column of each span that
-        it consists of. Returns the same of this span, for nodes before it."""
+        """Write the rows of the intervals s to `end` taken together: what is read in them is kept
+        to s or made again in them; what is kept to the interval after `end` was too; so are inputs
+        of re-executions.
+
+        within: for each of the parts that make them up, node -> the column that is 1 if it runs
+        again there. Returns the same of the whole; a column of it is at most the sum of those of
+        the parts.
+        """
         builder, makers = self.builder, self.facts.view.makers
         wanted = set(self.intervals[s].wanted)
         runs: Runs = {}
         for i in sorted({i for d in wanted for i in makers[d]}):
-            parts = [of_part[i] for of_part in within if i in of_part]
-            if len(parts) > 1:
+            columns = [of_part[i] for of_part in within if i in of_part]
+            if len(columns) > 1:
                 runs[i] = builder.fraction()
-                builder.at_least([*((part, 1) for part in parts), (runs[i], -1)], 0)
-            elif parts:
-                runs[i] = parts[0]
+                builder.at_least([*((column, 1) for column in columns), (runs[i], -1)], 0)
+            elif columns:
+                runs[i] = columns[0]
 
         def available(d: int) -> Terms:
             columns = (self.keep.get((s, d)), *(runs.get(i) for i in makers[d]))
@@ -323,19 +332,20 @@ class ProgramRows:
         return runs
 
     def _turn(self, s: int) -> tuple[Terms, int]:
-        """Return the memory where interval s starts the backward phase: outputs are alive, kept or
-        not."""
+        """Return the memory at the turn, where interval s starts the backward phase: (terms
+        (column, units) of storages that are alive if kept, bytes alive in any case: tangents,
+        outputs and held)."""
         graph = self.facts.graph
         made_forward = {d for n in graph.forward for d in n.writes}
-        there = {d for d in graph.held if d in made_forward} | set(graph.outputs)
-        there |= self.facts.tangents
-        kept = [d for d in self.intervals[s].wanted if d not in there]
+        is_alive = {d for d in graph.held if d in made_forward} | set(graph.outputs)
+        is_alive |= self.facts.tangents
+        kept = [d for d in self.intervals[s].wanted if d not in is_alive]
         terms = [term for d in kept for term in self._kept(s, d)]
-        return terms, sum(self.facts.sizes[d] for d in there)
+        return terms, sum(self.facts.sizes[d] for d in is_alive)
 
     def _moment(self, s: int) -> tuple[Terms, int]:
-        """Return the memory at the moment that ends interval s: a storage that outlives the moment
-        was alive at it."""
+        """Return the memory at the first execution that ends interval s: (terms (column, units) of
+        storages that are alive if kept to the next interval, bytes alive in every schedule)."""
         facts, node = self.facts, self.facts.graph.nodes[self.intervals[s].end]
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
         # An operand that is kept is not taken over, but another takeover may apply then; only if
@@ -348,15 +358,15 @@ class ProgramRows:
         return terms, facts.forced_bytes[node.index]
 
 
-def orders_of(made: Program, solution: NDArray[np.float64]) -> Orders:
-    """Return the order that a solution stands for: a storage that it does not keep is made again
-    when it is read next, together with its missing inputs. The forward phase re-executes nothing.
-    The order is legal whatever the solution is."""
-    facts = made.facts
+def orders_of(program: Program, solution: NDArray[np.float64]) -> Orders:
+    """Return executions that follow a solution of the program `made` or of its relaxation: a
+    storage that it keeps by less than half is made again, with its missing inputs, when it is read
+    next. Forward nodes run once. Legal for any solution, but the peak may exceed the budget."""
+    facts = program.facts
     phase = facts.backward_phase()
     turn = len(facts.graph.forward)
-    for s, part in enumerate(made.intervals):
-        columns = {d: made.keep.get((s, d)) for d in part.wanted}
+    for s, part in enumerate(program.intervals):
+        columns = {d: program.keep.get((s, d)) for d in part.wanted}
         dropped = (d for d, c in columns.items() if c is not None and solution[c] < 0.5)
         phase.missing.update(d for d in dropped if facts.view.makers[d])
         for index in required(facts.graph.nodes[max(part.first, turn) : part.stop]):

@@ -71,41 +71,45 @@ class Refined:
 def refined(
     graph: CDGraph, budget_bytes: int, *, deadline: float, host: Host | None = None
 ) -> Refined | None:
-    """Solve relaxations with more and more moments. Returns None if no re-execution is needed or
-    possible, or if there was no time. deadline: as of time.monotonic. host: where the storages of
-    `graph` may go that have fetches."""
+    """Solve linear relaxations, each with a row of memory at one moment more, until the schedule of
+    the last one keeps the budget or PATIENCE of them gain nothing. None if nothing need or may run
+    again, or no time is left.
+
+    deadline: as of time.monotonic. host: where storages may go for which `graph` has fetches.
+    """
     facts = Facts(graph, host)
     moments = Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
     best: Refined | None = None
     without_gain = 0
     while moments is not None and time.monotonic() < deadline:
-        made = program(facts, moments, budget_bytes)
-        if not made.linear.costs.any():
+        written = program(facts, moments, budget_bytes)
+        if not written.linear.costs.any():
             break
         report = solve(
-            made.relaxed, time_limit_s=max(deadline - time.monotonic(), 0.0), absolute_gap=0.0
+            written.relaxed, time_limit_s=max(deadline - time.monotonic(), 0.0), absolute_gap=0.0
         )
         if report.status is SolverStatus.STOPPED:
             break
         known = 0.0 if best is None else best.bound
         bound = report.bound if report.values is not None else 0.0
         without_gain = without_gain + 1 if bound <= known + GAP / TIME_UNIT else 0
-        best = Refined(budget_bytes, moments, made, report, max(bound, known))
+        best = Refined(budget_bytes, moments, written, report, max(bound, known))
         if best.orders is None or without_gain == PATIENCE or report.iterations > ITERATIONS:
             break
-        moments = looking_closer(made, moments, best.orders, budget_bytes)
+        moments = looking_closer(written, moments, best.orders, budget_bytes)
     return best
 
 
 def proved_ns(start: Refined, *, deadline: float) -> int:
-    """Return the bound that integer programs prove before the deadline, the first at the moments of
-    `start`."""
+    """Return a lower bound (ns) on the time of schedules within the budget: the best that integer
+    programs prove before the deadline (as of time.monotonic), the first of them with the moments of
+    `start`, later ones with more; at least the bound of `start`."""
     graph, facts = start.program.facts.graph, start.program.facts
     bound, moments = start.bound, None if start.bound == 0 else start.moments
     while moments is not None and (remaining_s := deadline - time.monotonic()) > 0:
-        made = program(facts, moments, start.budget_bytes)
+        written = program(facts, moments, start.budget_bytes)
         report = solve(
-            made.linear,
+            written.linear,
             time_limit_s=remaining_s,
             absolute_gap=GAP / TIME_UNIT,
             node_limit=NODE_LIMIT,
@@ -115,17 +119,18 @@ def proved_ns(start: Refined, *, deadline: float) -> int:
         bound = max(bound, report.bound)
         if report.status is not SolverStatus.OPTIMAL or report.values is None:
             break
-        orders = orders_of(made, report.values)
-        moments = looking_closer(made, moments, orders, start.budget_bytes)
+        orders = orders_of(written, report.values)
+        moments = looking_closer(written, moments, orders, start.budget_bytes)
     return _proven_ns(graph, bound)
 
 
 def looking_closer(
-    made: Program, moments: Moments, orders: Orders, budget_bytes: int
+    written: Program, moments: Moments, orders: Orders, budget_bytes: int
 ) -> Moments | None:
-    """Add the moment at which the schedule exceeds the budget most, among first executions that are
-    none yet; None if there is no such."""
-    graph = made.facts.graph
+    """Return `moments` and one more: the first execution, not yet among them, at which the schedule
+    `orders` exceeds the budget most. None if the budget is kept at all others. made: the program
+    with these moments, whose intervals become unions of the next one."""
+    graph = written.facts.graph
     schedule = with_frees(graph, orders.forward, orders.backward)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     during = (step.during_bytes for event, step in steps if isinstance(event, Compute))
@@ -135,7 +140,7 @@ def looking_closer(
     most_bytes, worst = max(new, default=(0, 0))
     if most_bytes <= budget_bytes:
         return None
-    return replace(moments, ends=moments.ends | {worst}, spans=moments.spans | made.spans)
+    return replace(moments, ends=moments.ends | {worst}, spans=moments.spans | written.spans)
 
 
 def _proven_ns(graph: CDGraph, bound: float) -> int:
