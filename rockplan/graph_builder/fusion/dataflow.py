@@ -19,8 +19,8 @@ from rockplan.values.graph import Phase
 
 @dataclass(frozen=True, slots=True)
 class Fusible:
-    """A storage that a fusible part makes. maker: position of the part; value: the tensor that the
-    part makes; reads: storages that the part reads."""
+    """A storage that a fusible part makes. maker: position of the part; value: number of the tensor
+    that the part makes; reads: storages that the part reads."""
 
     storage: int
     maker: int
@@ -62,33 +62,37 @@ class Dataflow:
         return storage not in self.made and storage not in self.whole
 
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
-        """Return storages that a kernel computing `storages` reads, if `stored` exist."""
-        wanted = list(storages)
-        seen, leaves = set(wanted), set()
-        while wanted:
-            for read in self.made[wanted.pop()].reads:
+        """Return the numbers of the storages that a kernel computing `storages` reads from memory,
+        if those in `stored` are in memory. It computes the others itself, back to storages that no
+        fusible part makes."""
+        pending = list(storages)
+        seen, leaves = set(pending), set()
+        while pending:
+            for read in self.made[pending.pop()].reads:
                 if read in seen:
                     continue
                 if read in self.made and read not in stored:
                     seen.add(read)
-                    wanted.append(read)
+                    pending.append(read)
                 else:
                     leaves.add(read)
         return frozenset(leaves)
 
     def interior(self, storages: Iterable[int], stored: Collection[int]) -> list[int]:
-        """Return `storages` and all that a kernel computes on the way to them, in order."""
-        wanted = list(storages)
-        seen = set(wanted)
-        while wanted:
-            for read in self.made[wanted.pop()].reads:
+        """Return the numbers of `storages` and of all storages that a kernel computes on the way to
+        them because they are not in `stored` (those in memory), in execution order."""
+        pending = list(storages)
+        seen = set(pending)
+        while pending:
+            for read in self.made[pending.pop()].reads:
                 if read in self.made and read not in stored and read not in seen:
                     seen.add(read)
-                    wanted.append(read)
+                    pending.append(read)
         return sorted(seen, key=lambda s: (self.made[s].maker, s))
 
     def nearest_users(self, storage: int, stored: Collection[int], most: int) -> list[int]:
-        """Return the first `most` of `stored` whose kernels compute `storage` on their way."""
+        """Return the first `most` (or fewer) storages of `stored`, in execution order, that a
+        kernel computes from `storage` directly or through storages that are not in `stored`."""
         waiting = [(self.made[r].maker, r) for r in self.readers.get(storage, ())]
         heapq.heapify(waiting)
         seen = {r for _, r in waiting}
@@ -106,8 +110,8 @@ class Dataflow:
 
 
 def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> Dataflow:
-    """Return the dataflow of `parts`. roots: storages that the caller or autograd gets; kept:
-    positions of opaque parts that run whether needed or not."""
+    """Return the dataflow of `parts`. roots: numbers of storages that the caller or autograd gets;
+    kept: positions of opaque parts that run even if nothing reads their results."""
     values = parts.values
     running, needed_storages = needed(_steps(parts), roots, kept.__contains__)
     opaque = tuple(p for p in running if parts.parts[p].kind is PartKind.OPAQUE)
@@ -149,7 +153,9 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
 def _memory_of_opaque(
     parts: Parts, opaque: Iterable[int]
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """Return `Dataflow.whole` and `Dataflow.opaque_readers` for opaque parts at these positions."""
+    """Return (storage -> position of the last opaque part that makes or changes it, storage ->
+    positions of opaque parts that read it, ascending). opaque: ascending positions of opaque
+    parts."""
     whole: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for position in opaque:
@@ -183,10 +189,11 @@ def _storages(values: Sequence[RecordedValue], of: Iterable[int]) -> frozenset[i
 def _needed_forward(
     parts: Parts, made: dict[int, Fusible], roots: Collection[int], opaque: Collection[int]
 ) -> frozenset[int]:
-    """Return the storages of `made` that the forward phase needs. opaque: positions of opaque parts
-    that run; those of the forward phase count, whoever needs their results."""
+    """Return the storages of `made` from which the forward phase computes roots or arguments of its
+    opaque parts. roots: storages that the caller or autograd gets, of both phases; opaque:
+    positions of opaque parts that run, of both phases."""
     steps = _steps(parts)
     phase = {s: parts.parts[position].phase for position, made, _ in steps for s in made}
-    wanted = {s for s in roots if phase.get(s) is Phase.FORWARD}
+    outputs = {s for s in roots if phase.get(s) is Phase.FORWARD}
     forward = (step for step in steps if parts.parts[step[0]].phase is Phase.FORWARD)
-    return needed(forward, wanted, opaque.__contains__)[1] & made.keys()
+    return needed(forward, outputs, opaque.__contains__)[1] & made.keys()

@@ -24,9 +24,11 @@ _LOGGER = logging.getLogger("rockplan")
 
 
 def fused(capture: Capture, keeps_roundings: bool) -> Capture:
-    """Return `capture` with kernels, compiled here. Operators of a kernel that does not compile
-    stay, and the logger says so. Raises MissingLibrary without a working compiler; InvalidInput for
-    a device without one, or whose compiler cannot keep roundings."""
+    """Compile what can be fused; return `capture` with calls of kernels, or `capture` itself if
+    there is nothing to fuse. Operators of a kernel that does not compile stay, and a warning is
+    logged. keeps_roundings: kernels round intermediate values to 16 bits where eager does. Raises
+    MissingLibrary without a working compiler; InvalidInput for a device without one, or whose
+    compiler cannot keep roundings."""
     report("choosing kernels")
     device_type = device_type_of(capture)
     inductor.check_compiler(device_type)
@@ -34,7 +36,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         inductor.check_roundings(device_type, {value.spec.dtype for value in capture.values})
     table = inductor.decompositions()
     opaque: set[int] = set()
-    said: set[str] = set()
+    warned: set[str] = set()
     while True:
         proposal = proposed(capture, keeps_roundings, table, frozenset(opaque))
         failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
@@ -45,14 +47,15 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         for one in proposal.fused:
             if one.kernel.op not in failed:
                 continue
-            if one.kernel.op not in said:
-                _say(capture, one, failed[one.kernel.op])
-                said.add(one.kernel.op)
+            if one.kernel.op not in warned:
+                _warn(capture, one, failed[one.kernel.op])
+                warned.add(one.kernel.op)
             opaque.update(one.owners)
 
 
 def device_type_of(capture: Capture) -> str:
-    """Return the type of the accelerator that the run computes on, else 'cpu'."""
+    """Return the type of the accelerator that the run computes on ('cuda'), else 'cpu'. Meta
+    tensors do not count; of several accelerators the first by name counts."""
     types = {value.spec.device.split(":")[0] for value in capture.values} - {"meta"}
     return min(types - {"cpu"}, default="cpu")
 
@@ -75,8 +78,9 @@ class Proposal:
 def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
-    """Return what could be compiled. table: Inductor's decompositions; opaque: positions of calls
-    that stay as they are."""
+    """Return the kernels that could be compiled, without compiling them. table: Inductor's
+    decompositions, operator -> function; opaque: positions of recorded calls that must stay
+    unfused."""
     opaque |= capture.view.sums
     # Calls that join the parts of a tiled head: fused, they would need all parts at once.
     opaque |= {
@@ -100,7 +104,8 @@ def proposed(
 
 
 def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
-    """Return the positions of opaque parts that run whether needed or not."""
+    """Return the positions of opaque parts that run even if nothing reads their results: they
+    change a tensor in place, or repeating them gives other results."""
     calls = capture.calls
     return frozenset(
         position
@@ -127,8 +132,8 @@ class _KernelRun:
         self._derived: set[int] = set()
 
     def capture(self) -> Capture:
-        """Return the run: opaque calls, unfused groups and kernels in execution order, each after
-        the views that it reads, the forward phase before the backward phase."""
+        """Return the run: opaque calls, unfused groups and calls of kernels in execution order,
+        each after the views that it reads, the forward phase before the backward phase."""
         flow, recorded = self._flow, self._capture
         steps: list[tuple[float, int, RecordedCall]] = [
             (position, -1, recorded.calls[flow.parts.parts[position].owner])
@@ -158,7 +163,8 @@ class _KernelRun:
         return replace(self._capture.calls[one.owners[0]], phase=one.group.phase)
 
     def _of_kernel(self, one: Fused) -> RecordedCall:
-        """Return the call of a kernel, with module and line of what makes its largest result."""
+        """Return the call of a kernel. Its module and source line are those of the recorded call
+        that makes the kernel's largest result (of equal ones the last)."""
         flow = self._flow
         main = max(one.group.targets, key=lambda t: (flow.sizes[t], flow.made[t].maker))
         owner = self._capture.calls[flow.parts.parts[flow.made[main].maker].owner]
@@ -173,7 +179,9 @@ class _KernelRun:
         )
 
     def _derive(self, value: int) -> None:
-        """Emit the view calls that derive `value` from a tensor that exists."""
+        """Append to `_calls` the view calls that derive `value` from a tensor that exists,
+        outermost base first. Does nothing for a value that is no view or has been derived
+        already."""
         position = self._flow.views.get(value)
         if position is None or value in self._derived:
             return
@@ -189,8 +197,9 @@ class _KernelRun:
         self._calls.append(replace(owner, call=call, reads=reads))
 
 
-def _say(capture: Capture, one: Fused, reason: str) -> None:
-    """Warn that a kernel cannot be compiled."""
+def _warn(capture: Capture, one: Fused, reason: str) -> None:
+    """Log a warning that a kernel cannot be compiled, with module and line of the last recorded
+    call that it stands for. reason: the compiler's error."""
     last = capture.calls[one.owners[-1]]
     _LOGGER.warning(
         "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",

@@ -73,8 +73,8 @@ class _Merging:
             self._delay(number)
 
     def run(self) -> None:
-        """Join small results to groups that read the same, then groups of the backward phase that
-        read mostly the same."""
+        """Join groups in two passes: groups of small results with a group that reads all that they
+        read; then groups of the backward phase that read mostly the same bytes."""
         for number in sorted(self.groups):
             if number in self.groups:
                 self._join(number, self._reads_as_much)
@@ -90,7 +90,8 @@ class _Merging:
             self._readers[read].add(number)
 
     def _delay(self, number: int) -> None:
-        """Move a group of the forward phase that only the backward phase needs to there."""
+        """Move a group that the recording made in the forward phase, but only the backward phase
+        reads, to just before its first reader."""
         group = self.groups[number]
         part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
         if part.phase is not group.phase:
@@ -98,7 +99,9 @@ class _Merging:
             self.groups[number] = Group(group.targets, group.reads, group.phase, at)
 
     def _join(self, number: int, fits: Callable[[Group, Group], bool]) -> None:
-        """Join the group into the nearest one that `fits`, and repeat with the result."""
+        """Join the group with the nearest neighbour that `fits` accepts, if they can be one kernel,
+        then the joint group likewise. number: the group's number. At most `NEAR` neighbours are
+        tried: groups that read or make what the group reads, or read what it makes."""
         group = self.groups[number]
         makers = {self._maker[s] for s in group.reads if s in self._maker}
         beside = {r for s in (*group.reads, *group.targets) for r in self._readers[s]} | makers
@@ -107,9 +110,9 @@ class _Merging:
             neighbour = self.groups[other]
             if neighbour.phase is not group.phase or not fits(group, neighbour):
                 continue
-            made = self._merged(number, other)
-            if made is not None:
-                self._replace(number, other, made)
+            joint = self._merged(number, other)
+            if joint is not None:
+                self._replace(number, other, joint)
                 self._join(min(number, other), fits)
                 return
 
@@ -120,7 +123,9 @@ class _Merging:
         self._add(min(number, other), made)
 
     def _merged(self, number: int, other: int) -> Group | None:
-        """Return both groups as one, run where the later or the earlier ran, or else None."""
+        """Return the groups `number` and `other` as one, which runs where the later ran, or else
+        the earlier; None if neither is possible or the kernel would exceed the limits on what it
+        reads and computes."""
         one, two = self.groups[number], self.groups[other]
         targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
         reads = (one.reads | two.reads) - frozenset(targets)
@@ -131,10 +136,10 @@ class _Merging:
         if len(self._flow.interior(targets, self._stored)) > MOST_COMPUTED:
             return None
         for at in sorted((one.at, two.at), reverse=True):
-            made = Group(targets, reads, one.phase, at)
+            joint = Group(targets, reads, one.phase, at)
             is_ready = all(self._available(read) < at for read in reads)
-            if is_ready and at < self._due(made, (number, other)):
-                return made
+            if is_ready and at < self._due(joint, (number, other)):
+                return joint
         return None
 
     def _order(self, storage: int) -> tuple[int, int]:
@@ -146,7 +151,8 @@ class _Merging:
         return max(made, self._flow.whole.get(storage, -1))
 
     def _due(self, group: Group, members: Collection[int]) -> float:
-        """Return the position of the first reader of the results that is not in `members`."""
+        """Return the position of the first part or group that reads a result of `group`, infinity
+        if none does. members: numbers of groups whose reads do not count."""
         positions = [math.inf]
         for target in group.targets:
             positions += self._flow.opaque_readers.get(target, ())
@@ -165,7 +171,8 @@ class _Merging:
         return self._is_small(group) and bool(group.reads) and group.reads <= known
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
-        """Return whether both share most bytes read, and have few large results."""
+        """Return whether the groups read at least the share `SHARED` of their bytes in common, and
+        have at most `MOST_LARGE` large results together."""
         sizes, targets = self._flow.sizes, (*group.targets, *other.targets)
         reads = (group.reads | other.reads) - frozenset(targets)
         largest = max((sizes[r] for r in reads), default=0)

@@ -71,7 +71,8 @@ Way = tuple[str, Over]
 
 
 def with_kernels_in_place(graph: CDGraph) -> CDGraph:
-    """Return `graph` with what its kernels may take over. Compiles what is not compiled yet."""
+    """Return `graph` in which nodes list the takeovers that in-place variants of their kernels
+    allow, with these variants in `kernels`. Compiles and checks the variants."""
     ways, found = tried(graph)
     made = {way: kernel for way, kernel in found.items() if isinstance(kernel, Kernel)}
     takes = {
@@ -93,16 +94,17 @@ def with_kernels_in_place(graph: CDGraph) -> CDGraph:
 def tried(
     graph: CDGraph,
 ) -> tuple[Mapping[Way, Sequence[tuple[int, Takeover]]], Mapping[Way, Kernel | str]]:
-    """Return all variants with the nodes that may use them; and, for those that write most, the
-    kernel, or the reason why there is none."""
+    """Compile the `MOST` variants that write the most bytes. Return (each possible variant -> pairs
+    of a node's index and its takeover, each variant tried -> its kernel, or the reason why it has
+    none). A variant that fails when it writes at the end is tried once more writing early."""
     known = {kernel.op: KnownKernel(kernel) for kernel in graph.kernels}
     ways = ways_of(graph, known)
     written: Counter[Way] = Counter()
     for way, of_nodes in ways.items():
         written[way] = sum(graph.data[d].size_bytes for _, t in of_nodes for d in t.operands)
-    wanted = {way: known[way[0]] for way, _ in written.most_common(MOST)}
-    found = _made({way: one.at_the_end(way[1]) for way, one in wanted.items()})
-    others = {way: wanted[way].at_once(way[1]) for way, k in found.items() if isinstance(k, str)}
+    chosen = {way: known[way[0]] for way, _ in written.most_common(MOST)}
+    found = _made({way: one.at_the_end(way[1]) for way, one in chosen.items()})
+    others = {way: chosen[way].at_once(way[1]) for way, k in found.items() if isinstance(k, str)}
     return ways, found | _made({way: kernel for way, kernel in others.items() if kernel})
 
 
@@ -117,8 +119,8 @@ def _made(wanted: Mapping[Way, Kernel]) -> dict[Way, Kernel | str]:
 def ways_of(
     graph: CDGraph, known: Mapping[str, KnownKernel]
 ) -> dict[Way, list[tuple[int, Takeover]]]:
-    """Return each possible variant -> the nodes that may use it, each with its takeover. known:
-    operator -> kernel."""
+    """Return each possible variant -> the nodes that may use it, as (index of the node, its
+    takeover). known: operator -> kernel; nodes of other calls have no variant."""
     seen = seen_by_others(graph)
     last = {d: node.index for node in graph.nodes for d in node.reads}
     ways: dict[Way, list[tuple[int, Takeover]]] = {}
@@ -143,10 +145,13 @@ def _pairs(
     seen: frozenset[int],
     last: Mapping[int, int],
 ) -> Iterator[tuple[int, int]]:
-    """Yield (position of a result, position of the operand to write it over), the largest result
-    first. The operand is the first fitting one that no later node reads. If later nodes read all of
-    them, the largest result still gets one, which dies in some schedules; other results get none.
-    seen: data that the caller or autograd sees; last: data -> last node that reads it."""
+    """Yield (position of a result, position of the input to write it over), the largest result
+    first.
+
+    The input is the first fitting one that no later node reads. If later nodes read all fitting
+    ones, the largest result still gets one, which dies in some schedules; other results get none.
+    seen: data that the caller or autograd sees; last: data -> index of the last node that reads it.
+    """
     (call,) = node.calls
     read = [graph.values[ref.index] for ref in value_refs(call.args)]
     count = Counter(value.data for value in read)
@@ -155,23 +160,24 @@ def _pairs(
         for place, value in enumerate(read)
         if count[value.data] == 1 and is_ours(graph, value, seen)
     }
-    made = [(p, graph.values[r]) for p, r in enumerate(call.results) if r is not None]
+    results = [(p, graph.values[r]) for p, r in enumerate(call.results) if r is not None]
     is_first = True
-    for place, result in sorted(made, key=lambda m: -graph.data[m[1].data].size_bytes):
+    for place, result in sorted(results, key=lambda m: -graph.data[m[1].data].size_bytes):
         if result.data in graph.held or result.data in graph.outputs:
             continue
         fit = [p for p, operand in free.items() if may_hold(graph, operand, result)]
         fit = [p for p in fit if known.is_aligned(p)]
         dying = [p for p in fit if last[free[p].data] == node.index]
-        taken = min(dying or fit[:is_first], default=None)
-        if taken is not None:
+        operand_place = min(dying or fit[:is_first], default=None)
+        if operand_place is not None:
             is_first = False
-            del free[taken]
-            yield place, taken
+            del free[operand_place]
+            yield place, operand_place
 
 
 def may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
-    """Return whether the result may be written where the operand is. Both cover their storages."""
+    """Return whether `result` may be written where `operand` is: both have equal dtype, device,
+    bytes and either equal strides or contiguous ones, and the result covers its storage."""
     a, b = operand.spec, result.spec
     if (a.dtype, a.device, prod(a.shape)) != (b.dtype, b.device, prod(b.shape)) or not is_dense(b):
         return False
@@ -206,30 +212,30 @@ class KnownKernel:
         return _Writing(self.kernel, over, self._looks()).kernel([(self.kernel.calls, {})])
 
     def at_once(self, over: Over) -> Kernel | None:
-        """Return the variant that writes results as soon as nothing else reads the operand, and
-        before that an intermediate value that several calls read, if possible; None if neither
-        is."""
+        """Return the variant that writes each result over its input as early as possible. An
+        intermediate value that several calls read is written there before, if it may be. None if no
+        result can be written before the end, or a later call would read an overwritten input."""
         early: dict[int, int] = {}
         at = {r: p for p, call in enumerate(self.kernel.calls) for r in call.results}
         for place, operand in over:
             written = self.kernel.results[place]
-            several = [
+            candidates = [
                 value
                 for value in self._aligned(operand) or ()
                 if at.get(value, -1) in range(at[written])
                 and self._fits(value, operand)
                 and sum(value in _read(call) for call in self.kernel.calls) > 1
             ]
-            several = [value for value in several if self._covers(value, operand)]
-            early |= dict.fromkeys(sorted(several, key=at.__getitem__)[-1:], operand)
+            candidates = [value for value in candidates if self._covers(value, operand)]
+            early |= dict.fromkeys(sorted(candidates, key=at.__getitem__)[-1:], operand)
             early |= {written: operand} if self._covers(written, operand) else {}
         steps = self._steps(early)
         is_right = bool(early) and self._reads_before(steps)
         return _Writing(self.kernel, over, self._looks()).kernel(steps) if is_right else None
 
     def _steps(self, early: Mapping[int, int]) -> Sequence[_Step]:
-        """Split the calls into steps by how many of the values `early` (value -> operand) they
-        depend on, each of which is written before."""
+        """Split the calls into steps: step n has the calls that depend on n of the values `early`.
+        early: value -> the input that it is written over at the end of the step that makes it."""
         derived = [self._derived(value) for value in early]
         steps: list[tuple[list[Call], dict[int, int]]] = [([], {}) for _ in range(len(early) + 1)]
         for call in self.kernel.calls:
@@ -239,7 +245,8 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """Return whether no step reads an overwritten operand, except what was written there."""
+        """Return whether no step reads an input that an earlier step overwrote, or another value
+        aligned with it, except what was computed from the value written there."""
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):
@@ -288,9 +295,10 @@ def _read(call: Call) -> frozenset[int]:
 def _aligned(
     calls: Sequence[Call], looks: Mapping[int, torch.Tensor], root: int
 ) -> frozenset[int] | None:
-    """Return the values each of whose elements depends on the same element of `root`, in the order
-    of a contiguous tensor, and on other elements only through reductions; None if a value of
-    another kind depends on `root`. looks: value -> meta tensor."""
+    """Return the values aligned with `root`, itself included: each element depends on the same
+    element of `root` (in row-major order), on others only through reductions of more than
+    `UNROLLED` elements. None if a value depends on `root` in another way. looks: value -> meta
+    tensor."""
     same = {root}
     for call in calls:
         read = same & _read(call)
@@ -321,7 +329,9 @@ class _Writing:
         self._names: dict[int, int] = {}
 
     def kernel(self, steps: Sequence[_Step]) -> Kernel:
-        """Return the variant whose steps write their values; other results are written last."""
+        """Return the variant. Its calls are those of `steps`, each step followed by the copies that
+        it asks for (value -> input); results that no step writes are copied at the end. Its
+        operator's name has a digest of the calls."""
         kernel = self._kernel
         for calls, early in steps:
             for call in calls:

@@ -25,7 +25,9 @@ from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the kernel's results by the operators that it fuses, on the device of `arguments`."""
+    """Return the kernel's results, computed by the operators that it fuses on the device of
+    `arguments` (without arguments on the kernel's device). Intermediate tensors are freed after
+    their last use."""
     device = arguments[0].device if arguments else torch.device(kernel.device)
     values: dict[int, Any] = dict(enumerate(arguments))
 
@@ -88,7 +90,8 @@ class _Indices:
     ranges: tuple[_Range, ...]
 
     def outside(self, arguments: Sequence[Any]) -> tuple[int, _Range] | None:
-        """Return an index out of range and its range, if these arguments give one, else None."""
+        """Return (an index out of range, the range that it violates) for these arguments of the
+        kernel, or None if all indices are in range."""
         found = computed(self.kernel, arguments)
         for one in self.ranges:
             lowest, highest = (int(end) for end in torch.aminmax(found[one.place]))
@@ -98,7 +101,8 @@ class _Indices:
 
 
 def _indices_of(kernel: Kernel) -> _Indices | None:
-    """Return what computes the indices of the kernel; None if it indexes nothing."""
+    """Return the part of the kernel that computes indices, with the valid range of each; None if it
+    indexes nothing."""
     lookups = tuple(_lookups(kernel))
     if not lookups:
         return None
@@ -113,17 +117,18 @@ def _indices_of(kernel: Kernel) -> _Indices | None:
 
 
 def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | None:
-    """Return a function that raises IndexError for arguments by which the kernel would read out of
-    range. None if no check is needed; a text, the reason, if the check would compute tensors much
-    larger than the indices."""
+    """Return a function of the arguments that raises IndexError if the kernel would read out of
+    range. Return None if no check is needed (no indexing, or a device other than the CPU); a text,
+    the reason why the kernel must not be used, if the check would compute tensors more than
+    `LARGER` times larger than the largest index."""
     indices = _indices_of(kernel) if kernel.device == "cpu" else None
     if indices is None:
         return None
     tensors = looks_of(kernel)
     largest = max(tensors[i].numel() for i in indices.kernel.results)
-    given = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
+    argument_storages = {tensors[i].untyped_storage()._cdata for i in range(len(kernel.inputs))}
     for value in (r for call in indices.kernel.calls for r in call.made):
-        is_view = tensors[value].untyped_storage()._cdata in given
+        is_view = tensors[value].untyped_storage()._cdata in argument_storages
         if not is_view and tensors[value].numel() > LARGER * largest:
             return "its indices are made of what is larger than they are"
 
@@ -140,7 +145,8 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
 
 
 def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
-    """Yield each indexing of a tensor by another (`gather`, `index`) in the kernel."""
+    """Yield each indexing of a tensor by another (`aten.gather`, `aten.index`) in the kernel, one
+    for each indexed dimension."""
     for call in kernel.calls:
         arguments: Any = call.args
         table, *others = arguments
@@ -153,7 +159,8 @@ def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
 
 
 def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
-    """Return the kernel that computes just these values."""
+    """Return the kernel that computes just the values `results`, without the calls that they do not
+    need."""
     needed, calls = set(results), []
     for call in reversed(kernel.calls):
         if needed.intersection(call.results):
@@ -168,8 +175,9 @@ _MOST_TRIES = 500
 
 
 def trial_inputs(kernel: Kernel) -> list[torch.Tensor]:
-    """Return zeros, except for integers from which indices are computed: these are such that the
-    kernel reads within its tensors. Raises RuntimeError if none are found."""
+    """Return arguments on which the kernel reads within its tensors: zeros, except for integers
+    from which indices are computed. Raises RuntimeError if none are found in `_MOST_TRIES`
+    tries."""
     fills = _fills(kernel)
     return [filled(spec, fills.get(i, 0)) for i, spec in enumerate(kernel.inputs)]
 
@@ -194,8 +202,9 @@ def _is_within(indices: _Indices, arguments: Sequence[Any]) -> bool:
 
 
 def _fills(kernel: Kernel) -> dict[int, int]:
-    """Return position of an input -> the integer that fills it in a trial; other inputs are zeros.
-    Raises RuntimeError if none are found."""
+    """Return position of an input -> the integer to fill it with, so that all indices are in range;
+    inputs that are absent are to be zeros. Raises RuntimeError if none are found in `_MOST_TRIES`
+    tries."""
     indices = _indices_of(kernel)
     if indices is None:
         return {}
@@ -205,8 +214,8 @@ def _fills(kernel: Kernel) -> dict[int, int]:
     integers = [i for i, s in specs.items() if _is_integer(dtype_of(s))]
     unread = torch.empty(0)
     zeros = [filled(specs[i]) if i in specs else unread for i in range(len(kernel.inputs))]
-    for values in itertools.islice(_candidates(indices, len(integers)), _MOST_TRIES):
-        fills = dict(zip(integers, values, strict=True))
+    for integers_tried in itertools.islice(_candidates(indices, len(integers)), _MOST_TRIES):
+        fills = dict(zip(integers, integers_tried, strict=True))
         if all(_holds(specs[i], fill) for i, fill in fills.items()):
             others = (filled(specs[i], fills[i]) if i in fills else z for i, z in enumerate(zeros))
             if _is_within(indices, tuple(others)):
@@ -224,8 +233,9 @@ def _holds(spec: TensorSpec, fill: int) -> bool:
 
 
 def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:
-    """Yield integers to try for `count` inputs: the same for all, then all combinations. Candidates
-    are numbers near literals in the calls (terms on the way to an index) and near sizes."""
+    """Yield tuples of `count` integers to try as fills of the integer inputs: first one number for
+    all, then all combinations. The numbers are 0, 1 and those near literals in the calls (terms on
+    the way to an index) and near sizes."""
     literals = [n for call in indices.kernel.calls for n in _numbers((call.args, call.kwargs))]
     literals += [one.size for one in indices.ranges]
     around = (n for literal in literals for n in (literal, literal + 1, literal - 1, -literal))

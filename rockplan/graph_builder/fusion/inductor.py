@@ -60,8 +60,8 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 
 
 def check_compiler(device_type: str) -> None:
-    """Raise MissingLibrary if there is no compiler for a device, InvalidInput if Inductor does not
-    support the device."""
+    """Raise MissingLibrary if there is no compiler for a device of this type, InvalidInput if
+    Inductor is not supported there (any type but 'cpu' and 'cuda')."""
     if device_type == "cpu":
         from torch._inductor.cpp_builder import get_cpp_compiler
 
@@ -89,8 +89,8 @@ def check_compiler(device_type: str) -> None:
 
 
 def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
-    """Raise InvalidInput where Inductor omits roundings of eager in spite of `keeps_roundings`: in
-    C++, before torch 2.13."""
+    """Raise InvalidInput where Inductor leaves out eager's roundings to 16 bits in spite of
+    `keeps_roundings`: on CPU before torch 2.13. dtypes: those of the run, as 'torch.bfloat16'."""
     is_rounded = any(d in ("torch.bfloat16", "torch.float16") for d in dtypes)
     if device_type == "cpu" and is_rounded and torch.__version__ < "2.13":
         raise InvalidInput(
@@ -101,7 +101,8 @@ def check_roundings(device_type: str, dtypes: Iterable[str]) -> None:
 
 
 def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
-    """Return operator of each kernel -> its function, or the reason why there is none."""
+    """Compile the kernels, all at once. Return operator of each kernel -> its function of a list of
+    tensors, or the reason why there is none."""
     functions: dict[str, Function | str] = {}
     if not kernels:
         return functions
@@ -114,18 +115,18 @@ def compiled(kernels: Sequence[Kernel]) -> dict[str, Function | str]:
             pending.clear()
         for done, kernel in enumerate(kernels):
             report(STAGE, len(kernels) + done, 2 * len(kernels))
-            begun = functions[kernel.op]
-            if not isinstance(begun, str):
+            function = functions[kernel.op]
+            if not isinstance(function, str):
                 functions[kernel.op] = _tried(
-                    functools.partial(_finished, kernel, begun, waits[kernel.op])
+                    functools.partial(_finished, kernel, function, waits[kernel.op])
                 )
     report(STAGE, 2 * len(kernels), 2 * len(kernels))
     return functions
 
 
 def _tried(make: Callable[[], Function]) -> Function | str:
-    """Return what `make` returns, or its error as text. Compilers raise errors of any type;
-    operators of a kernel that does not compile run unfused."""
+    """Return what `make` returns, or the type and first line of the error that it raises. Compilers
+    raise errors of any type; operators of a kernel that does not compile run unfused."""
     try:
         return make()
     except Exception as error:
@@ -144,7 +145,8 @@ def below_autograd() -> Iterator[None]:
 
 
 def _begun(kernel: Kernel) -> Function:
-    """Start compiling a kernel; return a function that may be called once compilation is done."""
+    """Start compiling a kernel; return a function that may be called once the compilation is
+    done."""
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -171,7 +173,8 @@ def _begun(kernel: Kernel) -> Function:
 
 
 def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return the kernel as an FX graph, as Inductor takes it. inputs: its fake arguments."""
+    """Return the kernel as an FX graph, as Inductor takes it; it returns the results that are not
+    written over inputs. inputs: fake arguments."""
     graph = fx.Graph()
     values: dict[int, fx.Node] = {}
     for position, fake in enumerate(inputs):
@@ -180,10 +183,12 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
 
     rounded = frozenset(kernel.rounded)
 
-    def argument(given: Any) -> Any:
-        if isinstance(given, ValueRef):
-            return values[given.index]
-        return [argument(item) for item in given] if isinstance(given, tuple) else given
+    def argument(literal: Any) -> Any:
+        """Return an argument of a call with nodes in place of references to values, and lists in
+        place of tuples."""
+        if isinstance(literal, ValueRef):
+            return values[literal.index]
+        return [argument(item) for item in literal] if isinstance(literal, tuple) else literal
 
     for call in kernel.calls:
         overload = facts.resolve(call.op)
@@ -213,8 +218,10 @@ def _new(kernel: Kernel) -> list[int]:
 
 
 def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
-    """Wait for the compilation, run the function twice on trial inputs, and return it if its
-    results have the promised specs and memory of their own. Raises RuntimeError otherwise."""
+    """Wait for the compilation, run the function twice on trial inputs, and return a function whose
+    results have the strides of the kernel's specs. Raises RuntimeError if new results share memory
+    with each other or with inputs, or differ from their specs in more than strides of dimensions of
+    size 1."""
     for wait in waits:
         wait()
     if kernel.over:
@@ -238,7 +245,8 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
 
 
 def _with_written(function: Function, kernel: Kernel) -> Function:
-    """Return a function that also returns the inputs that are written over, as results."""
+    """Return a function that returns all results of the kernel in order: those that `function`
+    returns, and the inputs over which it writes the others."""
     operands = [operand for _, operand in kernel.over]
     order = [*(place for place, _ in kernel.over), *_new(kernel)]
     places = [order.index(place) for place in range(len(order))]
@@ -257,8 +265,8 @@ def _differs(made: torch.Tensor, spec: TensorSpec) -> bool:
 
 
 def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise RuntimeError unless the tensor has its elements where the spec says: it may differ in
-    strides of dimensions of size 1 only."""
+    """Raise RuntimeError unless the tensor has the dtype, shape, strides and offset of the spec;
+    strides of dimensions of size 1 may differ."""
 
     def steps(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
         return [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
@@ -272,7 +280,8 @@ def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
-    """Return a function that gives the results at `places` the strides of the kernel's specs."""
+    """Return `function` with the results at `places` viewed in the strides of the kernel's
+    specs."""
     looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
 
     def restored(arguments: list[Any]) -> list[torch.Tensor]:
@@ -289,8 +298,9 @@ def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Fun
 
 @contextlib.contextmanager
 def _waiting_later() -> Iterator[Waits]:
-    """Make Inductor put its waits for the system's compilers, in this thread, into the yielded
-    list. If this version of Inductor waits in another way, it waits for each kernel."""
+    """While active, replace `AsyncCompile.wait` of Inductor in this thread: each wait for the
+    system's compilers is appended to the yielded list, to be called later. The list stays empty if
+    this version of Inductor has no such method; then each kernel is awaited when it is started."""
     from torch._inductor import async_compile
 
     compiling: Any = async_compile.AsyncCompile
@@ -302,6 +312,7 @@ def _waiting_later() -> Iterator[Waits]:
     thread = threading.get_ident()
 
     def later(one: Any, scope: dict[str, Any]) -> None:
+        """Postpone the wait if this thread asks for it; other threads wait at once."""
         if threading.get_ident() == thread:
             pending.append(functools.partial(wait, one, scope))
         else:

@@ -49,21 +49,24 @@ SLIGHT = 64
 
 
 def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
-    """Compile what is not compiled yet, and define operators. Return operator -> reason for those
-    that failed. An in-place variant comes after its plain kernel, or that was made before."""
-    asked = {k.op: k for k in kernels}
-    failed = {op: _refused[op] for op in asked if op in _refused}
-    failed |= _made({op: k for op, k in asked.items() if op not in _functions | failed.keys()})
+    """Compile the kernels that this process has not compiled yet, and define their operators.
+    Return operator -> reason for those that failed. An in-place variant must come after its plain
+    kernel, unless that was compiled by an earlier call."""
+    by_operator = {k.op: k for k in kernels}
+    failed = {op: _refused[op] for op in by_operator if op in _refused}
+    failed |= _made(
+        {op: k for op, k in by_operator.items() if op not in _functions | failed.keys()}
+    )
     return failed
 
 
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
-    """Compile, check and define unknown kernels; return operator -> reason for those that
-    failed."""
+    """Compile and check kernels that are not known yet, and define their operators. missing:
+    operator -> kernel. Return operator -> reason for those that failed."""
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
-    wanted = tuple(kernel for op, kernel in missing.items() if op not in failed)
-    for op, function in inductor.compiled(wanted).items():
+    to_compile = tuple(kernel for op, kernel in missing.items() if op not in failed)
+    for op, function in inductor.compiled(to_compile).items():
         look, kernel = looks[op], missing[op]
         if isinstance(function, str) or isinstance(look, str):
             failed[op] = str(function)
@@ -93,22 +96,23 @@ def _looked_at(
 
 
 def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
-    """Return operator of each kernel -> its function, compiled here if it is not yet: plans may
-    come from another process. Raises CaptureError if one does not compile."""
-    wanted = tuple(kernels)
-    failed = made(wanted)
-    for kernel in wanted:
+    """Return operator of each kernel -> its function of a list of tensors, compiled here if this
+    process has not yet: plans may come from another process. Raises CaptureError if one does not
+    compile."""
+    listed = tuple(kernels)
+    failed = made(listed)
+    for kernel in listed:
         if kernel.op in failed:
             raise CaptureError(
                 f"the kernel {kernel.name} of this plan cannot be compiled here "
                 f"({failed[kernel.op]}); plan the model again with rockplan.solve"
             )
-    return {kernel.op: _functions[kernel.op] for kernel in wanted}
+    return {kernel.op: _functions[kernel.op] for kernel in listed}
 
 
 def check_compiler(device: str, reason: str) -> None:
-    """Raise MissingLibrary if no kernel can be compiled, not even one of one operator. reason: why
-    a kernel of the model failed."""
+    """Raise MissingLibrary if not even a kernel of one operator can be compiled on `device`.
+    reason: why a kernel of the model failed, for the message."""
     row = TensorSpec((8,), (1,), 0, "torch.float32", device)
     square = Call("aten.mul.Tensor", (ValueRef(0), ValueRef(0)), (), (1,))
     device_type = torch.device(device).type
@@ -121,7 +125,8 @@ def check_compiler(device: str, reason: str) -> None:
 
 
 def _define(kernel: Kernel) -> None:
-    """Define the operator of a compiled kernel, so that calls can be captured and measured."""
+    """Define the PyTorch operator of a compiled kernel, so that calls of it can be captured and
+    measured. In-place variants get none: they are neither captured nor measured."""
     if kernel.op in _known or kernel.over:
         return  # in-place variants occur in no graph that is captured or measured
     arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))
@@ -135,8 +140,10 @@ def _define(kernel: Kernel) -> None:
 
 def _implementation(kernel: Kernel) -> Callable[..., Any]:
     def run(*arguments: torch.Tensor) -> Any:
-        is_here = all(str(a.device) == kernel.device for a in arguments)
-        results = _functions[kernel.op](list(arguments)) if is_here else computed(kernel, arguments)
+        is_on_device = all(str(a.device) == kernel.device for a in arguments)
+        results = (
+            _functions[kernel.op](list(arguments)) if is_on_device else computed(kernel, arguments)
+        )
         return results[0] if len(kernel.results) == 1 else tuple(results)
 
     return run
@@ -151,8 +158,9 @@ def more_bytes_of(kernel: Kernel) -> int:
 
 
 def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
-    """Return the bytes that an in-place variant needs beyond the plain kernel less what it saves;
-    or why it is dropped: on made-up inputs it computes other bits, or needs much more memory."""
+    """Run an in-place variant and its plain kernel on the same made-up inputs. Return the bytes by
+    which the variant's saving falls short of the bytes that it writes over, at least 0; or the
+    reason to drop it: it computes other bits, needs much more memory, or cannot be tried."""
     plain = _functions.get(kernel.plain)
     if plain is None:
         return "what it stands for cannot be compiled"
@@ -181,7 +189,8 @@ def _too_much_memory(more_bytes: int, written_bytes: int) -> str | None:
 def measured(
     kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], int]:
-    """Return the results, and the peak of bytes allocated while computing them."""
+    """Run the function; return (its results, the bytes allocated at most at once meanwhile beyond
+    those allocated before)."""
     results: list[torch.Tensor] = []
     peak_bytes = rise_of(
         lambda: results.extend(function(list(inputs))), torch.device(kernel.device)
@@ -190,8 +199,9 @@ def measured(
 
 
 def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
-    """Return random numbers, and integers with which the kernel reads within its tensors; None if
-    its indices depend on the numbers."""
+    """Return inputs for a comparison of kernels: random floating-point numbers and bools (seed 0),
+    integers with which the kernel reads within its tensors. None if its indices depend on the
+    random numbers."""
     generator = torch.Generator(kernel.device).manual_seed(0)
     made = trial_inputs(kernel)
     for tensor in made:

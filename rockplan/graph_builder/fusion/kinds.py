@@ -48,8 +48,9 @@ def fused_group(
     recorded_values: int,
     keeps_roundings: bool,
 ) -> Fused:
-    """Return the call and kernel of a group. recorded_values: number of values of the capture,
-    which come before those between parts."""
+    """Return the kernel of a group and its call. stored: storages in memory between kernels;
+    recorded_values: number of values of the capture: values with higher numbers are internal to a
+    decomposition; keeps_roundings: the kernel rounds where eager's operators do."""
     building = _Building(flow, stored, group, recorded_values)
     inputs, positions = building.inputs_and_parts()
     results = tuple(flow.made[t].value for t in group.targets)
@@ -101,7 +102,8 @@ class _Building:
         self._parts: set[int] = set()
 
     def inputs_and_parts(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """Return the values read, in order of first use, and positions of parts."""
+        """Return (numbers of the values that the kernel reads, in order of first use; positions of
+        the parts that it computes, views included, ascending)."""
         flow, parts = self._flow, self._flow.parts.parts
         inside = set(self._interior)
         makers = {flow.made[storage].maker: None for storage in self._interior}
@@ -129,9 +131,9 @@ class _Building:
         return chain[::-1]
 
     def _start(self, chains: list[list[int]]) -> int:
-        """Return which tensor along chains of views of one storage is the input: position 0 for the
-        whole storage, or the position of a smaller tensor common to all chains that a call of the
-        capture makes. Otherwise each slice of one tensor would give another kernel."""
+        """Return at which place along chains of views of one storage the kernel takes its input: 0
+        is the whole storage. A later place is that of a smaller tensor, common to all chains, that
+        a recorded call makes: otherwise each slice of one tensor would need another kernel."""
         values = self._flow.parts.values
         elements = prod(values[chains[0][0]].spec.shape)
         for place in range(1, min(map(len, chains))):
@@ -154,8 +156,9 @@ def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
 
 
 def _name(kernel: Kernel, operators: Iterable[str]) -> str:
-    """Return the operator name of a kernel, with a digest of its content. operators: those of it
-    that are no views."""
+    """Return the name of a kernel's operator: the first operators that it fuses, and a digest of
+    its content, so that equal kernels have equal names. operators: those of it that are no
+    views."""
     content = [
         [spec_fields(s) for s in kernel.inputs],
         [_call(c) for c in kernel.calls],

@@ -70,7 +70,8 @@ class Parts:
 
 
 def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
-    """Return the parts of all calls. opaque: positions of unfused calls; table: decompositions."""
+    """Return the parts of all calls of the run. opaque: positions of calls that must stay unfused;
+    table: decompositions, operator -> function."""
     expansion = _Expansion(capture, table)
     for position, recorded in enumerate(capture.calls):
         expansion.add(position, recorded, is_opaque=position in opaque)
@@ -97,14 +98,15 @@ class _Expansion:
         self._templates: dict[Hashable, _Template | None] = {}
 
     def add(self, position: int, recorded: RecordedCall, is_opaque: bool) -> None:
-        """Add the parts of the call at `position`: those of its template, with values of the run in
-        place of local numbers, or one opaque part."""
+        """Append the parts of the call at `position`: those of its template, with values of the run
+        in place of local numbers. A call that cannot or must not be fused (`is_opaque`) becomes one
+        opaque part."""
         template = None if is_opaque else self._template(position, recorded)
         if template is None:
             kind, phase, writes = PartKind.OPAQUE, recorded.phase, recorded.writes
             self.parts.append(OperatorPart(recorded.call, kind, position, phase, writes=writes))
             return
-        names = dict(enumerate(_given(recorded.call)))
+        names = dict(enumerate(_arguments_of(recorded.call)))
         leaves = zip(template.leaves, recorded.call.results, strict=True)
         names |= {n: r for n, r in leaves if n is not None and r is not None}
         storages = {template.tensors[n].storage: self.values[v].storage for n, v in names.items()}
@@ -124,7 +126,8 @@ class _Expansion:
             )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
-        """Return the parts of the call with local numbers; None if it cannot be fused."""
+        """Return the parts of the call with local numbers, from memory if an equal call was traced;
+        None if it cannot be fused."""
         if recorded.writes or not recorded.is_repeatable:
             return None
         if not self._is_settled(position, recorded):
@@ -137,17 +140,19 @@ class _Expansion:
         return self._templates[key]
 
     def _is_settled(self, position: int, recorded: RecordedCall) -> bool:
-        """Return whether nothing that the call reads or makes is written to later, and the run
-        changes nothing of the caller's that it reads: a kernel may then read it at any time."""
+        """Return whether a kernel may read the call's arguments at any later time: neither they nor
+        its results are changed in place at or after `position`, and no argument is memory of the
+        caller's that the run changes."""
         looked_at = _looked_at(recorded.call)
         touched = self._run.storages((*looked_at, *recorded.call.made))
         late = any(self._run.last_change.get(storage, -1) >= position for storage in touched)
         return not late and touched.isdisjoint(self._run.changed_outside)
 
     def _is_plain(self, call: Call) -> bool:
-        """Return whether all tensors have elements, are on one device and of dtypes that compilers
-        support, and no result is an argument."""
-        given, made = _given(call), call.made
+        """Return whether compilers can take the call's tensors: all have elements, are on one
+        device and of dtypes that compilers support, and no result is an argument or another
+        result."""
+        given, made = _arguments_of(call), call.made
         specs = [self.values[v].spec for v in (*given, *made)]
         is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
         return (
@@ -159,9 +164,9 @@ class _Expansion:
         )
 
     def _key(self, call: Call) -> Hashable:
-        """Return what decides the parts of a call: literals, specs, and which values share
-        storages."""
-        local = {v: i for i, v in enumerate((*_given(call), *call.made))}
+        """Return what decides the template of a call: literals with their types, specs of arguments
+        and results, and which of these share storages."""
+        local = {v: i for i, v in enumerate((*_arguments_of(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
             _typed(renamed(call, local.__getitem__, local.__getitem__)),
@@ -170,7 +175,8 @@ class _Expansion:
         )
 
     def _traced(self, call: Call) -> _Template | None:
-        """Return the parts by decomposing on fake tensors; None if it cannot be fused."""
+        """Return the parts found by running the call's decomposition on fake tensors; None if it
+        cannot be fused. A decomposition that raises is logged, and the call stays unfused."""
         try:
             return _Tracing(self._fakes, self._table, self.values, call).template()
         except _NotFused as reason:
@@ -181,7 +187,7 @@ class _Expansion:
         return None
 
 
-def _given(call: Call) -> list[int]:
+def _arguments_of(call: Call) -> list[int]:
     return list(dict.fromkeys(r.index for r in refs(call)))
 
 
@@ -189,12 +195,12 @@ def _looked_at(call: Call) -> list[int]:
     """Return the arguments without those that are not read, such as running statistics."""
     ignored = facts.unread_arguments(call.op, call.args)
     args = tuple(a for i, a in enumerate(call.args) if i not in ignored)
-    return _given(Call(call.op, args, call.kwargs, call.results))
+    return _arguments_of(Call(call.op, args, call.kwargs, call.results))
 
 
 def _typed(argument: Any) -> Hashable:
-    """Return `argument` with types of numbers: equal numbers of different types (1, 1.0, True)
-    promote differently."""
+    """Return a hashable key of a call or an argument, which keeps types of numbers: equal numbers
+    of different types (1, 1.0, True) promote differently."""
     if isinstance(argument, Call):
         kwargs = tuple((k, _typed(a)) for k, a in argument.kwargs)
         return (argument.op, _typed(argument.args), kwargs, argument.results)
@@ -253,17 +259,18 @@ class _Tracing:
         self._fakes = fakes
         self._values = values
         self._call = call
-        self._given = _given(call)
+        self._arguments = _arguments_of(call)
         self._mode = _Decomposing({**table, **_of_labels(call)})
 
     def template(self) -> _Template:
-        """Return the parts of the call, recorded while its decomposition runs. Raises _NotFused."""
+        """Return the parts of the call, recorded while its decomposition runs on fake tensors.
+        Raises _NotFused if the call cannot be fused."""
         call, mode = self._call, self._mode
         storages: dict[int, torch.UntypedStorage] = {}
         # The fake mode has to be active: decompositions make scalars. Casts of the caller's
         # autocast were recorded as calls.
         with torch.no_grad(), torch._C._DisableAutocast(), self._fakes:
-            fakes = {v: self._fake(v, storages) for v in self._given}
+            fakes = {v: self._fake(v, storages) for v in self._arguments}
             for fake in fakes.values():
                 mode.number(fake)
             args = [substitute(a, fakes.__getitem__) for a in call.args]
@@ -287,21 +294,23 @@ class _Tracing:
         return tensor_in(storages[recorded.storage], recorded.spec)
 
     def _leaf(self, result: int, made: Any) -> int:
-        """Return the number of a result that has the recorded spec and sharing of storage, adding
-        an alias or a clone if needed. Raises _NotFused if that is impossible."""
+        """Return the local number of the tensor that is the call's result `result` (a value of the
+        run), with the recorded spec and sharing of storage. made: what the decomposition returned
+        for it; an alias or a clone of it is added if needed. Raises _NotFused if that does not
+        help."""
         if not isinstance(made, torch.Tensor):
             raise _NotFused("a result that is no tensor")
         mode, values = self._mode, self._values
         place = values[result].storage
-        bases = [i for i, v in enumerate(self._given) if values[v].storage == place]
+        bases = [i for i, v in enumerate(self._arguments) if values[v].storage == place]
         number = mode.number(made)
         in_place_of = mode.tensors[number].storage
         if bases and in_place_of != mode.tensors[bases[0]].storage:
             raise _NotFused("no view, where a view was recorded")
         is_shared = any(
-            t.storage == in_place_of for n, t in mode.tensors.items() if n < len(self._given)
+            t.storage == in_place_of for n, t in mode.tensors.items() if n < len(self._arguments)
         )
-        if bases and number < len(self._given):
+        if bases and number < len(self._arguments):
             with mode:
                 number = mode.number(torch.ops.aten.alias.default(made))
         elif not bases and (is_shared or number in mode.leaves):
@@ -327,7 +336,8 @@ class _Decomposing(TorchDispatchMode):
         self._storages: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the number of a tensor, a new one at the first call."""
+        """Return the local number of a tensor; a tensor met for the first time gets the next one
+        and is kept alive."""
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known
@@ -345,7 +355,8 @@ class _Decomposing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Decompose the operator, or record it. Raises _NotFused."""
+        """Run an operator by its decomposition, whose operators come here in turn; record it as a
+        part if it has none. Raises _NotFused."""
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
             return func(*args, **kwargs)
@@ -366,19 +377,22 @@ class _Decomposing(TorchDispatchMode):
         return self._record(func, args, kwargs)
 
     def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Record an operator as a part and return its result. Raises _NotFused."""
+        """Run an operator on fake tensors, append it to `parts` and return its result. Raises
+        _NotFused if kernels cannot compute it."""
         if not _is_fusible(func):
             raise _NotFused(f"{func}")
-        given = [self._known(t) for t in facts.tensors((args, kwargs))]
+        operands = [self._known(t) for t in facts.tensors((args, kwargs))]
         result = func(*args, **kwargs)
         made = [m for m in flat_results(result) if isinstance(m, torch.Tensor)]
         if len(made) != len(flat_results(result)):
             raise _NotFused(f"{func} makes no tensor")
         numbers = [self.number(m) for m in made]
-        if set(numbers) & set(given):
+        if set(numbers) & set(operands):
             raise _NotFused(f"{func} returns an argument")
-        shared = {self.tensors[n].storage for n in given}
-        kind = self._kind(func, args, given, [self.tensors[n].storage in shared for n in numbers])
+        shared = {self.tensors[n].storage for n in operands}
+        kind = self._kind(
+            func, args, operands, [self.tensors[n].storage in shared for n in numbers]
+        )
 
         def symbolic(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
@@ -400,11 +414,12 @@ class _Decomposing(TorchDispatchMode):
         self,
         func: OpOverload,
         args: tuple[Any, ...],
-        given: Sequence[int],
+        operands: Sequence[int],
         is_shared: Sequence[bool],
     ) -> PartKind:
-        """Return the kind of a part. Raises _NotFused for an operator that kernels do not compute.
-        given: numbers of its tensors; is_shared: which results share an argument's storage."""
+        """Return whether an operator is a view, a reduction or pointwise. Raises _NotFused for one
+        that kernels do not compute as eager does. operands: local numbers of its tensor arguments;
+        is_shared: for each result whether it shares the storage of an operand."""
         if any(is_shared):
             is_other = row_of(str(func)).view is ViewKind.OTHER_NUMBERS
             if not all(is_shared) or is_other or _packet(func) in _BY_MEMORY:
@@ -417,7 +432,7 @@ class _Decomposing(TorchDispatchMode):
             t.dtype in (torch.bool, torch.uint8) for t in facts.tensors(args[1])
         ):
             raise _NotFused("an index by a mask")
-        if packet in _EXACT and len(set(given)) == 2 and _are_floating(args):
+        if packet in _EXACT and len(set(operands)) == 2 and _are_floating(args):
             raise _NotFused(f"{func} of numbers that a kernel rounds otherwise than what is stored")
         if packet == "nextafter":
             raise _NotFused(f"{func}, which is of the digits that are stored")
@@ -456,15 +471,16 @@ _BY_LABEL = frozenset(["aten.nll_loss_backward.default", "aten.nll_loss2d_backwa
 
 
 def _of_labels(call: Call) -> Table:
-    """Return decompositions for the scatter by labels in the backward of a loss. The forward has
-    checked these labels, so a comparison may replace it. Other indices must be checked by the
-    operator."""
+    """Return operator -> decomposition for the scatter by labels in the backward of a loss, an
+    empty table for other calls. The forward has checked these labels, so a comparison may replace
+    the scatter; other indices must be checked by the operator."""
     return {torch.ops.aten.scatter.value: _compared} if call.op in _BY_LABEL else {}
 
 
 def _compared(table: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
-    """Compute a scatter of a number by comparing positions with the index, where only `dim` is
-    indexed: a real scatter needs the table in memory. Return NotImplemented for other shapes."""
+    """Replace `aten.scatter.value` (`table.scatter(dim, index, value)`) by a comparison of
+    positions with the index, which needs no table in memory. Return NotImplemented unless the index
+    has size 1 in `dim` and the table's size elsewhere."""
     dim %= table.dim()
     shape = [1] * table.dim()
     shape[dim] = -1
@@ -479,7 +495,8 @@ def _are_floating(arguments: Any) -> bool:
 
 
 def _may_divide_by_zero(args: tuple[Any, ...]) -> bool:
-    """Return whether the division is of integers, by a tensor or by zero."""
+    """Return whether a division is of integers, and its divisor (`args[1]`) a tensor or zero: eager
+    raises an error for a zero there."""
     divisor = args[1]
     is_whole = not isinstance(divisor, float) and not _are_floating(args)
     return is_whole and (isinstance(divisor, torch.Tensor) or divisor == 0)

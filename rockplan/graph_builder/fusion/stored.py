@@ -42,11 +42,13 @@ times slower than eager."""
 
 
 def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
-    """Return the storages to write to memory. One pass decides in execution order; further rounds
-    reconsider each choice until nothing changes. device_type: decides what a kernel call costs."""
+    """Return the storages that kernels write to memory. One pass decides in execution order; up to
+    `ROUNDS` further passes reconsider each choice until none changes. device_type ('cpu', 'cuda')
+    decides what a kernel call costs."""
 
     def call_bytes(storage: int) -> int:
-        """Return the bytes that memory moves in the time of a kernel that stores `storage`."""
+        """Return what one more kernel, which stores `storage`, costs: the bytes that memory could
+        move in its time."""
         spec = flow.parts.values[flow.made[storage].value].spec
         elements = flow.sizes[storage] if spec.dtype == "torch.bool" else 0
         own_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
@@ -82,15 +84,16 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
 
 
 def _should_store(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: int) -> bool:
-    """Return whether `storage` should be stored, beyond those that are `in_memory`. call_bytes:
-    bytes that the traffic must fall by."""
+    """Return whether `storage` should be stored besides those of `in_memory`. call_bytes: bytes by
+    which the traffic of kernels must fall to be worth a call."""
     return _is_computed_too_often(flow, storage, in_memory) or _is_worth_it(
         flow, storage, in_memory, call_bytes
     )
 
 
 def _is_computed_too_often(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
-    """Return whether the next kernels would recompute too many values for `storage`."""
+    """Return whether the next kernels that need `storage` would together recompute more than
+    `AGAIN` values if it is not stored."""
     computed = len(flow.interior([storage], in_memory))
     if computed * USERS <= AGAIN:
         return False
@@ -99,7 +102,9 @@ def _is_computed_too_often(flow: Dataflow, storage: int, in_memory: set[int]) ->
 
 
 def _store_operands(flow: Dataflow, storage: int, in_memory: set[int]) -> None:
-    """Add operands of `storage` to `in_memory` until its kernel does and reads little enough."""
+    """Add operands of `storage` to `in_memory`, those of the largest kernels first, until the
+    kernel of `storage` computes at most `COMPUTED` values and reads at most `READ` tensors, or
+    nothing is left to store."""
 
     def effort(one: int) -> tuple[int, int]:
         """Return how many values the kernel of a storage computes and reads."""
@@ -117,8 +122,8 @@ def _store_operands(flow: Dataflow, storage: int, in_memory: set[int]) -> None:
 
 
 def _is_statistic(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
-    """Return whether `storage` is a small value that is expensive to compute, from which several
-    kernels compute large ones."""
+    """Return whether `storage` is small (`STATISTIC` times) beside what is computed from it, at
+    least two kernels read it, and computing it takes a reduction, a sine or a cosine."""
     size_bytes = flow.made[storage].size_bytes
     made = (flow.made[r] for r in flow.readers.get(storage, ()))
     is_small = any(not m.is_reduction and m.size_bytes >= STATISTIC * size_bytes for m in made)
@@ -133,8 +138,9 @@ def _takes_long(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
 
 
 def _is_worth_it(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: int) -> bool:
-    """Return whether storing `storage` lowers the bytes that the next kernels read and write by
-    more than `call_bytes`; or does not raise them, if they would recompute a reduction."""
+    """Return whether storing `storage` lowers the bytes that the next `USERS` kernels read and
+    write by more than `call_bytes`; or does not raise them, if these would recompute a reduction, a
+    sine or a cosine. `in_memory` is changed for a moment and restored."""
     size_bytes = flow.made[storage].size_bytes
     own_bytes = _bytes(flow, flow.leaves([storage], in_memory))
     if own_bytes <= size_bytes:
