@@ -136,14 +136,14 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 class BlockPrograms:
     """The programs of the blocks of a model, by kind and allowance. plan: of the whole step;
     refused: paths of blocks that could not be planned when they were called -> why; switched_off:
-    configurations whose key-value cache was switched off; told: keys of warnings given."""
+    configurations whose key-value cache was switched off; warned: keys of warnings given."""
 
     options: Options
     plan: BlocksPlan | None = None
     switched_off: tuple[Any, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
-    told: set[str] = field(default_factory=set)
+    warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return BlockPrograms, (self.options, self.plan, self.switched_off)

@@ -137,7 +137,7 @@ def _plan_blocks(
     """Find the calls of the blocks, and plan them. are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
-        programs.told.add(SHARDING)
+        programs.warned.add(SHARDING)
     with (
         outside_of_initialization(),
         key_value_cache.switched_off(model),
@@ -563,7 +563,7 @@ class _Job:
                     make_program=BlockMaker(path, self.programs, allowance),
                     on_mismatch=self.options.on_mismatch,
                     on_infeasible=self.options.on_infeasible,
-                    told=self.programs.told,
+                    warned=self.programs.warned,
                 )
 
 

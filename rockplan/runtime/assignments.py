@@ -18,7 +18,8 @@ from rockplan.values.interface import Address, Assignment
 
 
 def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
-    """Write what a call leaves in Python. An address that leads nowhere any more is skipped."""
+    """Write into Python objects what the captured forward left there: for each assignment, its
+    value at its address. An address that leads nowhere any more is skipped."""
     for one in assignments:
         step, key = one.address[2][-1]
         try:
@@ -32,7 +33,9 @@ def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
 
 
 def _owner(module: nn.Module, address: Address) -> Any:
-    """Return the object that holds the last step of `address`."""
+    """Return the object on which the last step of `address` ends: `address` is (kind of root, name
+    of a submodule or Python module or the object itself, steps of attributes and keys from
+    there)."""
     kind, root, steps = address
     owner: Any = root
     if kind == "module":

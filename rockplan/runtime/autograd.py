@@ -28,7 +28,9 @@ class _Seam(torch.autograd.Function):
     def forward(
         ctx: Any, call: PlannedCall, number: int, token: torch.Tensor | None, *targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return the token that the next seam, or `_Outputs`, takes as an input."""
+        """Return a tensor of zero elements, which the next seam, or `_Outputs`, takes as an input.
+        number: position of the slice; token: what the seam before returned, None for the first;
+        targets: the parameters and inputs whose gradients the slice makes."""
         ctx.call = call
         ctx.number = number
         ctx.is_first = token is None
@@ -38,7 +40,8 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
-        """Return the gradients of the slice."""
+        """Run the slice; return its gradients, one for each input of `forward` (None for those that
+        are no tensors)."""
         gradients = ctx.call.gradients(ctx.number)
         return (None, None, None if ctx.is_first else token, *gradients)
 
@@ -55,6 +58,8 @@ class _Result(torch.autograd.Function):
     def forward(
         ctx: Any, call: PlannedCall, position: int, result: torch.Tensor, *inner: torch.Tensor
     ) -> torch.Tensor:
+        """Return `result` as an output of a node of its own. position: which result it is; inner:
+        results that it is computed from."""
         ctx.call = call
         ctx.position = position
         ctx.set_materialize_grads(False)
@@ -81,9 +86,11 @@ class _Outputs(torch.autograd.Function):
         tensors: tuple[torch.Tensor, ...],
         token: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
+        """Return all results as outputs of this node. kept: what backward needs; tensors: what the
+        generated forward returned; token: what the last seam returned."""
         ctx.call = call
         ctx.device = token.device
-        _hang(ctx, kept)
+        _save(ctx, kept)
         ctx.set_materialize_grads(False)
         leaves = call.executable.outputs
         outputs = tuple(_returned(t, o.spec) for t, o in zip(tensors, leaves, strict=True))
@@ -93,7 +100,9 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Take in the incoming gradients; the slices, which run next, compute with them."""
+        """Take in the gradients of the results, None where there is none; the slices, which run
+        next, compute with them. Raises BackwardError for second derivatives, batches of gradients
+        and a backward pass under another autocast."""
         saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
         if torch.is_grad_enabled():
             raise BackwardError(
@@ -119,7 +128,7 @@ def _returned(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
     return tensor.detach() if spec is None else distributed(tensor.detach(), spec)
 
 
-def _hang(ctx: Any, kept: SavedForBackward) -> None:
+def _save(ctx: Any, kept: SavedForBackward) -> None:
     """Have autograd save `kept`, as an attribute of a saved tensor of zero elements.
 
     Hooks on saved tensors may replace this tensor and lose the attribute: under hooks, `kept`
@@ -138,8 +147,8 @@ def _hang(ctx: Any, kept: SavedForBackward) -> None:
 
 
 def _check_autocast(executable: Executable) -> None:
-    """Raise BackwardError if backward runs under autocast and would execute other operators
-    there."""
+    """Raise BackwardError if backward runs under autocast and eager's would execute other operators
+    there than the plan does."""
     under_autocast = any(map(torch.is_autocast_enabled, executable.device_types))
     if under_autocast and not executable.backward_ignores_autocast:
         raise BackwardError(
@@ -157,8 +166,9 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward phase, and return its results as outputs of autograd nodes that run the
-    backward slices."""
+    """Run the forward phase; return its results, as outputs of autograd nodes that run the backward
+    slices. residents: the tensors that the code takes; replan: makes the plan for other incoming
+    gradients."""
     planned_call, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
@@ -178,7 +188,7 @@ def call(
 
 
 def ends_of_backward(result: torch.Tensor) -> tuple[Any, Any] | None:
-    """Return the first and the last autograd node of the backward phase that `result` belongs to;
+    """Return (first, last) autograd node of the planned backward phase that `result` belongs to;
     None if no plan returned `result`."""
     node: Any = result.grad_fn
     if _is_of(node, _Result):

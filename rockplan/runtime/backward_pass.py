@@ -54,10 +54,9 @@ class PlannedCall:
         self._backward, self._next = _Backward(self.executable, running, frame, kept), 0
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients that backward slice `number` of the plan hands to autograd.
-
-        Raises BackwardError if this backward pass did not start at the results.
-        """
+        """Return the gradients that backward slice `number` of the plan hands to autograd, one for
+        each of its targets; None where there is none. Frees the state of the pass after the last
+        slice. Raises BackwardError if this backward pass did not start at the results."""
         if self._backward is None or number != self._next:
             raise BackwardError(_FROM_INSIDE)
         self._next += 1
@@ -93,7 +92,8 @@ class SavedForBackward:
         self._default_dtype = torch.get_default_dtype()
 
     def forward(self) -> tuple[torch.Tensor, ...]:
-        """Run the forward phase; return the outputs."""
+        """Run the forward phase; return the results. Keeps states of generators and version
+        counters, by which a backward pass knows what has changed."""
         executable = self._executable
         self._starts = rng_replay.starts(executable.devices) if executable.random else ()
         outputs = run_forward(executable, self._frame)
@@ -112,8 +112,10 @@ class SavedForBackward:
     def begin_backward(
         self, planned: Executable, gradients: tuple[torch.Tensor | None, ...]
     ) -> tuple[Executable, Frame]:
-        """Return the plan whose slices are to run, and the frame that they run in. planned: the
-        plan of the call.
+        """Return (the plan whose slices are to run, the frame that they run in, with the incoming
+        gradients). It runs a second forward if this is not the first backward, or the gradients
+        have another pattern. planned: the plan of the call; gradients: one for each result, or
+        None.
 
         Raises BackwardError as `PlannedCall.begin_backward`.
         """
@@ -136,8 +138,9 @@ class SavedForBackward:
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
-        """Run a second forward for incoming gradients of this pattern. Returns its plan and its
-        frame. Raises BackwardError if it cannot be what eager does."""
+        """Run a second forward, by the plan for incoming gradients of `pattern`; return (that plan,
+        its frame). planned: the plan of the call. Raises BackwardError if it cannot be what eager
+        does."""
         kept = self._kept_results()
         # The rest of what the forward kept is freed: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
@@ -171,8 +174,8 @@ class SavedForBackward:
         return running, frame
 
     def _kept_results(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the saved results of operators that may act outside of the step, None for those
-        that were not saved or have been modified."""
+        """Return the saved results of operators that may act outside of the step (exchange data,
+        count), in order; None for each that was not saved, and for all if one was modified."""
         saved = {} if self._is_used else self._frame.saved
         is_as_it_was = bool(saved) and self._saved_versions == _versions(saved.values())
         acting = self._executable.code.acting
@@ -181,8 +184,9 @@ class SavedForBackward:
     def _refuse_second_calls(
         self, running: Executable, kept: tuple[torch.Tensor | None, ...]
     ) -> None:
-        """Raise BackwardError if an operator that may act outside of the step would be called
-        again."""
+        """Raise BackwardError if the second forward by `running` would call an operator that may
+        act outside of the step. kept: results that stand in for such calls, None where there is
+        none."""
         before, again = ([op for op, _ in e.code.acting] for e in (self._executable, running))
         missing = [again[i] for i in running.code.reused if before != again or kept[i] is None]
         if missing:
@@ -198,8 +202,8 @@ class SavedForBackward:
         return tuple(residents)
 
     def check_residents(self, positions: Sequence[int], message: str) -> None:
-        """Raise BackwardError with `message` if a resident at `positions` was modified since the
-        forward."""
+        """Raise BackwardError with `message` if a resident at one of `positions` was written to, or
+        given other memory, since the forward."""
         tensors = [self.residents[i] for i in positions]
         if self._versions_at(positions) != [self._versions[i] for i in positions]:
             raise BackwardError(message)
@@ -209,8 +213,8 @@ class SavedForBackward:
             raise BackwardError(message)
 
     def _versions_at(self, positions: Sequence[int]) -> list[int]:
-        """Return how often residents were written to. Writes to a DTensor and to its local tensor
-        count apart; here they are added."""
+        """Return version counters of the residents at `positions`. Writes to a DTensor and to its
+        local tensor count apart; here they are added."""
         versions = _versions([self.residents[i] for i in positions])
         if self._given is self.residents:
             return versions
@@ -238,21 +242,22 @@ class _Backward:
         return self._from_other_plan(number)
 
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
-        """Run the next slice; return its gradients."""
+        """Run the next slice of `running`; return its gradients, as DTensors where the plan says
+        so. Raises BackwardError if a hook changed what the slice reads."""
         number = self._next_slice
         self._next_slice += 1
         self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
-        made = run_slice(self._running, self._frame, number)
+        gradients = run_slice(self._running, self._frame, number)
         if not self._running.specs:
-            return made
+            return gradients
         specs = self._running.specs[number]
         return tuple(
-            g if s is None else distributed(g, s) for g, s in zip(made, specs, strict=True)
+            g if s is None else distributed(g, s) for g, s in zip(gradients, specs, strict=True)
         )
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of slice `number` of the plan of the call, by running as many slices
-        of the other plan as they need.
+        """Return the gradients of slice `number` of the plan of the call, None where none is left,
+        by running as many slices of the other plan as they need.
 
         Autograd adds up what it is handed for a parameter, in order. If the other plan hands over
         more contributions to a gradient than the plan of the call has places for, the first place
@@ -280,7 +285,7 @@ class _Backward:
 
     def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
         """Run slices until `done()`, or until no remaining slice makes a gradient of `target`
-        (None: any)."""
+        (None: until none remains). The gradients wait in `_waiting`, by target."""
         left = self._running.targets
         while not done() and any(
             target is None or target in targets for targets in left[self._next_slice :]

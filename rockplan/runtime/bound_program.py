@@ -59,7 +59,8 @@ class BoundProgram:
         return (*self.tensors, *inputs, *self.program.constants)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """True if the program is for the module as it is now and a call with `leaves`."""
+        """True if the program is for the module as it is now and a call with `leaves` (of its
+        arguments)."""
         return (
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))
@@ -69,8 +70,8 @@ class BoundProgram:
         )
 
     def read(self, leaves: Sequence[Any]) -> Iterator[tuple[Guard, object]]:
-        """Yield (guard, value now) for each value that Python code of the forward reads from
-        tensors."""
+        """Yield (guard, value now) for each value that the forward's Python code reads from
+        tensors, such as `x.max().item()`."""
         program, interface = self.program, self.program.interface
         if interface.guards:
             buffers = self.tensors[len(interface.parameters) :]
@@ -89,7 +90,9 @@ class BoundProgram:
         return not questions or all(self._is_answered(q, leaves) for q in questions)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
-        """True if the tensor of this question answers as it did when the program was captured."""
+        """True if the tensor of this question (an input, parameter or buffer) answers now as it did
+        when the program was captured; ABSENT, for an attribute that it does not have, is an
+        answer."""
         if question.role == "input":
             tensor = leaves[int(question.key)]
         else:
@@ -102,7 +105,8 @@ class BoundProgram:
         return bool(described(answer) == question.answer)
 
     def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
-        """List the reasons why the program is not for the call `now` with `leaves`."""
+        """List the reasons why the program is not for the call `now`, whose arguments have
+        `leaves`; reasons in values are looked for only if the arguments are alike."""
         of_call = call_differences(now, self.program.call)
         of_module = module_differences(self.signature)
         if of_call:  # the other comparisons suppose that arguments are alike
@@ -128,7 +132,8 @@ _SHARED = (
 
 
 def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
-    """Yield the values of tensors that the forward reads in Python and that differ now."""
+    """Yield a difference for each value that the forward reads from tensors in Python and that is
+    not as expected now."""
     names = dict(enumerate(name for name, _ in bound.program.call.leaves))
     buffers = [f"the buffer '{name}'" for name, _ in bound.program.interface.buffers]
     for guard, value in bound.read(leaves):
@@ -159,9 +164,9 @@ def bind(
     program: PlannedProgram,
     signature: ModuleSignature | None = None,
 ) -> BoundProgram:
-    """Return `program` bound to the tensors that `module`, whose unplanned forward is `forward`,
-    has now. signature: the module's signature as it is now, for the constants of `program`, if
-    known."""
+    """Return `program` bound to the tensors that `module` has now. forward: the module's unplanned
+    forward; signature: that of the module as it is now with the constants of `program`, computed if
+    None."""
     interface = program.interface
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))
@@ -179,8 +184,8 @@ def bind(
 def known_signature(
     bounds: Iterable[BoundProgram], program: PlannedProgram
 ) -> ModuleSignature | None:
-    """Return a signature that another program has of the module as it is now, with the same
-    constants as `program`; None if there is none."""
+    """Return the latest signature of `bounds` that holds for the module as it is now, from a
+    program with the same constants as `program`; None if there is none."""
     constants = [*map(id, program.constants)]
     same = (b.signature for b in bounds if [*map(id, b.program.constants)] == constants)
     latest = {id(signature): signature for signature in same}
@@ -211,32 +216,34 @@ def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> Bound
 def rebind(
     module: nn.Module, forward: Callable[..., Any], programs: dict[Any, list[BoundProgram]]
 ) -> None:
-    """Bind programs again whose module has other tensors of the same description now
-    (functional_call, load_state_dict(assign=True)), so that the former tensors can be freed."""
+    """Replace programs in `programs` (kind of call -> programs) whose module has other tensors of
+    the same description now (functional_call, load_state_dict(assign=True)) by ones bound to these,
+    so that the former tensors can be freed."""
     held = {id(b.signature): b.signature for bounds in programs.values() for b in bounds}
     others = {
         number: signature
         for number, signature in held.items()
         if not signature_holds(signature) and holds_for_others(signature)
     }
-    made: dict[int, ModuleSignature] = {}
+    new_signatures: dict[int, ModuleSignature] = {}
     for bounds in programs.values():
         for position, bound in enumerate(bounds):
             number = id(bound.signature)
             if number in others:
-                bounds[position] = bind(module, forward, bound.program, made.get(number))
-                made[number] = bounds[position].signature
+                bounds[position] = bind(module, forward, bound.program, new_signatures.get(number))
+                new_signatures[number] = bounds[position].signature
 
 
 def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -> Any:
-    """Run a call and return its result. call: (args, kwargs), with these leaves."""
+    """Run a call and return its result, in the structure that the forward returns. call: (args,
+    kwargs); leaves: theirs; replan: makes the plan for other incoming gradients."""
     program = bound.program
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
     of = dict(zip(program.interface.results, tensors, strict=True))
     outputs = program.interface.outputs
-    made = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
-    return returned(made, program.output_spec, call, leaves)
+    result_leaves = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
+    return returned(result_leaves, program.output_spec, call, leaves)
 
 
 def _literal(literal: object) -> object:

@@ -35,8 +35,8 @@ def refuse_transforms() -> None:
 
 
 def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
-    """Raise UnsupportedModel if `planned` runs as a part of a module that is being planned or
-    exported."""
+    """Raise UnsupportedModel if `planned` is being captured, as a part of a module that is planned
+    or exported: then its parameters or the `leaves` of its arguments are fake tensors."""
     if any(map(is_fake, (*leaves, *planned.parameters()))):
         raise UnsupportedModel(
             f"a submodule, {type(planned).__qualname__}, is planned already; plan (or export, with "
@@ -69,8 +69,8 @@ SHARDING = "sharding"
 
 
 def warn_of_sharding(planned: nn.Module, is_block: bool) -> None:
-    """Warn of the memory that `fully_shard` needs and that the prediction, made before, leaves
-    out."""
+    """Warn that the predicted peak, made before, leaves out what `fully_shard` gathers and
+    exchanges. is_block: `planned` is a block planned by solve_blocks."""
     whole_bytes = sum(p.nbytes for p in planned.parameters())
     instead = "call fully_shard first, then rockplan.solve_blocks, which counts them"
     if not is_block:
@@ -116,6 +116,8 @@ and eval mode, or layers frozen one after the other, do not need more.)"""
 
 
 def warn_of_changes(count: int, changes: Differences) -> None:
+    """Warn that plans for one call accumulate because the module's own values change. count: plans
+    made for the call; changes: what differs this time."""
     warnings.warn(
         f"the same call is planned for the {ordinal(count + 1)} time, because {changes} (changed "
         "again). If the forward does not read it, keep it outside of the module; if it does, pass "
@@ -125,6 +127,8 @@ def warn_of_changes(count: int, changes: Differences) -> None:
 
 
 def warn_of_mismatch(changes: Differences) -> None:
+    """Warn that a step runs the original forward, since it differs from what was planned by
+    `changes`."""
     advice = changes.advice or "Options(on_mismatch='replan') plans for such steps, once for each"
     warnings.warn(
         "this step is not as planned and runs the original forward, with eager's memory, as all "
@@ -134,6 +138,8 @@ def warn_of_mismatch(changes: Differences) -> None:
 
 
 def warn_of_original(error: InfeasibleBudget, changes: Differences) -> None:
+    """Warn that calls of a kind run the original forward, since no plan for them fits. changes: how
+    they differ from what was planned."""
     warnings.warn(
         f"no plan for this call fits the budget of {error.budget_bytes} bytes (the smallest needs "
         f"{error.minimum_bytes}), so it and others like it run the original forward, with eager's "

@@ -81,9 +81,10 @@ class Differences:
 def described_call(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> DescribedCall:
-    """Describe a call of `forward`, whose parameters name the arguments."""
-    given = named_arguments(forward, args, kwargs)
-    leaves = [(f"{n}{path}", leaf) for n, a in given for path, leaf in trees.named_leaves(a)]
+    """Describe the arguments of a call in words, named by the parameters of `forward`, and
+    PyTorch's switches as they are now."""
+    arguments = named_arguments(forward, args, kwargs)
+    leaves = [(f"{n}{path}", leaf) for n, a in arguments for path, leaf in trees.named_leaves(a)]
     first: dict[int, str] = {}
     described = tuple((n, _aspects(leaf, n, first)) for n, leaf in leaves)
     one = ", ".join(f"{b} is {a}" for a, b in trees.shared((args, kwargs))) or "none"
@@ -91,7 +92,9 @@ def described_call(
 
 
 def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
-    """Describe a leaf. first: identity of a tensor -> the name that it was met under first."""
+    """Describe a leaf of the arguments: for a tensor its shape, dtype, device and so on, for
+    another object its value. first: identity of a tensor -> the name under which it was met first;
+    `name` is added for a new one."""
     if not isinstance(leaf, torch.Tensor):
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"
@@ -126,7 +129,8 @@ def _shown(value: object) -> str:
 
 
 def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:
-    """List the differences of the call `now` from `then`, which was planned."""
+    """List what differs in the call `now` from the planned call `then`: arguments by name, then
+    switches."""
     leaves, planned = dict(now.leaves), dict(then.leaves)
     names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
     differences = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
@@ -137,7 +141,8 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
 
 
 def _leaf_difference(name: str, now: Aspects | None, then: Aspects | None) -> Difference:
-    """Describe how one leaf differs; None: the call does not have it."""
+    """Describe how an argument's leaf differs from the planned one. None: that call does not have
+    it."""
     aspects, planned = dict(now or ()), dict(then or ())
     if aspects.keys() != planned.keys():
         texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")
@@ -161,7 +166,8 @@ _OF_MODULE = "If the forward does not read what changes, keep it outside of the 
 
 
 def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
-    """List the differences of the module tree from what `signature` recorded."""
+    """List how the module tree differs now from what `signature` recorded: modes, tensors, classes,
+    submodules, hooks, and the first attribute whose value differs."""
     root = signature.entries[0].module
     paths = {id(m): path for path, m in root.named_modules()}
     texts = [*_changed_modes(signature, paths), *_changed_tensors(signature, paths)]
@@ -185,7 +191,8 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
 
 
 def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """Yield the training flags that differ; only the root's, if it differs."""
+    """Yield a text for each submodule whose training flag differs; if the root's differs, for the
+    root alone."""
     flipped = [e for e in signature.entries if e.attributes["training"] != e.module.training]
     of_root = bool(flipped) and flipped[0] is signature.entries[0]
     for entry in flipped[:1] if of_root else flipped:
@@ -195,7 +202,8 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """Yield the parameters and buffers whose description differs."""
+    """Yield a text for each parameter and buffer whose description differs, with its first
+    difference. paths: identity of a submodule -> its dotted name."""
     root = signature.entries[0].module
     entries = {id(e.module): e for e in module_entries(root)}
     for entry in signature.entries:
@@ -214,7 +222,8 @@ def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> It
 
 
 def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
-    """Describe a tensor in words. key: as in a signature; () or None if there is no tensor."""
+    """Describe a tensor in words: shape, dtype, device, whether trained, strides. key: of a
+    signature (`guards`); () or None give ("none",)."""
     if not key:
         return ("none",)
     requires_grad, dtype, shape, device, stride = key
@@ -228,7 +237,8 @@ def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
 
 
 def _changed_value(signature: ModuleSignature, paths: Mapping[int, str], name: str) -> str:
-    """Describe the attribute `name`, by its values before and now if these are plain."""
+    """Describe the change of the attribute with the dotted `name`, with its values before and now
+    if both are plain. paths: identity of a submodule -> its dotted name."""
     for entry in signature.entries:
         path = paths.get(id(entry.module), "")
         own = name.removeprefix(f"{path}." if path else "")

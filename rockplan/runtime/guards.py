@@ -62,11 +62,8 @@ def module_signature(
     module: nn.Module, forward: Callable[..., Any], constants: tuple[torch.Tensor, ...]
 ) -> ModuleSignature:
     """Record everything in and beside the module tree that decides which operations its forward
-    executes.
-
-    forward: the original one; constants: tensors that are neither parameters nor buffers, and that
-    its plan reads.
-    """
+    executes. forward: the module's unplanned forward; constants: tensors that its plan reads and
+    that are neither parameters nor buffers."""
     entries = module_entries(module)
     containers = {id(value): value for entry in entries for value in entry.values}
     contents = (contents_of(value, constants) for value in containers.values())
@@ -82,8 +79,8 @@ def module_signature(
 
 
 def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
-    """Describe for each tensor its class, the first position of the same tensor, the first position
-    of the same storage, and lazy conjugation and negation. Sparse tensors count by identity."""
+    """Return for each tensor (class, first position of the same tensor, first position of the same
+    storage, is_conj, is_neg); for None and for tensors that are not strided the identity."""
     same: dict[int, int] = {}
     memory: dict[int, int] = {}
     parts: list[Any] = []
@@ -104,7 +101,8 @@ def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
 
 
 def _module_entry(module: nn.Module) -> _ModuleEntry:
-    """Record one submodule as it is now."""
+    """Record the class, attributes, children, parameters and buffers of one submodule as they are
+    now."""
     attributes = _attributes(module)
     own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
     return _ModuleEntry(
@@ -136,7 +134,8 @@ def _others_hold(signature: ModuleSignature) -> bool:
 
 def holds_for_others(signature: ModuleSignature) -> bool:
     """True if nothing has changed but that parameters and buffers are other tensors of the same
-    description: the plan is right for these, too."""
+    description: the plan is right for these, too. False if something beside the module holds one of
+    them."""
     if signature.surroundings.has_registered:
         return False
     tensors: list[torch.Tensor | None] = []
@@ -155,8 +154,8 @@ def holds_for_others(signature: ModuleSignature) -> bool:
 
 @contextlib.contextmanager
 def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
-    """Give the module tree the parameters and buffers of `signature` inside, and then its own
-    back."""
+    """While active, the module tree has the parameters and buffers that `signature` recorded;
+    afterwards its own again."""
     registries = [entry.module.__dict__[kind] for entry in signature.entries for kind in _TENSORS]
     before = [dict(registry) for registry in registries]
     for registry in registries:
@@ -173,8 +172,8 @@ def with_tensors_of(signature: ModuleSignature) -> Iterator[None]:
 
 
 def changed_attribute(signature: ModuleSignature) -> str | None:
-    """Return the name of the first attribute of the module tree, or beside it, that has changed;
-    None if none has."""
+    """Return the dotted name of the first attribute of the module tree that has changed since
+    `signature`, or the place of user state beside it; None if nothing has."""
     root = signature.entries[0].module
     paths = {id(m): f"{path}." if path else "" for path, m in root.named_modules()}
     changed = {id(c.container) for c in signature.contents if not c.hold()}
@@ -195,11 +194,11 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
 
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
-    """True if class, attributes and submodules are as recorded."""
+    """True if the class, attributes and children of a submodule are as recorded."""
     attributes = entry.module.__dict__
     if has_other_class(entry):
         return False
-    if not (_are_identical(attributes, entry) or _are_same(entry)):
+    if not (_attributes_are_identical(attributes, entry) or _attributes_are_equal(entry)):
         return False
     modules = attributes["_modules"]
     return not (modules or entry.children) or tuple(modules.items()) == entry.children
@@ -225,8 +224,9 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
     return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
 
 
-def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    """True if the attributes are the very objects that they were. (`==` alone takes 2.0 for 2.)"""
+def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
+    """True if the attributes are the very objects that were recorded. (`==` alone takes 2.0 for
+    2.)"""
     try:
         return attributes == entry.attributes and all(
             map(operator.is_, map(attributes.get, entry.names), entry.values)
@@ -235,8 +235,9 @@ def _are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
         return False
 
 
-def _are_same(entry: _ModuleEntry) -> bool:
-    """True if attributes that were replaced equal the former ones."""
+def _attributes_are_equal(entry: _ModuleEntry) -> bool:
+    """True if the attributes have the names and contents that were recorded, though objects were
+    replaced."""
     now, before = _attributes(entry.module), entry.attributes
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
 
@@ -257,11 +258,11 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Describe the call for which a program is: its arguments and PyTorch's global switches.
+    """Return the hashable key of the programs for a call: what describes its arguments, and
+    PyTorch's global switches. call: (args, kwargs); leaves: theirs.
 
-    call: (args, kwargs), with these leaves. Tensors count by description, other leaves by content,
-    or by identity if they cannot be looked into; it also counts which tensors, containers and
-    objects occur twice.
+    Tensors count by description, other leaves by content, or by identity if they cannot be looked
+    into; it also counts which tensors, containers and objects occur twice.
     """
     first: dict[int, int] = {}
     parts: list[Any] = []
@@ -303,12 +304,15 @@ class Sharing:
         inputs: range,
         mutated: tuple[int, ...],
     ) -> Self:
-        """Return the sharing among tensors with these identities and storages."""
+        """Return the sharing among the tensors of a program. identities, storages: for each tensor
+        a number that is equal for the same tensor, the same storage; inputs, mutated: positions of
+        tensors."""
         same = _first_positions(identities, inputs)
         return cls(inputs, mutated, same, _memory(storages, mutated))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if the same of `tensors` are one object, or share memory."""
+        """True if among `tensors`, in the program's order, the same ones are one object, or share
+        memory."""
         if _first_positions([*map(id, tensors)], self.inputs) != self.same:
             return False
         if not self.mutated:

@@ -23,8 +23,9 @@ def has_hooks(tensor: torch.Tensor) -> bool:
 
 @contextlib.contextmanager
 def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
-    """Remove the hooks that `has_hooks` sees on `tensors`, and put them back on exit. Their tables
-    are emptied and filled again, so that handles of hooks stay valid."""
+    """While active, `tensors` have no hooks that `has_hooks` sees; afterwards the hooks are back,
+    before those that were added meanwhile. Tables of hooks are emptied and filled again, so that
+    handles stay valid."""
     by_identity = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
     tables = [(table, _of_caller(table)) for t in by_identity.values() for table in _tables(t)]
     try:

@@ -24,7 +24,8 @@ def are_cached() -> bool:
 
 @contextlib.contextmanager
 def cached_as(cached: bool) -> Iterator[None]:
-    """Run inside such a block, or outside, as `are_cached` said at another time."""
+    """While active, PyTorch is inside a block of `parametrize.cached()` or not, as `are_cached`
+    returned at another time."""
     before = parametrize._cache_enabled
     parametrize._cache_enabled = int(cached)
     try:
@@ -34,8 +35,9 @@ def cached_as(cached: bool) -> Iterator[None]:
 
 
 def claim(planned: nn.Module) -> None:
-    """Begin a planned call of `planned`. Raises StalePlan if another call in the same block has
-    computed a parametrized tensor of it; leaves a mark in the cache, which ends with the block."""
+    """Begin a planned call of `planned` inside a block of `parametrize.cached()`: put a mark into
+    PyTorch's cache, which ends with the block. Raises StalePlan if another call in the block has
+    computed a parametrized tensor of it. Does nothing outside of a block."""
     if not are_cached():
         return
     cache: dict[Any, Any] = parametrize._cache
@@ -43,13 +45,13 @@ def claim(planned: nn.Module) -> None:
     for path, module in planned.named_modules():
         if not parametrize.is_parametrized(module):
             continue
-        tensors = module.parametrizations
-        mark = ("rockplan", id(tensors))
-        for name in tensors:
+        parametrized = module.parametrizations
+        mark = ("rockplan", id(parametrized))
+        for name in parametrized:
             if mark in cache or (id(module), name) in cache:
-                tensor = f"{path}.{name}" if path else name
+                shown = f"{path}.{name}" if path else name
                 raise StalePlan(
-                    f"torch.nn.utils.parametrize.cached() keeps '{tensor}' from one call to the "
+                    f"torch.nn.utils.parametrize.cached() keeps '{shown}' from one call to the "
                     "next, and a planned call computes it itself; open a block for each call, or "
                     "plan the module that makes all of the calls"
                 )

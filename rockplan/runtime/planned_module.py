@@ -77,8 +77,9 @@ class Planned(HasPlans):
     """Mixed in before the original's class; see the module's docstring."""
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the original; `plan`, `plans` and `code` of the state only if
-        neither the original's class nor the module has such a name."""
+        """Return an attribute that is not found otherwise: of nn.Module's registries, or `plan`,
+        `plans` and `code` of the state if neither the original's class nor the module has such a
+        name."""
         try:
             attribute = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -131,6 +132,8 @@ class Planned(HasPlans):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Copy parameters, buffers, submodules and plans; the copy's plans are for the copy's own
+        tensors."""
         copied: Any = object.__new__(type(self))
         memo[id(self)] = copied
         # keys are values, and need no copy
@@ -142,16 +145,17 @@ class Planned(HasPlans):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a call by its plan; without gradients, or where no plan is to be made, by the
-        original forward."""
+        """Run a call by its plan, which is made now if there is none for such a call. Run the
+        original forward without gradients, while tracing, or where no plan is to be made. Raises
+        StalePlan where a planned module cannot run."""
         state = self._rockplan
         assert isinstance(self, nn.Module)
         if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
         refuse_transforms()
         warn_of_saved_tensor_hooks()
-        if state.is_in_place and CHECKPOINT not in state.told and under_checkpoint():
-            state.told.add(CHECKPOINT)
+        if state.is_in_place and CHECKPOINT not in state.warned and under_checkpoint():
+            state.warned.add(CHECKPOINT)
             warn_of_checkpoint(self)
         warn_of_dispatch_modes()
         leaves, input_spec = trees.tree_flatten((args, kwargs))
@@ -181,7 +185,8 @@ class Planned(HasPlans):
 
 
 def _surround(copied: Any, planned: Planned) -> None:
-    """Give the plans of a copy its own surroundings, if those of `planned` are unchanged."""
+    """Replace the surroundings (user state beside the module) in the plans of a deep copy by the
+    copy's own, where those of `planned` are unchanged."""
     assert isinstance(planned, nn.Module)
     surroundings = Surroundings.of(copied, original_forward(copied))
     for key, bounds in planned._rockplan.programs.items():
@@ -199,7 +204,9 @@ def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
-    """Return a function that runs `program` on the tensors that `module` has now."""
+    """Return a function with the signature of the forward that runs `program` on the tensors that
+    `module` has now, without checks. It raises BackwardError for incoming gradients that are not as
+    planned."""
     bound = bind_now(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -227,9 +234,8 @@ def planned_module(
     outputs_chosen: bool,
 ) -> nn.Module:
     """Return the drop-in for `module`, which starts with `program` for calls like (args, kwargs).
-
-    outputs_chosen: the user said which outputs backward starts from.
-    """
+    make_program: plans further kinds of call; outputs_chosen: the user said which outputs backward
+    starts from."""
     attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
@@ -252,7 +258,7 @@ def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def add_program(
     planned: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], program: PlannedProgram
 ) -> None:
-    """Add a program for calls like (args, kwargs), before any call."""
+    """Add a program to a planned module, for calls like (args, kwargs), before any call."""
     assert isinstance(planned, HasPlans)
     known = planned._rockplan.programs.setdefault(kind_of_call(args, kwargs), [])
     known.append(bind_now(planned, program))
@@ -266,11 +272,11 @@ def plan_in_place(
     make_program: MakeProgram,
     on_mismatch: str,
     on_infeasible: str,
-    told: set[str],
+    warned: set[str],
 ) -> None:
-    """Make `module` itself a planned one, which starts with `program` for calls of `kind`: code
-    that holds the module runs the plan. Its hooks run as before. told: keys of warnings given,
-    shared by the blocks of a model."""
+    """Make `module` itself a planned one, which starts with `program` for calls of `kind`
+    (`kind_of_call`): code that holds the module runs the plan. Its hooks run as before. warned:
+    keys of warnings given, a set that the blocks of a model share."""
     settings = (make_program, on_mismatch, on_infeasible, False, True)
     if isinstance(module, HasPlans):  # `take_out` had to leave its class
         before = module._rockplan
@@ -278,14 +284,15 @@ def plan_in_place(
     else:
         state = PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
         module.__class__ = _planned_class(type(module))
-    state.told = told
+    state.warned = warned
     module.__dict__["_rockplan"] = state
     _start(module, state, kind, program)
 
 
 def take_out(module: nn.Module) -> None:
-    """Undo `plan_in_place`. If another class was derived from the module's since (`fully_shard`),
-    or its forward was wrapped, the class stays and runs the original forward."""
+    """Undo `plan_in_place`: the module gets its class and forward back. If another class was
+    derived from the module's since (`fully_shard`), or its forward was wrapped, the class stays and
+    runs the original forward."""
     assert isinstance(module, HasPlans) and isinstance(module, nn.Module)
     state = module._rockplan
     state.watch.end()
@@ -321,7 +328,9 @@ def _rebuild(
     latest: PlannedProgram | None,
     count: int = 1,
 ) -> nn.Module:
-    """Unpickle a planned module."""
+    """Unpickle a planned module. original: class of the original; attributes: those of the planned
+    module; programs: (kind of call, program); latest: the program that ran last; count: plans made
+    for it."""
     planned = nn.Module.__new__(_planned_class(original))
     planned.__dict__.update(attributes)
     _begin(planned, PlannedState(original, *settings, latest=latest, count=count), programs)
@@ -331,7 +340,8 @@ def _rebuild(
 def _begin(
     copied: Any, state: PlannedState, programs: Sequence[tuple[Any, PlannedProgram]]
 ) -> None:
-    """Give a copy of a planned module its own state, with `programs`: (key, program)."""
+    """Give a copy of a planned module its own state, with `programs`: (kind of call, program),
+    bound to the copy's tensors."""
     copied.__dict__["_rockplan"] = state
     for key, program in programs:
         state.programs.setdefault(key, []).append(bind_now(copied, program))

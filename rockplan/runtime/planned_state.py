@@ -33,7 +33,7 @@ class PlannedState:
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
     copy of; precedent: outputs that backward passes really started from, if not the assumed ones;
     is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
-    forward (`take_out`); told: keys of warnings given, shared by all blocks of a model.
+    forward (`take_out`); warned: keys of warnings given, shared by all blocks of a model.
     """
 
     original: type[nn.Module]
@@ -51,12 +51,13 @@ class PlannedState:
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
     is_off: bool = False
-    told: set[str] = field(default_factory=set)
-    is_original_said: bool = False
+    warned: set[str] = field(default_factory=set)
+    has_warned_of_original: bool = False
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
         """Write what the call of `bound` leaves in Python objects, and bind its program also to the
-        module as it is afterwards: a later call finds the written values. key: kind of the call."""
+        module as it is afterwards, since a later call finds the written values. key: kind of the
+        call."""
         written = bound.program.interface.assignments
         if not written:
             return
@@ -68,9 +69,9 @@ class PlannedState:
             self.programs.setdefault(key, []).append(bind_now(module, bound.program))
 
     def add(self, key: Any, bound: BoundProgram) -> None:
-        """Add a program for calls of the kind `key`. If no call has run yet and its plan was
-        adapted from the sample's, the sample's plan is dropped: real calls differ from the
-        sample."""
+        """Add a program for calls of the kind `key`, as the preferred one. The sample's plan is
+        dropped if no call has run yet and the new plan was adapted from it: real calls differ from
+        the sample."""
         if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
             self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
@@ -131,6 +132,7 @@ def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
 
 
 def _state_of(planned: object) -> PlannedState:
+    """Return the state of a planned module. Raises InvalidInput for any other object."""
     if not isinstance(planned, HasPlans):
         raise InvalidInput(
             f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "
@@ -145,7 +147,7 @@ def class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def original_forward(module: nn.Module) -> Callable[..., Any]:
-    """Return the unplanned forward of `module`, planned or not."""
+    """Return the unplanned forward of `module`, bound to it, whether `module` is planned or not."""
     if not isinstance(module, HasPlans):
         return module.forward
     state = module._rockplan
@@ -175,7 +177,8 @@ def make_program_of(module: nn.Module) -> MakeProgram:
 
 
 def latest_of(module: nn.Module) -> PlannedProgram:
-    """Return the program that the next call of the kind that ran last starts with."""
+    """Return the program that the next call of the kind that ran last starts with: the preferred
+    one of that kind, or the one that ran last if its kind is gone."""
     assert isinstance(module, HasPlans)
     state = module._rockplan
     assert state.latest is not None

@@ -70,8 +70,8 @@ class PlannedProgram:
         return replace(self, constants=copy.deepcopy(self.constants, memo))
 
     def __str__(self) -> str:
-        """A line for each tensor passed to the code, for each result, and for each backward slice;
-        then the code."""
+        """Return a line for each tensor passed to the code, for each result, and for each backward
+        slice; then the code."""
         interface, values = self.interface, self.plan.graph.values
         names = [
             *(f"parameter {name}" for name, _ in interface.parameters),
@@ -112,7 +112,8 @@ def build_program(
     call: DescribedCall = NOTHING_SAID,
     host_path: str | None = None,
 ) -> PlannedProgram:
-    """Generate the code of `plan`. interface: which values are parameters, inputs and results.
+    """Generate the code of `plan` and return the program that runs it. interface: which values are
+    parameters, inputs and results; the others as in `PlannedProgram`.
 
     Raises HostMemoryError if the host has no room for what the plan pages.
     """

@@ -57,7 +57,9 @@ def bound_program(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> BoundProgram | None:
-    """Return the program for a call that none seemed to match; None: run the original forward.
+    """Return a program for a call that none seemed to match, a new one if need be; None: run the
+    original forward. key: kind of the call; leaves: of (args, kwargs). Raises StalePlan if the
+    options forbid planning again.
 
     It looks again, because another thread may have planned meanwhile, or may have replaced the
     module's tensors while it planned.
@@ -68,16 +70,16 @@ def bound_program(
     if bound is None:
         rebind(planned, original_forward(planned), state.programs)
         bound = matching(state.programs.get(key, ()), leaves)
-        if SHARDING not in state.told and is_sharded(planned):
-            state.told.add(SHARDING)
+        if SHARDING not in state.warned and is_sharded(planned):
+            state.warned.add(SHARDING)
             warn_of_sharding(planned, state.is_in_place)
     if bound is None:
         if not (planned.training and _has_gradients(planned, leaves)):
             return None
-        if state.on_mismatch == "original" and state.is_original_said:
+        if state.on_mismatch == "original" and state.has_warned_of_original:
             return None
         if state.on_mismatch == "original":
-            state.is_original_said = True
+            state.has_warned_of_original = True
             warn_of_mismatch(_changes(planned, key, leaves, args, kwargs))
             return None
         refuse_capture(planned, leaves)
@@ -98,7 +100,9 @@ def bound_program(
 def _new_bound(
     planned: HasPlans, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> BoundProgram | None:
-    """Plan for a call like this one; None if no plan fits the budget and the original is to run."""
+    """Plan for calls like this one and add the program to the state; return None if no plan fits
+    the budget and the original is to run (else InfeasibleBudget is raised). changes: how the call
+    differs from the planned ones, for messages."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     try:
@@ -141,8 +145,9 @@ def _logged_program(
     incoming: Incoming | Precedent | None,
     changes: Differences,
 ) -> PlannedProgram:
-    """Plan for one more kind of call. The training waits meanwhile: that is logged, with the
-    differences and advice how to avoid them."""
+    """Return a program for one more kind of call. The training waits meanwhile: that is logged,
+    with the time, `changes` and advice how to avoid them. incoming: what backward starts from, if
+    known."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     started = time.monotonic()
@@ -188,8 +193,8 @@ def _changes(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Differences:
-    """Return how a call, or the module, differs from the most similar of the latest kinds of call
-    that are planned for."""
+    """Return how a call, or the module, differs from what was planned: from the one that differs
+    least among the latest `_COMPARED` programs of its kind (if it has none, of all kinds)."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     now = described_call(original_forward(planned), args, kwargs)
@@ -236,8 +241,9 @@ class Situation:
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
-        """Return a known plan for this pattern or a new one, and move it to the end of the programs
-        (the preferred place) if later calls are to start with it."""
+        """Return a plan for this pattern, known or new, and put it last (the preferred place) among
+        the programs of its kind if later calls are to start with it, else first. Raises
+        BackwardError if the module has changed since the forward."""
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
         # What the call itself wrote into Python objects is no change.
@@ -269,8 +275,8 @@ class Situation:
         return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:
-        """Plan this call anew, under the switches it had. Raises BackwardError where the options
-        forbid it."""
+        """Plan this call anew for incoming gradients of `pattern`, under the switches it had.
+        Raises BackwardError where the options forbid it."""
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
         if state.on_mismatch == "error":
@@ -289,7 +295,8 @@ class Situation:
             return _logged_program(module, *self._call(), incoming, _OTHER_OUTPUTS)
 
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) as they were in the call."""
+        """Return (args, kwargs) as they were in the call, with its leaves, even if the caller's
+        lists have changed since."""
         now, spec = trees.tree_flatten((self.args, self.kwargs))
         is_same = spec == self.key[0] and len(now) == len(self.leaves)
         if is_same and all(map(operator.is_, now, self.leaves)):

@@ -23,8 +23,9 @@ from rockplan.runtime import parametrizations
 
 
 def function_modes() -> tuple[torch.device | int, ...]:
-    """Return the modes of this thread that replace functions of PyTorch: the device of the default
-    device, which decides where tensors are made; the identity of a mode that is not PyTorch's."""
+    """Return the modes of this thread that replace functions of PyTorch (TorchFunctionMode),
+    outermost first: for the default device its torch.device, for a mode that is not PyTorch's its
+    identity."""
     if not torch._C._is_torch_function_mode_enabled():
         return ()
     modes: list[Any] = _get_current_function_mode_stack()
@@ -37,8 +38,8 @@ def function_modes() -> tuple[torch.device | int, ...]:
 
 @contextlib.contextmanager
 def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
-    """Run under the default device among `modes` (of `function_modes` at another time), and no
-    other mode."""
+    """While active, the only mode is the default device among `modes` (what `function_modes`
+    returned at another time), none if there is no such device."""
     aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
     try:
         with contextlib.ExitStack() as stack:
@@ -53,9 +54,9 @@ def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_default_device() -> Iterator[None]:
-    """Take the default device off if it is the only mode, as long as code runs that says where it
-    makes tensors. (Under a mode every function and every property of a tensor goes through Python.)
-    Hooks and dispatch modes called meanwhile do not see it in eager execution either."""
+    """While active, the default device is off if it is the only mode: for code that says itself
+    where it makes tensors. (Under a mode every function and every property of a tensor goes through
+    Python.) Hooks and dispatch modes called meanwhile do not see it in eager execution either."""
     is_default_device = any(isinstance(mode, torch.device) for mode in function_modes())
     is_alone = is_default_device and torch._C._len_torch_function_stack() == 1
     aside = _pop_mode() if is_alone else None
@@ -72,8 +73,8 @@ _OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utili
 
 @contextlib.contextmanager
 def outside_of_initialization() -> Iterator[None]:
-    """Take off the modes under which Lightning calls `configure_model`: they decide how modules are
-    made, on which device among others, and are gone when steps run."""
+    """While active, the modes are off under which Lightning calls `configure_model`: they decide
+    how modules are made, on which device among others, and are gone when steps run."""
     modes = _get_current_function_mode_stack()
     if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
         yield
@@ -99,6 +100,8 @@ def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
 
 
 def _attention_kernels() -> tuple[bool, ...]:
+    """Return which kernels of scaled_dot_product_attention are enabled: flash, memory-efficient,
+    math, cudnn."""
     kernels = torch.backends.cuda
     return (
         kernels.flash_sdp_enabled(),
@@ -120,12 +123,16 @@ Words = tuple[tuple[str, str], ...]
 
 
 def _autocast_words(state: Autocast) -> Words:
+    """Describe autocast: the dtype for each type of device where it is on, and whether its cache is
+    on."""
     kinds = zip(DEVICE_TYPES, state.dtypes, strict=True)
     casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
     return ("autocast", ", ".join(casts) or "off"), *_on("the cache of autocast")(state.cached)
 
 
 def _mode_words(modes: tuple[torch.device | int, ...]) -> Words:
+    """Describe what `function_modes` returned: the default device, and the number of other
+    modes."""
     devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
     others = str(len(modes) - len(devices))
     return (

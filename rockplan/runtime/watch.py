@@ -61,7 +61,7 @@ class Watch:
         "_extra",
         "_inside",
         "_is_excused",
-        "_is_said",
+        "_has_warned",
         "_module",
         "_task",
         "_used",
@@ -80,18 +80,18 @@ class Watch:
         self._used: dict[str, None] = {}
         self._versions: dict[int, int] = {}
         self._is_excused = False
-        self._is_said = False
+        self._has_warned = False
 
     def __deepcopy__(self, memo: object) -> Watch:
         return Watch()
 
     def begin(self, module: nn.Module) -> None:
-        """Watch some of the parameters that `module` has now, besides those that are watched
-        already."""
+        """Put the hook on up to `_SAMPLE` of the trained parameters that `module` has now, spread
+        over all of them, besides those that have it already."""
         if self._module is None:
             self._with_eval = not module.training
         self._module = weakref.ref(module)
-        if not self._is_said:
+        if not self._has_warned:
             trained = _trained(module.parameters())
             last = max(_SAMPLE - 1, 1)
             some = {i * (len(trained) - 1) // last for i in range(_SAMPLE)} if trained else set()
@@ -112,11 +112,11 @@ class Watch:
         return bool(hooks) and any(hook is self for hook in hooks.values())
 
     def used(self, name: str, part: nn.Module | nn.Parameter) -> None:
-        """Note that a part of the module was asked for: by a method, or by a caller who uses it
-        alone. All of its parameters are watched until a plan runs."""
+        """Note that the part `name` of the module was asked for: by a method, or by a caller who
+        uses it alone. All parameters of the part are watched until a plan runs."""
         if (
             torch.is_grad_enabled()
-            and not (self._inside or self._is_said)
+            and not (self._inside or self._has_warned)
             and _task_now() < 0
             and not torch._C._len_torch_dispatch_stack()  # nobody captures it
         ):
@@ -132,7 +132,8 @@ class Watch:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Note nothing inside: a forward is captured, or runs, and asks for parts of its module."""
+        """While active, `used` notes nothing: a forward is captured, or runs, and asks for parts of
+        its module."""
         self._inside += 1
         try:
             yield
@@ -141,7 +142,8 @@ class Watch:
 
     @contextlib.contextmanager
     def original_runs(self) -> Iterator[None]:
-        """Run the original forward inside, which is right: its backward pass counts for nothing."""
+        """While active, the original forward runs, as it should: the next backward pass gives no
+        warning."""
         with self.aside():
             yield
         if torch.is_grad_enabled():
@@ -149,7 +151,8 @@ class Watch:
             self._used.clear()
 
     def __call__(self, parameter: torch.Tensor) -> None:
-        """Note that a gradient has arrived at `parameter`."""
+        """Note that a gradient has arrived at `parameter`. As the hook it is called by autograd, in
+        each backward pass; at the first gradient of a pass it arranges for `_end` to be called."""
         task: int = _task_now()
         if task == self._task:
             self._arrived += 1
@@ -157,7 +160,7 @@ class Watch:
         if torch.compiler.is_compiling():  # a backward pass of compiled autograd: none of a plan
             return
         self._task, self._arrived = task, 1
-        if self._is_said or self._module is None or self._module() is None:
+        if self._has_warned or self._module is None or self._module() is None:
             self._leave(parameter)
             self._task = -1
         elif _has_plan(task):
@@ -168,7 +171,7 @@ class Watch:
             engine.queue_callback(end)
 
     def _settle(self) -> None:
-        """Forget what was noted: a plan ran."""
+        """Forget what was noted since the last plan ran, and remove the hooks that `used` added."""
         self._used.clear()
         self._versions.clear()
         self._is_excused = False
@@ -184,8 +187,8 @@ class Watch:
             del hooks[key]
 
     def _end(self, task: int, parameter: torch.Tensor) -> None:
-        """End a backward pass that brought a gradient to `parameter`; warn if the module was
-        trained without its plan."""
+        """End the backward pass with number `task`, whose first gradient arrived at `parameter`;
+        warn if it trained the module without its plan."""
         module = None if self._module is None else self._module()
         if _has_plan(task):
             self._settle()
@@ -197,7 +200,7 @@ class Watch:
             )
             used = [*self._used]
             if "forward" in module.__dict__ or used or is_trained:
-                self._is_said = True
+                self._has_warned = True
                 _warn(module, parameter, used)
         self._used.clear()
 
@@ -207,7 +210,8 @@ def _trained(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _warn(module: nn.Module, parameter: torch.Tensor, used: list[str]) -> None:
-    """Warn that the module is trained without its plan, with the cause and what to do."""
+    """Warn that the module is trained without its plan, with the cause and what to do. used: names
+    of parts that were used alone."""
     name = next((n for n, p in module.named_parameters() if p is parameter), "a parameter")
     kind = type(module).__qualname__
     if "forward" in module.__dict__:
@@ -242,8 +246,8 @@ def _warn(module: nn.Module, parameter: torch.Tensor, used: list[str]) -> None:
 
 
 def _by(function: Any) -> str:
-    """Say where a function is defined (its name may be that of a function that it wraps); '' if
-    unknown."""
+    """Return " (by NAME at FILE:LINE)" for the code of a function, looking through partials and
+    methods (its own name may be that of a function that it wraps); '' if unknown."""
     while (inner := getattr(function, "func", getattr(function, "__func__", None))) is not None:
         function = inner
     code = getattr(function, "__code__", None)
