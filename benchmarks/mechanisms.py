@@ -309,10 +309,6 @@ def _is_contents(args: tuple[Any, ...], result: Any) -> bool:
     return isinstance(result, given.WithContents)
 
 
-def _adds(args: tuple[Any, ...], result: Any) -> bool:
-    return isinstance(result, given.WithContents) and bool(result.added)
-
-
 MECHANISMS: tuple[Mechanism, ...] = (
     by_function(
         "tables: one more run tells of what only the first stores",
@@ -337,11 +333,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "containers of the caller's",
         *(given.GivenCall, "with_contents", _is_contents),
         _refused_if(given.GivenCall.with_contents, lambda r: _is_contents((), r)),
-    ),
-    by_function(
-        "objects of the caller's",
-        *(given.GivenCall, "with_contents", _adds),
-        _refused_if(given.GivenCall.with_contents, lambda r: _adds((), r)),
     ),
     by_function(
         "leftovers: by who refers to them", _LEFT, "_remove_others", _always, lambda self: "object"
@@ -387,6 +378,7 @@ class Gone:
 
 GONE = (
     Gone("tables of constants", "deleted: refused, with what to do"),
+    Gone("objects of the caller's", "deleted: refused, with what to do"),
     Gone("data that each call overwrites", "deleted: such calls make one more kind"),
 )
 
@@ -394,13 +386,15 @@ GONE = (
 VERDICT = """
 What followed. *Deleted*: tables of constants, which were made for real, put in place, and recorded
 again up to twice (no architecture, library or trainer has one; the refusal says to run the module
-once, and then it is planned), and the run with other data that told which data each call
-overwrites (kinds of calls are more without it). *Kept for a model*: data that a call leaves
-(sequence classifiers of transformers settle `config.problem_type` in their first call), containers
-of the caller's (sentence-transformers). *Kept, since without it something is silently wrong*: kinds
-of holders (of seven that was seen; each is some five lines), and what refuses another next call.
-*Kept for its time*: leftovers in closures of frames, without which each refusal looks through all
-objects there are. Not examined here: Triton's libraries, which need a GPU or `make cuda`.
+once, and then it is planned), the run with other data that told which data each call overwrites
+(kinds of calls are more without it), and tensors that a call puts into objects of the caller's
+other than dictionaries and lists (refused; a dictionary in their place is planned). *Kept for a
+model*: data that a call leaves (sequence classifiers of transformers settle `config.problem_type`
+in their first call), containers of the caller's (sentence-transformers). *Kept, since without it
+something is silently wrong*: kinds of holders (of seven that was seen; each is some five lines),
+and what refuses another next call. *Kept for its time*: leftovers in closures of frames, without
+which each refusal looks through all objects there are. Not examined here: Triton's libraries, which
+need a GPU or `make cuda`.
 """
 
 

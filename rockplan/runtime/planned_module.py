@@ -24,7 +24,6 @@ from rockplan.errors import BackwardError
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, waited_with_history
-from rockplan.python_state.given import as_given
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime import assignments, parametrizations
 from rockplan.runtime.bound_program import matching, run
@@ -174,12 +173,8 @@ class Planned(HasPlans):
         state.latest, state.has_run = bound.program, True
         state.watch.called()
         state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
-        call, given = (args, kwargs), leaves
-        if bound.program.changes_given:
-            given = as_given(call, leaves, bound.program.output_spec)
-            args, kwargs = trees.tree_unflatten(given, input_spec)
-        situation = Situation(self, key, bound, args, kwargs, given, *state_of_torch)
-        result = run(bound, call, leaves, situation.replan)
+        situation = Situation(self, key, bound, args, kwargs, leaves, *state_of_torch)
+        result = run(bound, (args, kwargs), leaves, situation.replan)
         state.leave(self, key, bound)
         return result
 

@@ -17,7 +17,6 @@ from torch import nn
 from rockplan.codegen.executable import Executable, build
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
-from rockplan.python_state.given import has_contents
 from rockplan.runtime.differences import NOTHING_SAID, DescribedCall
 from rockplan.values.columns import aligned
 from rockplan.values.interface import Incoming, Interface, Precedent, Strides
@@ -54,11 +53,6 @@ class PlannedProgram:
         if self.interface.distributed or self.plan.graph.groups:
             return True
         return any(op.startswith(f"{OPAQUE}.") for _, op in self.executable.code.operators)
-
-    @property
-    def changes_given(self) -> bool:
-        """True if it writes into containers of the caller's."""
-        return has_contents(self.output_spec)
 
     @property
     def incoming(self) -> dict[int, Strides]:

@@ -222,8 +222,7 @@ def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | Non
     """Return the position of the leaf that the result calls `loss`, None if there is none."""
     result = trees.tree_unflatten(outputs, spec)
     if isinstance(result, WithContents):
-        put = (*result.contents.values(), *result.added.values())
-        named = [_loss_of(r) for r in (result.result, *put)]
+        named = [_loss_of(r) for r in (result.result, *result.contents.values())]
     else:
         named = [_loss_of(result)]
     return next(
