@@ -136,11 +136,9 @@ class ChainSolver:
 
     def _table(self, limit_bytes: int, deadline: float) -> Table:
         """Return a table of the recurrence that reaches at least a quarter above limit_bytes, from
-        those kept or newly filled. Raises OutOfTime at the deadline.
-
-        A table reaches to the limit beyond which the chain gains nothing, divided by a power of
-        two: so buckets are fine where memory is short, and budgets near each other share a table.
-        """
+        those kept or newly filled. Raises OutOfTime at the deadline. A table reaches to the limit
+        beyond which the chain gains nothing, divided by a power of two: so buckets are fine where
+        memory is short, and budgets near each other share a table."""
         needed_bytes = max(self._least, limit_bytes) * 5 // 4
         reach_bytes = self._fastest
         while reach_bytes // 2 >= needed_bytes:

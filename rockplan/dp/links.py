@@ -167,10 +167,8 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
 
 def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
     """Simulate one option and return its bytes, without input, output and background, and its time.
-
     problem: the block's graph, maybe changed for a role. option: its index in the family. order:
-    the nodes that it executes in this role.
-    """
+    the nodes that it executes in this role."""
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
     output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return OptionCost(

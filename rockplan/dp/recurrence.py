@@ -99,11 +99,9 @@ def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Tabl
 
 def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
     """Return the fastest operations known for the whole chain within limit_bytes, in order. Raises
-    ValueError if the limit is below the chain's minimum.
-
-    Every choice is made anew for the exact bytes that are left, so it may be faster than the table
-    says, which has times at buckets only.
-    """
+    ValueError if the limit is below the chain's minimum. Every choice is made anew for the exact
+    bytes that are left, so it may be faster than the table says, which has times at buckets
+    only."""
     minimum = int(table.minimum_bytes[table.segments.whole])
     if limit_bytes < minimum:
         raise ValueError(f"limit of {limit_bytes} bytes is below the minimum need of {minimum}")
@@ -168,12 +166,9 @@ def _fill(table: Table, segment: int) -> None:
 
 def best_choices(table: Table, alternatives: Choices) -> tuple[Integers, Integers]:
     """Return two arrays over the buckets: the least time (ns; NEVER where nothing fits) and the
-    index of a choice that takes it.
-
-    The time of a choice falls as the limit grows. So between two buckets only choices can matter
-    that take less at the upper one than the best takes at the lower one: few, if the two are near
-    each other.
-    """
+    index of a choice that takes it. The time of a choice falls as the limit grows. So between two
+    buckets only choices can matter that take less at the upper one than the best takes at the lower
+    one: few, if the two are near each other."""
     fits = alternatives.need_bytes(table.minimum_bytes) <= table.grid.limit_bytes
     able, ends = np.flatnonzero(fits), np.arange(0, table.grid.count + 1, STRIDE)
     times = _times(table, alternatives, able, np.zeros_like(able), len(ends), STRIDE)
@@ -213,11 +208,9 @@ def _times(
     table: Table, alternatives: Choices, k: Integers, bucket: Integers, length: int, step: int
 ) -> Integers:
     """Return times in ns, NEVER where the choice does not fit: row p has those of choice k[p] at
-    `length` buckets, `step` apart, from bucket[p] on.
-
-    Where a choice does not fit, the entry read may belong to the segment before (never before the
-    first one: EMPTY is reached without holding anything), and is replaced.
-    """
+    `length` buckets, `step` apart, from bucket[p] on. Where a choice does not fit, the entry read
+    may belong to the segment before (never before the first one: EMPTY is reached without holding
+    anything), and is replaced."""
     width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
     shift, rest = np.divmod(alternatives.held_bytes, unit_bytes)
     start = -(-alternatives.need_bytes(table.minimum_bytes) // unit_bytes)

@@ -26,10 +26,8 @@ def stitch(
 ) -> Schedule:
     """Convert operations on blocks to a schedule of the whole graph that frees every storage as
     early as possible. The backward phase begins with the first backward of the last block;
-    executions whose results nothing reads are left out.
-
-    families: the options of each block, to which operations refer.
-    """
+    executions whose results nothing reads are left out. families: the options of each block, to
+    which operations refer."""
     forward: list[int] = []
     backward: list[int] = []
     phase = forward

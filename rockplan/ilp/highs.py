@@ -158,12 +158,9 @@ def solve(
     node_limit: int | None = None,
 ) -> SolveReport:
     """Minimise `program`, with HiGHS in a thread of its own. OPTIMAL means within `absolute_gap`
-    (in units of the objective) of the bound.
-
-    node_limit: nodes of the search tree, None for MAX_NODE_ENTRIES. If HiGHS goes on PATIENCE_S
-    beyond `time_limit_s`, it is left running and the report says STOPPED. Raises SolverError when
-    HiGHS neither solves nor refutes the program.
-    """
+    (in units of the objective) of the bound. node_limit: nodes of the search tree, None for
+    MAX_NODE_ENTRIES. If HiGHS goes on PATIENCE_S beyond `time_limit_s`, it is left running and the
+    report says STOPPED. Raises SolverError when HiGHS neither solves nor refutes the program."""
     nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
     try:
         return in_own_thread(
@@ -177,11 +174,8 @@ def solve(
 def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
     """Call `run`, which uses HiGHS, in a new thread, and return its result. Raises TimeoutError if
     it takes longer than `patience_s`: the thread then ends when HiGHS does, and the process waits
-    for it at its end.
-
-    HiGHS keeps one scheduler for each thread, and its first run there fixes the scheduler's size: a
-    thread of our own neither meets nor leaves a scheduler of another size.
-    """
+    for it at its end. HiGHS keeps one scheduler for each thread, and its first run there fixes the
+    scheduler's size: a thread of our own neither meets nor leaves a scheduler of another size."""
     thread = ThreadPoolExecutor(max_workers=1)
     try:
         return thread.submit(run).result(patience_s)

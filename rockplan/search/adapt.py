@@ -78,7 +78,8 @@ class _Alike:
     nodes: dict[int, int]
 
     def has_other_sizes(self, graph: CDGraph) -> bool:
-        """True if the operations of `graph` are the same, on other shapes."""
+        """True if `graph` has exactly the operations of the known plan's graph, and at least one of
+        them on other shapes."""
         known = self.plan.graph
         is_whole = len(self.nodes) == len(known.nodes) == len(graph.nodes)
         return is_whole and any(
@@ -90,8 +91,10 @@ class _Alike:
 def adapted(
     known: Iterable[Plan], lowered: Lowered, waits: Waits, budget: Budget, options: Options
 ) -> Adapted | None:
-    """Return a plan for the graph of `lowered` within `budget`, None if no known plan carries over.
-    waits: as in `Problem`."""
+    """Return a plan within `budget` for the graph of `lowered` that replays the schedule of one of
+    `known`, with the plan replayed; None if none carries over. At most MOST known plans are tried,
+    those for calls of the nearest size first. waits: gradients that are handed over only after the
+    last read of their parameter."""
     alike = [*islice(_alike(known, lowered.graph), MOST)]
     if not alike:
         return None
@@ -105,7 +108,8 @@ def adapted(
 
 
 def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
-    """Yield the known plans for graphs like `graph`, nearest size first."""
+    """Yield the known plans whose nodes match those of `graph`, with the pairs of nodes; nearest
+    size first (bytes of all storages, by ratio). Plans that page are left out."""
     size = _size_bytes(graph)
 
     def distance(plan: Plan) -> float:
@@ -147,8 +151,9 @@ def _growth(plan: Plan, problem: Problem) -> float:
 
 
 def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None:
-    """Return a plan within the limit that replays a known schedule, None if there is none as
-    good."""
+    """Return a plan within limit_bytes that replays the known schedule. None if it is illegal here
+    or does not fit, or if it re-executes more than the known plan does though its share of eager's
+    peak is as large."""
     graph = problem.constrained
     needed_bytes = _growth(one.plan, problem) * one.plan.peak_bytes
     if limit_bytes < TIGHTER * needed_bytes:
@@ -166,8 +171,9 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
 
 
 def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | None:
-    """Return `schedule` with only the re-executions that the budget needs; None if no such schedule
-    is found."""
+    """Return a schedule within limit_bytes, from keep-all if that fits, else from `schedule`:
+    re-executions that the limit does not need are left out, others inserted. None if `schedule` is
+    illegal or no room is found."""
     everything = keep_all(graph)
     if simulate(graph, everything).peak_bytes <= limit_bytes:
         return everything
@@ -192,12 +198,13 @@ def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
-    """Return the schedule of a known plan on `graph`."""
-    first, second = one.plan.schedule.phases
+    """Translate the known plan's order of executions to `graph`, and free each storage as early as
+    possible. Executions whose results nothing reads are left out."""
+    forward, backward = one.plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
     orders = (
-        _order(first, one.nodes, _eager(graph, graph.forward)),
-        _order(second, one.nodes, _eager(graph, graph.backward)),
+        _order(forward, one.nodes, _eager(graph, graph.forward)),
+        _order(backward, one.nodes, _eager(graph, graph.backward)),
     )
     return with_frees(graph, *without_idle(graph, *orders))
 
@@ -218,8 +225,8 @@ def _matched(before: CDGraph, after: CDGraph) -> dict[int, int] | None:
 
 
 def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, int] | None:
-    """Pair nodes from both ends of two lists. A few in the middle may stay unpaired; None if more
-    than `FEW` do."""
+    """Pair nodes of the same kind from both ends of two lists: index in `old` -> index in `new`.
+    Nodes in the middle stay unpaired; None if these are more than FEW, or all."""
     if abs(len(old) - len(new)) > FEW:
         return None
     a, b = [*map(_kind, old)], [*map(_kind, new)]
@@ -247,8 +254,9 @@ def _shapes(graph: CDGraph, node: ComputeNode) -> list[tuple[int, ...]]:
 def _order(
     known: Iterable[int], matched: Mapping[int, int], nodes: Sequence[ComputeNode]
 ) -> tuple[int, ...]:
-    """Replay the order `known`, translated by `matched`. Nodes that it does not run are inserted
-    before the first of `nodes` after them that it runs."""
+    """Translate the executions `known` (node indices) by `matched` (node there -> node here), and
+    leave out those without a match. Each of `nodes` that is not executed then is inserted before
+    the first execution of the next one that is, or at the end."""
     runs = [matched[node] for node in known if node in matched]
     run = frozenset(runs)
     before: dict[int | None, list[int]] = defaultdict(list)

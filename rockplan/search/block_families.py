@@ -24,9 +24,9 @@ from rockplan.values.schedule import with_frees
 def families(
     blocks: tuple[Block, ...], cache: Cache | None, settings: Settings, limit_s: float
 ) -> list[OptionFamily]:
-    """Return the family of options of each block. settings: of the search, part of the key in the
-    cache; limit_s: seconds for what has to be solved, if less than the time limit of the
-    settings."""
+    """Return the family of options of each block, from the cache or solved now and put there;
+    blocks with one digest are solved once. limit_s: seconds for what has to be solved, if less than
+    the time limit of `settings`; with 0 or less a result that is cut short is not cached."""
     problems = {b.digest: b.problem for b in blocks}
     known: dict[str, OptionFamily] = {}
     for digest, problem in problems.items():
@@ -50,8 +50,8 @@ def family_key(digest: str, settings: Settings | str) -> dict[str, str]:
 
 
 def is_legal(problem: CDGraph, option: BlockOption) -> bool:
-    """True if the option is a legal schedule of `problem` with the bytes and time that it
-    states."""
+    """True if the option is a legal schedule of `problem`, and has the peaks and the time by
+    `simulate` that it states."""
     if any(i >= len(problem.nodes) for i in (*option.forward, *option.backward)):
         return False
     schedule = with_frees(problem, option.forward, option.backward)

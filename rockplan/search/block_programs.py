@@ -17,9 +17,10 @@ from rockplan.values.plan import Plan
 
 
 def write_programs(plan: Plan, folder: Path, suffix: str = "") -> tuple[Path, ...]:
-    """Write programs in CPLEX's LP format: each finds the fastest schedule of one block alone
-    within the budget of the plan, less what lives across the block. Files are named after the first
-    block of a kind, `block-0.lp`; suffix: follows the number."""
+    """Write an integer program in CPLEX's LP format for each kind of block: its fastest schedule
+    alone within the plan's budget, less what lives across the block. Returns the files:
+    `block-N.lp`, where N is the number of the first block of the kind; suffix: follows it. A kind
+    without a choice, or that is too large, has none."""
     folder.mkdir(parents=True, exist_ok=True)
     written: dict[str, Path] = {}
     graph = with_room_for_loss(plan.graph, plan.eager_peak_bytes)

@@ -57,8 +57,9 @@ bytes are limited, 7 points if the peak is."""
 
 
 def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ...]:
-    """Return these options of a block: everything kept; nothing kept, with the least peak; and for
-    some limits of saved bytes the fastest, with the peak of the first."""
+    """Return these options of a block, without those that others equal or beat: everything kept;
+    nothing kept, with the least peak; and for ten limits of the saved bytes (SHARES of what is
+    saved with everything kept) the fastest one found whose peak is that of the first."""
     everything = option_with(problem, keep_all(problem.graph))
     peak_bytes = peak_of(everything)
 
@@ -79,8 +80,8 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
 def option_within(
     problem: Problem, saved_bytes: int, peak_bytes: int, options: Options
 ) -> BoundedOption | None:
-    """Return the fastest option found with at most these saved bytes and this peak; None if none is
-    found."""
+    """Return the fastest option of a block found that keeps at most saved_bytes between its phases
+    and whose peak is at most peak_bytes; None if none is found. Looks in the cache first."""
 
     def solved() -> _Found:
         incumbent = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
@@ -108,55 +109,59 @@ def option_with(problem: Problem, schedule: Schedule) -> BoundedOption:
 
 
 def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
-    """Return the bytes and time that `schedule` needs in a step. Peaks are those during
-    computations: incoming gradients and returned results count from the first computation on."""
+    """Return `schedule` with its time and the bytes that the block needs in a step: saved between
+    the phases (without what the forward returns), and the peak during each phase's computations, in
+    which incoming gradients and returned results count from the first one on. Raises
+    IllegalSchedule."""
     verify(graph, schedule)
     steps = [*timeline(graph, schedule)]
-    during = _while_running(graph, schedule)
+    during_bytes = _while_running(graph, schedule)
     boundary = schedule.forward_length
     return BoundedOption(
         schedule,
         steps[boundary - 1].after_bytes - _output_bytes(graph),
-        max(during[:boundary], default=0),
-        max(during[boundary:], default=0),
+        max(during_bytes[:boundary], default=0),
+        max(during_bytes[boundary:], default=0),
         sum(step.time_ns for step in steps),
         sum(GraphView(graph).sizes[d] for d in _held_returns(graph, schedule)),
     )
 
 
 def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
-    """Return `option` as a plan, which hands gradients over in groups as far as its backward peak
-    allows."""
+    """Return `option` as a plan whose budget is the option's peak. Gradients are handed over in
+    groups (fewer slices of the backward) as far as that needs no more than the backward peak."""
     graph, schedule = problem.graph, option.schedule
     plan = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
     assert plan is not None
     boundary = schedule.forward_length
-    during = [0] * boundary + _while_running(graph, schedule)[boundary:]
-    merged = merge_handovers(graph, schedule, GraphView(graph).sizes, during, frozenset())
+    during_bytes = [0] * boundary + _while_running(graph, schedule)[boundary:]
+    merged = merge_handovers(graph, schedule, GraphView(graph).sizes, during_bytes, frozenset())
     verify(graph, merged)
     return replace(plan, schedule=merged, budget_bytes=peak_of(option))
 
 
 def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
-    """Return `graph` with a node at the end of the forward phase, at which only `saved_bytes`, and
-    what the forward returns, fit under a budget of `peak_bytes`."""
+    """Return `graph` with one node more, at the end of the forward phase, which makes nothing and
+    whose workspace is peak_bytes less saved_bytes and what the forward returns: a schedule of it
+    within peak_bytes saves at most saved_bytes."""
     n_forward = len(graph.forward)
     room_bytes = max(peak_bytes - saved_bytes - _output_bytes(graph), 0)
     limit = ComputeNode(
         n_forward, _LIMIT, Phase.FORWARD, (), (), workspace_bytes=room_bytes, recomputable=False
     )
-    after = (replace(n, index=n.index + 1) for n in graph.backward)
+    backward = (replace(n, index=n.index + 1) for n in graph.backward)
     order = tuple(i + (i >= n_forward) for i in graph.eager_order)
     if order:
         order = (*order[:n_forward], n_forward, *order[n_forward:])
-    return replace(graph, nodes=(*graph.forward, limit, *after), eager_order=order)
+    return replace(graph, nodes=(*graph.forward, limit, *backward), eager_order=order)
 
 
 _LIMIT = "limit"
 
 
 def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Return a schedule of `bounded(graph, ...)` as a schedule of `graph`."""
+    """Convert a schedule of `bounded(graph, ...)` to one of `graph`: drop the execution of the node
+    that `bounded` added, and renumber those behind it."""
     n_forward = len(graph.forward)
 
     def back(order: Iterable[int]) -> list[int]:
@@ -172,7 +177,9 @@ def thriftiest(graph: CDGraph, options: Options) -> Schedule:
 
 
 def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
-    """Search the least peak if all results of repeatable forward nodes are dropped at the turn."""
+    """Search the schedule with the least peak in which nothing that forward nodes can make again is
+    kept for the backward phase, but for what the forward returns. The incumbent has keep-all if
+    none is found."""
     returned = frozenset(graph.outputs)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))
@@ -195,7 +202,8 @@ def _within(
     effort: ExchangeLimits,
     options: Options,
 ) -> Incumbent:
-    """Search the fastest schedule with at most these saved bytes and this peak."""
+    """Search the fastest schedule of `graph` that keeps at most saved_bytes between the phases and
+    whose peak is at most peak_bytes. The incumbent has no schedule if none is found."""
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
     incumbent = run(STAGES, goal, _limits(effort, options))
     if incumbent.schedule is None:
@@ -204,7 +212,9 @@ def _within(
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
-    """Return the limits of one search. (A block has no blocks inside.)"""
+    """Return the limits of one search: of the local search `effort`, of time and stages those of
+    `options`. The stage "blocks" is left out, since a block has no blocks inside. Raises
+    InvalidInput for unknown names."""
     check_names(options.without)
     return Limits(
         deadline=time.monotonic() + options.time_limit_s,
@@ -218,15 +228,16 @@ _Found = tuple[list[Schedule], bool]
 
 
 def _options(
-    problem: Problem, what: str, options: Options, solved: Callable[[], _Found]
+    problem: Problem, what: str, options: Options, solve: Callable[[], _Found]
 ) -> list[BoundedOption]:
-    """Return the options in the cache under `what`, else those that `solved` finds. Schedules that
-    a time limit cut short are found in the cache only under the same limit."""
+    """Return the schedules stored in the cache under `what`, each with its bytes and time; else
+    those that `solve` finds now, which the cache gets. `solve` returns (schedules, whether no time
+    limit cut the search short); if one did, they are stored under that time limit only."""
     graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
     schedules = _known(graph, keys, cache) if cache else None
     if schedules is None:
-        schedules, is_complete = solved()
+        schedules, is_complete = solve()
         if cache and schedules:
             priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
             family = OptionFamily(priced, solves=0, is_complete=is_complete)
@@ -261,8 +272,8 @@ def peak_of(option: BoundedOption) -> int:
 
 
 def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
-    """Return the results of the forward that the backward phase reads, other than those it has made
-    again."""
+    """Return the storages that the forward returns and `schedule` reads in the backward phase
+    without having made them again there."""
     returned: set[int] = set()
     made: set[int] = set()
     for node in (graph.nodes[i] for i in schedule.phases[1]):

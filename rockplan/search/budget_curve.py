@@ -18,8 +18,9 @@ from rockplan.values.schedule import keep_all
 
 
 def curve_of(problem: Problem, options: Options) -> Curve:
-    """Return the curve of plans for the smallest budget and for others, from the peak without
-    re-executions down in equal ratios (most changes where memory is short)."""
+    """Return time against memory: plans for the smallest budget and for up to POINTS - 1 others,
+    from the peak of keep-all down in equal ratios (most changes where memory is short). Points that
+    are no faster than one with less memory are left out."""
     graph = problem.constrained
     least = least_peak_of(problem, options)
     smallest = plan_within(problem, Budget(is_minimum=True), options, least)
@@ -55,8 +56,8 @@ it needs. (On two layers of a transformer plans leave 1 to 3 %, and stay the sam
 def _settled(
     problem: Problem, budget_bytes: int, smallest: Plan, options: Options, least: LeastPeak
 ) -> Plan:
-    """Return the plan for a budget; if it leaves much unused, the plan for the bytes it needs, and
-    so on. (Budgets between the two are skipped.)"""
+    """Return the plan for budget_bytes. If it leaves more than SPARE of that unused, ask again for
+    the bytes it needs, and so on; `smallest`, the plan for the smallest budget, ends that."""
     while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, least)
         if plan.peak_bytes >= (1 - SPARE) * budget_bytes:

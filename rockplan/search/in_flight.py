@@ -39,8 +39,13 @@ def needed_bytes(one: Plan | Simulation, in_flight: int) -> int:
 def plan_in_flight(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """Return the fastest plan found. A share of the budget is one of what calls that keep
-    everything need together; the smallest budget is the least for which a plan is found."""
+    """Return the fastest plan found with which one call runs while `options.in_flight - 1` others
+    wait between forward and backward, all within the budget. Raises InfeasibleBudget.
+
+    A budget in percent is a share of what as many calls need that keep everything; the smallest
+    budget is the least for which a plan is found. least: the search of the least peak, shared with
+    other plans; None for a new one.
+    """
     count = options.in_flight
     candidates = [plan for plan in _ends(problem, options, least) if plan is not None]
     smallest = min(candidates, key=lambda plan: needed_bytes(plan, count))
@@ -48,16 +53,16 @@ def plan_in_flight(
     if size_bytes is None:
         size_bytes = needed_bytes(smallest, count)
     fitting = [plan for plan in candidates if needed_bytes(plan, count) <= size_bytes]
-    most = max(candidates, key=lambda plan: plan.saved_bytes)
-    if most not in fitting:
+    most_saving = max(candidates, key=lambda plan: plan.saved_bytes)
+    if most_saving not in fitting:
         shares = [*SHARES, 1.0]
-        found = [*_within(problem, most.saved_bytes, shares, size_bytes, options)]
+        found = [*_within(problem, most_saving.saved_bytes, shares, size_bytes, options)]
         if found:
             best = min(found, key=lambda pair: pair[1].time_ns)[0]
             i = shares.index(best)
             beside = (shares[j] for j in (i - 1, i + 1) if 0 <= j < len(shares))
             fine = [best + FINE * k * (other - best) for other in beside for k in (1, 2, 3)]
-            found += _within(problem, most.saved_bytes, fine, size_bytes, options)
+            found += _within(problem, most_saving.saved_bytes, fine, size_bytes, options)
         fitting += [plan for _, plan in found]
     if not fitting:
         raise InfeasibleBudget(
@@ -83,20 +88,22 @@ def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterat
 def _within(
     problem: Problem, saved_bytes: int, shares: list[float], size_bytes: int, options: Options
 ) -> Iterator[tuple[float, Plan]]:
-    """Yield (share, fastest plan that fits), for limits of saved bytes given as shares of
-    `saved_bytes`."""
+    """For each of `shares`: limit what a call saves to that share of saved_bytes, and yield (share,
+    fastest plan) if one is found whose calls in flight fit together into size_bytes."""
     constrained = replace(problem, graph=problem.constrained)
     graph = constrained.graph
     # The saved bytes of a plan include the returned results, those of an option do not.
-    kept = bounded_option(graph, keep_all(graph))
-    returned_bytes = saved_bytes - kept.saved_bytes
+    keep_all_option = bounded_option(graph, keep_all(graph))
+    returned_bytes = saved_bytes - keep_all_option.saved_bytes
     for number, share in enumerate(shares):
         report("solving for several calls in flight", number, len(shares))
-        limit_bytes = int(share * kept.saved_bytes)
+        limit_bytes = int(share * keep_all_option.saved_bytes)
         left_bytes = size_bytes - (options.in_flight - 1) * (limit_bytes + returned_bytes)
         if left_bytes <= 0:
             continue
-        option = option_within(constrained, limit_bytes, min(left_bytes, peak_of(kept)), options)
+        option = option_within(
+            constrained, limit_bytes, min(left_bytes, peak_of(keep_all_option)), options
+        )
         plan = None if option is None else planning.plan_of(problem, option.schedule, MOST_BYTES)
         if plan is not None and needed_bytes(plan, options.in_flight) <= size_bytes:
             yield share, plan

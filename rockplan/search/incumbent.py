@@ -48,8 +48,10 @@ class Incumbent:
         return self.paged if is_faster else None
 
     def improved(self, goal: Goal, schedule: Schedule | None) -> Incumbent:
-        """Return the incumbent with `schedule`, if that is within the budget and better: faster;
-        or, if the goal is the least peak, smaller. Else return it unchanged."""
+        """Return the incumbent with `schedule` and its time and peak, if that is within the goal's
+        budget and better: faster, or with a smaller peak if the goal is the least peak. Else, or if
+        it is None, return self. In a new order of first executions the proven bound falls back to
+        the time of all nodes once."""
         if schedule is None:
             return self
         simulation = simulate(goal.graph, schedule)
@@ -70,8 +72,8 @@ class Incumbent:
         return replace(better, order=order, bound_ns=goal.graph.time_ns, relaxation=None)
 
     def is_near(self, goal: Goal, limits: Limits) -> bool:
-        """True if no schedule can be faster by more than the nearness of the limits. Always False
-        if the goal is the least peak."""
+        """True if it is proven that no schedule is faster by more than `limits.nearness` of an
+        iteration. Always False if the goal is the least peak."""
         if goal.budget_bytes is None:
             return False
         enough_ns = self.enough_ns(goal, limits)

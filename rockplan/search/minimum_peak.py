@@ -45,7 +45,8 @@ class LeastPeak:
         self.known = self._stored()
 
     def find(self, limits: Limits) -> Incumbent:
-        """Return the best schedule of this search, and of earlier ones that were cut short."""
+        """Return the schedule with the least peak that this search or an earlier one found;
+        searches unless one was complete, and keeps the result, in the cache too."""
         if self.known is None or not self.known.is_complete:
             found = least_peak(self.goal, limits)
             known = self.known
@@ -56,7 +57,8 @@ class LeastPeak:
         return self.known
 
     def reach(self, schedule: Schedule) -> None:
-        """Note the schedule of a plan: the least peak is not larger."""
+        """Keep `schedule`, which a plan for some budget found, if its peak is smaller than the
+        least known one."""
         start = self.known or Incumbent(bound_ns=self.goal.graph.time_ns, is_complete=False)
         better = start.improved(self.goal, schedule)
         if better.schedule is not None and (
@@ -74,7 +76,8 @@ class LeastPeak:
         return family_key(problem_digest(self.goal.graph), settings)
 
     def _stored(self) -> Incumbent | None:
-        """Return the incumbent in the cache, None if there is none."""
+        """Return the schedule with the least peak from the cache, as an incumbent; None if there is
+        none that is legal for this graph."""
         graph, cache = self.goal.graph, self.goal.cache
         stored = cache.family(self._key(), functools.partial(is_legal, graph)) if cache else None
         if stored is None:
@@ -85,7 +88,8 @@ class LeastPeak:
         return start.improved(self.goal, schedule)
 
     def _keep(self, incumbent: Incumbent) -> None:
-        """Note an incumbent, in the cache too."""
+        """Take `incumbent` as the least peak known, and write its schedule to the cache if there is
+        one."""
         self.known = incumbent
         if self.goal.cache:
             assert incumbent.schedule is not None
@@ -95,8 +99,9 @@ class LeastPeak:
 
 
 def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK) -> Incumbent:
-    """Find the schedule with the smallest peak. First run the stages that ignore measured times, on
-    the graph with the times of the reference machine, then those that use measured times."""
+    """Search the schedule with the smallest peak. Stages that must not depend on measured times
+    come first, with the times of a reference machine, so that the result is the same on every run;
+    then those that use measured ones."""
     report("looking for the smallest peak")
     reference_goal = replace(goal, graph=with_reference_times(goal.graph))
     first = run([s for s in stages if not s.sees_measured], reference_goal, limits)

@@ -64,9 +64,9 @@ class _Tried:
 def best_placed(
     goal: Goal, limits: Limits, most_ns: float, planned: Planned, polished: Planned
 ) -> Placed | None:
-    """Return the fastest plan with paging that is found, None if it takes `most_ns` or longer.
-    planned: makes an incumbent for a goal without a host; polished: improves one that has a
-    schedule."""
+    """Search plans in which storages go to the host and come back, for several amounts of what the
+    link carries. Returns the fastest, None if none takes less than `most_ns`. planned: makes an
+    incumbent for a goal without a host; polished: improves one that has a schedule."""
     tries = _Tries(goal, limits, planned, by_worth(goal.graph), limits.paging, most_ns)
     for amounts in AMOUNTS:
         for amount in amounts:
@@ -95,19 +95,22 @@ class _Tries:
     best: _Tried | None = None
 
     def improve(self, amount: float) -> bool:
-        """Try this amount, and again without storages whose copies were late. Returns True if a
-        faster plan is found."""
+        """Plan with `amount` (share of the link's rate) of paging, and again without the storages
+        whose copies were waited for. Returns True if a plan faster than the best so far is
+        found."""
         before, late = self.best, set[int]()
         for _ in range(self.limits.paging_again):
             tried = self._tried([d for d in self.ranked if d not in late], amount)
             if tried is None:
                 break
             self.take(tried)
-            made = tried.made
-            more = {t.data for t in trips(made.graph, made.schedule) if t.waits_ns} - late
-            if not more:
+            paged_plan = tried.made
+            late_now = {
+                t.data for t in trips(paged_plan.graph, paged_plan.schedule) if t.waits_ns
+            } - late
+            if not late_now:
                 break
-            late |= more
+            late |= late_now
         return self.best is not before
 
     def take(self, tried: _Tried) -> None:
@@ -115,13 +118,14 @@ class _Tries:
         if tried.made.time_ns < self.most_ns and _fits(tried.made, self.goal):
             self.best, self.most_ns = tried, tried.made.time_ns
 
-    def _tried(self, wanted: Sequence[int], amount: float) -> _Tried | None:
-        """Plan with a choice of the `wanted` storages paged. None if there is nothing to page, the
-        effort is spent, or the plan is not faster even without its copies."""
+    def _tried(self, ranked: Sequence[int], amount: float) -> _Tried | None:
+        """Plan with those of `wanted`, the best first, that `amount` of the link's rate carries.
+        None if none is carried, the effort is spent, or the plan takes most_ns or longer even
+        without its copies."""
         goal, host = self.goal, self.goal.host
         assert host is not None
         link = host.link.share(SHARE)
-        storages = chosen(goal.graph, wanted, link, amount, host.size_bytes)
+        storages = chosen(goal.graph, ranked, link, amount, host.size_bytes)
         if not storages or self.left <= 0 or self.limits.is_over:
             return None
         self.left -= len(goal.graph.nodes)
@@ -150,8 +154,9 @@ def _fits(made: Placed, goal: Goal) -> bool:
 
 
 def by_worth(graph: CDGraph) -> list[int]:
-    """Return the storages that may be paged: those first that take longest to recompute for each
-    byte; of equal ones, those made first."""
+    """Return the storages that may be paged (activations kept between the phases that can be made
+    again, from LEAST_BYTES on), those first that take longest to recompute for each byte; of equal
+    ones, those made first."""
     view = GraphView(graph)
     kept = kept_data(graph, keep_all(graph))
     outside = {*graph.outputs, *graph.held, *graph.handed, *graph.dropped}
@@ -180,9 +185,9 @@ def by_worth(graph: CDGraph) -> list[int]:
 def chosen(
     graph: CDGraph, ranked: Sequence[int], link: HostLink, amount: float, host_bytes: int
 ) -> tuple[int, ...]:
-    """Return the first of `ranked` that fit together into the host memory and on the link: their
-    copies out run between their making and the turn, the copies in between the turn and their
-    reads. amount: share of the link's rate."""
+    """Return the storages, ascending, to page: each of `ranked`, in order, that fits beside those
+    taken before it into host_bytes and on the link. Copies out have the time from their making to
+    the turn, copies in that from the turn to their first read. amount: share of the link's rate."""
     before_ns, after_ns = _times(graph)
     directions = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
     taken: dict[int, int] = {}
@@ -198,8 +203,8 @@ def chosen(
 
 
 def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: float) -> bool:
-    """True if a link of `rate` bytes a nanosecond carries all storages, each within the time that
-    it has."""
+    """True if a link of `rate` bytes per ns carries all storages (storage -> bytes) one after the
+    other, each within the time that it has from the common start (storage -> ns)."""
     carried = 0
     for d in sorted(sizes, key=left_ns.__getitem__):
         carried += sizes[d]
@@ -209,30 +214,31 @@ def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: floa
 
 
 def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, if nothing is re-executed, the ns from the making of each storage to the turn, and
-    from the turn to its first read."""
+    """Return, for a run without re-executions: storage -> ns from its making to the turn, and
+    storage -> ns from the turn to its first read in the backward phase."""
     everything = keep_all(graph)
     starts_ns = clock(graph, everything).starts_ns
     turn = everything.forward_length
-    before: dict[int, int] = {}
-    after: dict[int, int] = {}
+    before_turn_ns: dict[int, int] = {}
+    after_turn_ns: dict[int, int] = {}
     for position, event in enumerate(everything.events):
         if not isinstance(event, Compute):
             continue
         node = graph.nodes[event.node]
         if position < turn:
-            before |= dict.fromkeys(node.writes, starts_ns[turn] - starts_ns[position + 1])
+            before_turn_ns |= dict.fromkeys(node.writes, starts_ns[turn] - starts_ns[position + 1])
         else:
             for d in node.reads:
-                after.setdefault(d, starts_ns[position] - starts_ns[turn])
-    return before, after
+                after_turn_ns.setdefault(d, starts_ns[position] - starts_ns[turn])
+    return before_turn_ns, after_turn_ns
 
 
 # -- plans read from files ------------------------------------------------------------------------
 
 
 def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
-    """Raise InvalidInput if one of `plans` pages more bytes than the options allow."""
+    """Raise InvalidInput if one of `plans`, when it runs, has more bytes on the host at a time than
+    the options allow. Nothing is refused if they allow what the machine has left."""
     pages = (simulate(p.graph, p.schedule).host_peak_bytes for p in plans if p.trips)
     needed_bytes = max(pages, default=0)
     allowed_bytes = 0 if options.host is None else options.host_bytes
@@ -245,8 +251,8 @@ def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
 
 
 def with_link_named(plan: Plan, options: Options) -> Plan:
-    """Return `plan`; its origin says so if it was made for another link than that of the
-    options."""
+    """Return `plan`, with a remark in its `origin` if it pages at another rate of the link than the
+    options state: its time is unknown then."""
     rate = options.link_bytes_per_s
     if rate is None or not plan.trips:
         return plan

@@ -110,8 +110,9 @@ def run(
     limits: Limits,
     incumbent: Incumbent | None = None,
 ) -> Incumbent:
-    """Return the incumbent after all stages. Its `is_complete` is False if a stage lacked time to
-    run, or to finish."""
+    """Run the stages whose condition holds, each from the incumbent that the one before left, and
+    return the last one. None begins with no schedule. `is_complete` of the result is False if a
+    stage lacked time to run, or to finish; `trace` has a line for each that ran."""
     incumbent = incumbent or Incumbent(bound_ns=goal.graph.time_ns)
     for stage in stages_in_order:
         if stage.name in limits.without:
@@ -132,6 +133,8 @@ def run(
 
 
 def _trace(stage: Stage, incumbent: Incumbent, seconds: float) -> StageTrace:
+    """Return the line of a stage that just ran: name, time (ns) and peak of the incumbent (None
+    without a schedule), its bound (ns), and the seconds it took."""
     has_schedule = incumbent.schedule is not None
     return StageTrace(
         stage.name,
@@ -143,8 +146,8 @@ def _trace(stage: Stage, incumbent: Incumbent, seconds: float) -> StageTrace:
 
 
 def diagram(stages_in_order: Sequence[Stage]) -> str:
-    """Return a line for each stage: its name, when it runs, and the first words of its
-    docstring."""
+    """Return a line of text for each stage: its name, the condition under which it runs, and its
+    docstring up to the first colon, comma or full stop."""
     names = max(len(stage.name) for stage in stages_in_order)
     conditions = max(len(stage.when.__name__) for stage in stages_in_order)
     return "\n".join(
@@ -160,7 +163,8 @@ def _purpose(stage: Stage) -> str:
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raise InvalidInput for a name that is neither a stage nor a pass."""
+    """Raise InvalidInput for names that are neither of a stage nor of a pass. names: what
+    `Options.without` leaves out."""
     unknown = sorted(set(names) - {*NAMES, *passes.NAMES})
     if unknown:
         raise InvalidInput(

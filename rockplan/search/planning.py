@@ -48,7 +48,8 @@ from rockplan.values.schedule import (
 
 
 def limits_of(options: Options) -> Limits:
-    """Return the limits of a search. Raises InvalidInput for unknown names of stages or solvers."""
+    """Return the limits of a search that begins now, under `options`. Raises InvalidInput for
+    unknown names of stages or solvers."""
     check_names(options.without)
     check_solver(options.solver)
     usual = Limits()
@@ -70,11 +71,12 @@ def least_peak_of(problem: Problem, options: Options) -> LeastPeak:
 def plan_within(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """Return the plan in the cache, or else a new one. Raises InfeasibleBudget.
+    """Return the plan for `budget`, from the cache or made now. Raises InfeasibleBudget. least: the
+    search of the least peak, shared with other plans; None for a new one.
 
-    If gradients wait (`Problem.waits`), plans for fewer bytes are made until waiting fits the
-    budget; if no plan leaves that room, no gradient waits. The smallest budget includes the bytes
-    of waiting.
+    If gradients wait until their parameters are no longer read (`Problem.waits`), plans for fewer
+    bytes are made until waiting fits the budget; if no plan leaves that room, no gradient waits.
+    The smallest budget includes the bytes of waiting.
     """
     if problem.waits:
         least = least or least_peak_of(problem, options)
@@ -90,19 +92,19 @@ def plan_within(
             return plan
         waited = replace(waited, budget_bytes=waited.peak_bytes)
         return _certified(problem, waited, plan)
-    made = plain
-    while (plan := waiting(made, problem.waits)).peak_bytes > limit_bytes:
+    found = plain
+    while (plan := waiting(found, problem.waits)).peak_bytes > limit_bytes:
         excess_bytes = max(plan.peak_bytes - limit_bytes, int(LESS * limit_bytes), 1)
-        asked = Budget(size_bytes=made.peak_bytes - excess_bytes)
+        asked = Budget(size_bytes=found.peak_bytes - excess_bytes)
         try:
-            made = _without_waits(problem, asked, options, least)
+            found = _without_waits(problem, asked, options, least)
         except InfeasibleBudget as error:
-            if made.peak_bytes <= error.minimum_bytes:
+            if found.peak_bytes <= error.minimum_bytes:
                 return plain
             asked = Budget(size_bytes=error.minimum_bytes)
-            made = _without_waits(problem, asked, options, least)
+            found = _without_waits(problem, asked, options, least)
     plan = replace(plan, budget_bytes=limit_bytes)
-    return plan if made is plain else _certified(problem, plan, plain)
+    return plan if found is plain else _certified(problem, plan, plain)
 
 
 LESS = 0.03
@@ -121,8 +123,8 @@ def waiting(plan: Plan, waits: Waits) -> Plan:
 
 def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
     """Return `plan`, which was made for another budget, with the certificate for this one. proven:
-    a plan made for this budget; its bound holds if both have their first executions in the same
-    order."""
+    a plan made for this budget; its lower bound on the time holds for `plan` if both have their
+    first executions in the same order, else the bound is 0."""
     orders = {first_executions(p.schedule) for p in (plan, proven)}
     bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
     simulation = simulate(plan.graph, plan.schedule)
@@ -140,7 +142,8 @@ def _stopped(plan: Plan) -> Plan:
 def _without_waits(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None
 ) -> Plan:
-    """Return the plan of the cache, or a new one, without waiting gradients."""
+    """Return the plan for `budget`, from the cache or made now and put there, in which every
+    gradient is handed over as soon as it is made. Raises InfeasibleBudget."""
     cache = cache_of(options)
     least = least or least_peak_of(problem, options)
     if cache is None:
@@ -184,8 +187,9 @@ _BESIDE_THE_PLAN = frozenset(
 
 
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:
-    """Return everything that a plan depends on. The graph stands for the model, shapes, dtypes,
-    autocast and device; a new option counts until it is listed in `_BESIDE_THE_PLAN`."""
+    """Return all that a plan depends on, by name, as the key of the cache. The graph's digest
+    stands for the model, shapes, dtypes, autocast and device; a new option counts until it is
+    listed in `_BESIDE_THE_PLAN`."""
     deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
     return {
         "graph": problem.graph_digest,
@@ -201,10 +205,8 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
 
 
 def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | None:
-    """Make a plan of `schedule`. Returns None if the schedule is illegal or exceeds the budget.
-
-    Its bound is the time of running each operation once.
-    """
+    """Return `schedule` as a plan for budget_bytes, None if it is illegal or exceeds them. The
+    bound of its certificate is the time of running each operation once."""
     graph = problem.constrained
     try:
         verify(graph, schedule)
@@ -217,11 +219,9 @@ def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | N
 def plan_anew(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
-    """Search a plan. For the smallest budget it is the plan for as many bytes. Raises
-    InfeasibleBudget.
-
-    least: the least peak, shared with other plans of the problem; None: not known yet.
-    """
+    """Search a plan without looking for it in the cache. For the smallest budget it is the plan for
+    the bytes of the least peak. Raises InfeasibleBudget. least: the search of the least peak,
+    shared with other plans of the problem; None for a new one."""
     limits = limits_of(options)
     least = least or least_peak_of(problem, options)
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
@@ -254,7 +254,8 @@ def plan_anew(
 
 
 def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) -> Incumbent:
-    """Return `incumbent`, which has no schedule, with the schedule of the least peak."""
+    """Return `incumbent`, which has no schedule, with the schedule, completeness and trace of
+    `smallest`, the result of the search for the least peak."""
     goal = Goal(problem.constrained, problem.blocks, smallest.peak_bytes)
     return replace(
         incumbent.improved(goal, smallest.schedule),
@@ -266,7 +267,8 @@ def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) 
 def _too_small(
     problem: Problem, least: Incumbent, budget_bytes: int, options: Options
 ) -> InfeasibleBudget:
-    """Return the error for a budget below the least peak."""
+    """Return the error for a budget below the least peak: what is the smallest budget, at which
+    operation, and which tensor of the model takes most there."""
     graph, schedule = problem.constrained, least.schedule
     assert schedule is not None
     peak = simulate(graph, schedule)
@@ -301,13 +303,15 @@ def _operation(graph: CDGraph, node: int) -> str:
 @paused_collection()
 def _finish(
     problem: Problem,
-    best: Schedule,
+    schedule: Schedule,
     budget_bytes: int,
     bound_ns: int,
     storages: Sequence[int] = (),
 ) -> Plan:
-    """Make a plan of a legal schedule within the budget. storages: those that go to the host;
-    `best` is a schedule of the graph with their copies (`with_copies`)."""
+    """Return a legal schedule within the budget as a plan, in which gradients are handed over in
+    groups where that needs no more memory. bound_ns: proven lower bound on the time. storages:
+    those that go to the host; `best` is then a schedule of the graph with their copies
+    (`with_copies`)."""
     unplanned, turn = problem.unplanned, len(problem.graph.forward)
     graph, constrained = (
         with_copies(g, storages, problem.host.link.share(SHARE)) if problem.host else g
@@ -320,8 +324,8 @@ def _finish(
         for b in problem.blocks
     )
     ends = frozenset(b.backward[-1] for b in blocks if b.backward)
-    during = [step.during_bytes for step in timeline(graph, best)]
-    merged = merge_handovers(graph, best, view_of(graph).sizes, during, ends)
+    during_bytes = [step.during_bytes for step in timeline(graph, schedule)]
+    merged = merge_handovers(graph, schedule, view_of(graph).sizes, during_bytes, ends)
     verify(constrained, merged)
     simulation = simulate(graph, merged)
     certificate = _certificate(constrained, simulation, bound_ns)

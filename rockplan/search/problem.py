@@ -89,7 +89,9 @@ def problem_of(graph: CDGraph, profile: Profile, options: Options) -> Problem:
 
 @paused_collection()
 def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Problem:
-    """Return the problem of a graph that has its prices; profile: where they come from."""
+    """Return the problem of a graph whose nodes have times and workspaces; profile: where these
+    come from. Adds the constraints of the options, room for the caller's loss, blocks and the peak
+    of eager execution. Raises InvalidInput for options that do not fit the graph."""
     report("finding blocks")
     eager = as_eager(priced)
     unplanned = simulate(eager, keep_all(eager))
@@ -108,8 +110,9 @@ def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Pr
 
 
 def host_of(graph: CDGraph, options: Options) -> Host | None:
-    """Return where storages of `graph` may be paged; None if the options keep them on the device.
-    Raises InvalidInput."""
+    """Return how many bytes may be paged to the host and how fast the link is (measured unless the
+    options say so); None if storages stay on the device. Raises InvalidInput if the activations are
+    on several devices or cannot be paged."""
     if options.host is None:
         return None
     activations = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION}
@@ -142,8 +145,9 @@ def in_two_digits(measured: int) -> int:
 
 
 def _left_bytes(folder: str | None) -> int:
-    """Return the bytes that the machine has left for paged storages, less a margin. folder: of the
-    file they are paged to; None if they are pinned."""
+    """Return the bytes that may be paged if the options do not say: what the machine has left less
+    MARGIN, in two digits. folder: of the file to page to, whose disk counts; None: pinned
+    memory."""
     left = available_bytes()
     if folder is not None:
         free = _free_bytes(folder)
@@ -152,7 +156,8 @@ def _left_bytes(folder: str | None) -> int:
 
 
 def _free_bytes(folder: str) -> int:
-    """Return the free bytes of the disk of a folder. Raises HostMemoryError."""
+    """Return the free bytes on the disk of `folder`. Raises HostMemoryError with a remedy if the
+    folder cannot be used."""
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
@@ -168,8 +173,8 @@ def cache_of(options: Options) -> Cache | None:
 
 
 def _profile(lowered: Lowered, cache: Cache | None, known: Profile | None) -> Profile:
-    """Return costs of every call; only calls that are neither in `known` nor in the cache are
-    measured."""
+    """Return the time and memory of every call of the graph. Only calls that are neither in `known`
+    nor in the cache are measured; these are put into the cache."""
     key = {"profile": profile_key(lowered.graph)}
     known = (cache.profile(key) if cache else None) or known
     profile = measure(lowered.graph, lowered.samples, known=known)

@@ -34,9 +34,9 @@ def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbe
 
 
 def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The relaxation of the whole graph at some moments: a bound, and a first schedule, with
-    re-executions inserted if it exceeds the budget. For the least peak, within smaller and smaller
-    budgets."""
+    """The relaxation of the whole graph at some moments: its bound on the time, and its schedule,
+    with re-executions inserted if that exceeds the budget. Where the goal is the least peak, for
+    smaller and smaller budgets."""
     report("solving the relaxation")
     if goal.budget_bytes is None:
         return _relax_down(goal, incumbent, limits)
@@ -61,15 +61,16 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Ask for smaller and smaller budgets: each the geometric mean of the peak that was reached and
-    of a lower limit (what every schedule needs, or the last budget that failed). The smallest
-    schedules become starts, since the best start is not known before."""
+    """Solve relaxations for smaller and smaller budgets: each the geometric mean of the peak
+    reached and of a lower limit (what every schedule needs, or the last budget that failed). The
+    smallest schedules are added to `starts` of the incumbent, since the best start is not known
+    before."""
     assert incumbent.schedule is not None
     until = _half_way(limits)
     least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
-    left = limits.missing
+    left_nodes = limits.missing
     rungs: list[Schedule] = []
-    while left > 0 and time.monotonic() < until:
+    while left_nodes > 0 and time.monotonic() < until:
         most_bytes = incumbent.peak_bytes
         asked_bytes = int(math.sqrt(most_bytes * least_bytes))
         if asked_bytes > (1 - limits.nearness) * most_bytes:
@@ -77,7 +78,7 @@ def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
         asked = replace(goal, budget_bytes=asked_bytes)
         lower = relax(asked, Incumbent(bound_ns=goal.graph.time_ns), limits).schedule
         if lower is None:
-            left, least_bytes = left - len(goal.graph.nodes), asked_bytes
+            left_nodes, least_bytes = left_nodes - len(goal.graph.nodes), asked_bytes
         else:
             rungs.append(lower)
             incumbent = incumbent.improved(goal, lower)
@@ -85,7 +86,8 @@ def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """A schedule by greedy evictions: within the budget, or with the least peak that they find."""
+    """A schedule by greedy evictions: within the budget; where the goal is the least peak, the
+    smallest they find, and all they find as `starts` for later stages."""
     report("evicting storages")
     if goal.budget_bytes is not None:
         schedule = within(goal.graph, goal.budget_bytes, limits=limits.eviction)
@@ -100,7 +102,9 @@ def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Options of each block by integer programs, combined by the dynamic program over the chain."""
+    """Options of each block by integer programs, combined to a schedule by the dynamic program over
+    the chain of blocks. Where the goal is the least peak, the schedule is one of the `starts`
+    too."""
     report("solving blocks")
     left_s = max(_half_way(limits) - time.monotonic(), 0.0)
     settings = limits.blocks if goal.budget_bytes is not None else limits.ends
@@ -120,8 +124,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
 
 
 def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Storages to the host and back, if that is faster: those that take longest to recompute for
-    each byte, as many as the link carries, planned together with re-executions."""
+    """Storages to the host and back, if that is faster than the incumbent: those that take longest
+    to recompute for each byte, as many as the link carries, planned together with re-executions."""
     report("choosing what goes to the host")
 
     def planned(asked: Goal, start: Incumbent) -> Incumbent:
@@ -137,7 +141,8 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The local search: from the incumbent to a faster schedule, or to one with a smaller peak."""
+    """The local search: from the incumbent's schedule to a faster one within the budget; where the
+    goal is the least peak, to one with a smaller peak."""
     assert incumbent.schedule is not None
     report("exchanging re-executions")
     if goal.budget_bytes is None:
@@ -155,7 +160,8 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """What fits into a byte less than the least peak, then into less by a step that doubles each
-    time: so that no plan is found below what is called the smallest budget."""
+    time, each a new schedule whose peak is squeezed further: so that no plan is found below what is
+    called the smallest budget."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
     begin = _beginning(limits)
@@ -176,8 +182,9 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """The bound of schedules in the order of the incumbent, if that is not the graph's, or if they
-    may page; and what integer programs add to it in the time that the limits give them."""
+    """The bound of schedules in the order of the incumbent, by a new relaxation if that order is
+    not the graph's or schedules may page; and what integer programs add to it in the time that the
+    limits give them. Before, the schedule loses re-executions that the budget does not need."""
     assert goal.budget_bytes is not None
     report("proving a bound")
     if incumbent.schedule is not None and not incumbent.is_near(goal, limits):
@@ -198,7 +205,9 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _bound_with_host(goal: Goal, incumbent: Incumbent, limits: Limits) -> int:
-    """Return the bound in the order of the faster schedule, whatever is paged of what may be."""
+    """Return a lower bound (ns) on the time of all schedules within the budget that page any of
+    what may be paged, in the order of first executions of the faster of the incumbent's two
+    schedules."""
     assert goal.host is not None and goal.budget_bytes is not None
     paged, order, time_ns = incumbent.fastest_paged, incumbent.order, incumbent.time_ns
     if paged is not None:
@@ -213,7 +222,8 @@ def _bound_with_host(goal: Goal, incumbent: Incumbent, limits: Limits) -> int:
 
 
 def _proven_ns(relaxation: Refined, time_ns: int, limits: Limits) -> int:
-    """Return the bound, raised by integer programs if a schedule of `time_ns` is not near it."""
+    """Return the lower bound (ns) of `relaxation`, raised by integer programs if a schedule that
+    takes `time_ns` is not near it and the limits give time for that."""
     bound_ns, graph = relaxation.bound_ns, relaxation.program.facts.graph
     is_near = time_ns <= bound_ns + int(limits.nearness * graph.time_ns)
     if limits.proof_s == 0 or is_near:
@@ -223,14 +233,15 @@ def _proven_ns(relaxation: Refined, time_ns: int, limits: Limits) -> int:
 
 
 def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """Squeeze a little from each start that needs not much more than the best (which one leads
-    furthest is not known before), then more from the best result."""
+    """Lower the peak by the local search: a little from each start that needs not much more than
+    the best (which leads furthest is not known before), then more from the best result, and again
+    from faster schedules within its peak. Returns the incumbent with the smallest."""
     assert incumbent.schedule is not None
-    begin = _beginning(limits)
+    start_limits = _beginning(limits)
     peaks = {start: simulate(goal.graph, start).peak_bytes for start in incumbent.starts}
     most_bytes = limits.worth * min(peaks.values(), default=0)
     for start in (start for start, peak_bytes in peaks.items() if peak_bytes <= most_bytes):
-        incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, begin))
+        incumbent = incumbent.improved(goal, _squeezed(goal.graph, start, start_limits))
     assert incumbent.schedule is not None
     incumbent = incumbent.improved(goal, _squeezed(goal.graph, incumbent.schedule, limits))
     # A faster schedule within the same peak is another place to begin at.
@@ -241,10 +252,10 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
             incumbent.schedule,
             incumbent.peak_bytes,
             deadline=limits.deadline,
-            limits=begin.squeeze,
+            limits=start_limits.squeeze,
             seed=seed,
         )
-        incumbent = incumbent.improved(goal, _squeezed(goal.graph, faster, begin))
+        incumbent = incumbent.improved(goal, _squeezed(goal.graph, faster, start_limits))
     return incumbent
 
 
@@ -254,8 +265,8 @@ def _beginning(limits: Limits) -> Limits:
 
 
 def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
-    """Lower the peak of a schedule, and leave out re-executions as long as that changes
-    anything."""
+    """Return `schedule` or one with a smaller peak found by the local search, without the
+    re-executions that this peak does not need."""
     lower = squeezed(graph, schedule, deadline=limits.deadline, limits=limits.squeeze)
     # Leaving something out may lower the peak as well.
     while not limits.is_over:

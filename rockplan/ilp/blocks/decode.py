@@ -84,10 +84,8 @@ def proven_ns(bound: float, time_ns: int) -> int:
 def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
     """Return the executions (node indices) that a solution stands for. Forward: every node once.
     Backward: before each backward node that ends a stage the nodes that run again there, ascending.
-    Re-executions whose results nothing reads are left out.
-
-    values: of the variables, by column of `model.program`.
-    """
+    Re-executions whose results nothing reads are left out. values: of the variables, by column of
+    `model.program`."""
     graph = model.stages.units.graph
     n_forward = len(graph.forward)
     backward: list[int] = []

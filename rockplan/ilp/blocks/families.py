@@ -35,10 +35,8 @@ def option_families(
     problems: Sequence[CDGraph], *, settings: Settings = DEFAULT
 ) -> tuple[OptionFamily, ...]:
     """Return for each block (its graph) the family of its options, in the order of `problems`.
-
     Blocks are solved in THREADS threads, small ones first; `settings.time_limit_s` is for all of
-    them, and each gets an equal share of what is left when it begins. Reports progress.
-    """
+    them, and each gets an equal share of what is left when it begins. Reports progress."""
     order = sorted(range(len(problems)), key=lambda k: len(problems[k].nodes))
     deadline = time.monotonic() + settings.time_limit_s
 

@@ -208,11 +208,9 @@ def _find_ends(search: ParetoSearch) -> list[Corner]:
 
 def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
     """Return the fewest bytes on one axis (0: peak, 1: saved) of a schedule with at most `other`
-    bytes on the other axis; a time limit ends the search with the fewest found.
-
-    Bisection. Few values are possible (sums of a few sizes), and the smallest known one is often
-    the least: every other trial is just below it.
-    """
+    bytes on the other axis; a time limit ends the search with the fewest found. Bisection. Few
+    values are possible (sums of a few sizes), and the smallest known one is often the least: every
+    other trial is just below it."""
 
     def corner(limit: int) -> Corner:
         return (limit, other) if axis == 0 else (other, limit)

@@ -80,10 +80,8 @@ class HostRows:
     def _leave(self, forward: int) -> None:
         """Add the rows that limit what goes to the host: all of it fits into the host, and for each
         forward node, copies out of what it or later ones make fit into the time from its end to the
-        turn.
-
-        forward: the column of the time that the forward phase takes beyond first executions.
-        """
+        turn. forward: the column of the time that the forward phase takes beyond first
+        executions."""
         sizes, most_bytes = self._facts.sizes, max(self._host.size_bytes, 1)
         self._builder.at_most([(c, sizes[d] / most_bytes) for d, c in self._stored.items()], 1)
         maker = self._facts.producer
@@ -97,10 +95,8 @@ class HostRows:
     def span(self, s: int, end: int, runs: Mapping[int, int]) -> None:
         """Add the rows of the intervals s to `end` taken together: what is fetched in them lies on
         the host, and copies in fit into the time from where s begins to the first read of each.
-
         runs: node -> column that is 1 if the node runs again in these intervals (a fetch is such a
-        node).
-        """
+        node)."""
         fetched = {
             d: runs[self._fetches[d]]
             for d in self._intervals[s].wanted

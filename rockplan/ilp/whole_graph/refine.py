@@ -73,10 +73,8 @@ def refined(
 ) -> Refined | None:
     """Solve linear relaxations, each with a row of memory at one moment more, until the schedule of
     the last one keeps the budget or PATIENCE of them gain nothing. None if nothing need or may run
-    again, or no time is left.
-
-    deadline: as of time.monotonic. host: where storages may go for which `graph` has fetches.
-    """
+    again, or no time is left. deadline: as of time.monotonic. host: where storages may go for which
+    `graph` has fetches."""
     facts = Facts(graph, host)
     moments = Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
     best: Refined | None = None

@@ -50,7 +50,8 @@ class _Gaps:
         self._free: list[int] = []
 
     def replace(self, data: int, gaps: Sequence[tuple[int, int]]) -> None:
-        """Set the gaps of a storage: (last use, next read)."""
+        """Set the gaps of the storage `data`, in place of those it had: pairs (position of the last
+        use, position of the next read) between which it is alive and unused."""
         rows = self._rows.setdefault(data, [])
         while len(rows) > len(gaps):
             row = rows.pop()
@@ -143,7 +144,9 @@ class Draft:
         self._lay_out(forward, backward)
 
     def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        """Put the computations at positions."""
+        """Fill an empty draft with the computations `forward` and `backward` (node indices), a
+        phase each: forward ones at consecutive positions, backward ones with empty positions
+        between them."""
         graph = self.graph
         self.boundary = len(forward)
         self.end = self.boundary + self._slots * (len(backward) + 1)
@@ -194,7 +197,8 @@ class Draft:
         return [p for optional, runs in runs_of for p in (runs if optional else runs[1:])]
 
     def insert(self, position: int, node: int) -> None:
-        """Run `node` at an empty position."""
+        """Run `node` at an empty position: bytes at all positions and the time of the draft change
+        with it, and the undo log gets an entry. What it reads stays alive up to it."""
         before = self._state_span(node)
         insort(self._runs[node], position)
         if self._state_bytes[node]:
@@ -210,7 +214,9 @@ class Draft:
         self._changes.append(_Change(position, node, inserted=True))
 
     def remove(self, position: int) -> None:
-        """Run nothing at a position."""
+        """Run nothing at a position: bytes and time of the draft change, and the undo log gets an
+        entry. What only this computation made must be made elsewhere before it is read, as the
+        caller ensures."""
         node = self.nodes[position]
         before = self._state_span(node)
         self._runs[node].remove(position)
@@ -231,21 +237,23 @@ class Draft:
         """The number of changes that can be undone."""
         return len(self._changes)
 
-    def undo(self, changes: int) -> None:
-        """Undo the latest changes, until only `changes` of them are left."""
-        for change in reversed(self._changes[changes:]):
+    def undo(self, remaining: int) -> None:
+        """Take back the latest insertions and removals, the last one first, until `changes` of them
+        remain in the log."""
+        for change in reversed(self._changes[remaining:]):
             if change.inserted:
                 self.remove(change.position)
             else:
                 self.insert(change.position, change.node)
-        del self._changes[changes:]
+        del self._changes[remaining:]
 
     def settle(self) -> None:
         """Commit: clear the undo log."""
         self._changes.clear()
 
     def leave_out(self, position: int) -> None:
-        """Remove a re-execution, and others whose results are unused then."""
+        """Remove the re-execution at `position`, and then those that made only what it read, if
+        they may go and nothing else reads it."""
         pending = [position]
         while pending:
             position = pending.pop()
@@ -264,8 +272,8 @@ class Draft:
             self.leave_out(first)
 
     def is_delayed(self, node: int, position: int) -> bool:
-        """True if a re-execution of the node at `position` would make its first execution
-        needless."""
+        """True if, with a re-execution of `node` at `position`, its first execution may go: the
+        node may move, and nothing reads the results of the first execution before `position`."""
         first, *others = self._runs[node]
         if node not in self.movable or (others and others[0] < position):
             return False
@@ -280,8 +288,9 @@ class Draft:
         self.remove(self._runs[node][1])
 
     def hastened_bytes(self, first: int, position: int) -> int:
-        """Return how many bytes fewer would be alive at `position` if the node at `first` ran
-        before it; 0 if it cannot."""
+        """Return how many bytes fewer would be alive at `position` if the first execution of a
+        node, now at position `first`, came before it: operands that are freed less results. 0 if
+        the node may not move, or an operand is made later."""
         node = self.nodes[first]
         if node not in self.movable or self._runs[node][0] != first:
             return 0
@@ -305,8 +314,8 @@ class Draft:
         return self._gaps.around(position)
 
     def _gaps_of(self, d: int) -> list[tuple[int, int]]:
-        """Return the gaps of a storage: (last use, next read), for next reads in the backward
-        phase."""
+        """Return the spans in which storage d is alive and unused, as (position of the last use,
+        position of the next read). Only spans that end with a read in the backward phase count."""
         made, read = self._made[d], self._read[d]
         gaps: list[tuple[int, int]] = []
         first = bisect_right(read, self.boundary)
@@ -319,8 +328,8 @@ class Draft:
         return gaps
 
     def outliving(self, position: int) -> Callable[[int], bool]:
-        """Return a function that tells if a storage, made before `position`, is alive there and
-        read later."""
+        """Return a predicate of storages: True if the copy of it that is made before `position` is
+        alive there and read at or after it; held storages are, once made."""
         made_at, read_at, held = self._made, self._read, self._held
 
         def outlives(d: int) -> bool:
@@ -339,8 +348,9 @@ class Draft:
         return outlives
 
     def slot_before(self, position: int) -> int:
-        """Return an empty position between `position` and the computation before it. This may
-        renumber positions: earlier ones are invalid then, except those in the undo log."""
+        """Return an empty position between `position` and the computation before it. If there is
+        none, all positions are renumbered: those that the caller has are invalid then (the undo log
+        is renumbered too)."""
         previous = self._previous(position)
         if position - previous < 2 * APART:
             position = self._spread(position)
@@ -355,7 +365,9 @@ class Draft:
         return position
 
     def _spread(self, position: int) -> int:
-        """Move positions in use apart; return the new number of `position`."""
+        """Renumber all positions so that empty ones lie between the computations of the backward
+        phase again, in every part of the draft and in the undo log. Returns the new number of
+        `position`."""
         known = (*(p for runs in self._runs for p in runs), *(c.position for c in self._changes))
         used = {p for p in known if p > self.boundary}
         old = np.array([*range(self.boundary + 1), *sorted(used)])
@@ -415,7 +427,8 @@ class Draft:
         return True
 
     def _going(self, position: int) -> _Going:
-        """Return all that goes with a re-execution that is left out."""
+        """Return what goes if the re-execution at `position` is left out: that one, re-executions
+        whose results only these read, and the copies of storages that these read."""
         positions: set[int] = set()
         copies: set[tuple[int, int]] = set()
         pending = [-position]
@@ -433,15 +446,18 @@ class Draft:
                         heappush(pending, -maker)
         return _Going(positions, copies)
 
-    def _freed(self, goes: _Going, at: int) -> int:
-        """Return the bytes alive at position `at` only for what goes."""
+    def _freed(self, going: _Going, position: int) -> int:
+        """Return the bytes that are alive at `position` only for the computations that go: copies
+        that no other computation reads from there on, and saved generator states."""
         freed_bytes = 0
-        for p in goes.positions:
+        for p in going.positions:
             freed_bytes += self._state_bytes[self.nodes[p]]
-        for d, maker in goes.copies:
-            if maker <= at:
+        for d, maker in going.copies:
+            if maker <= position:
                 reads = self._reads_of(d, maker)
-                if reads[-1] >= at and not any(p > at and p not in goes.positions for p in reads):
+                if reads[-1] >= position and not any(
+                    p > position and p not in going.positions for p in reads
+                ):
                     freed_bytes += self.sizes[d]
         return freed_bytes
 
@@ -462,9 +478,9 @@ class Draft:
         return node != EMPTY and (self._is_optional[node] or self._runs[node][0] != position)
 
     def _is_spare(self, position: int) -> bool:
-        """True if the computation at a position may be removed as far as its own node goes: the
-        node is optional, or also runs elsewhere (and this is a re-execution, or a first execution
-        that may move)."""
+        """True if the computation at `position` may be removed as far as its node goes: the node is
+        optional; or it also runs elsewhere, and this is a re-execution, or a first execution that
+        may move. False at an empty position."""
         node = self.nodes[position]
         if node != EMPTY and self._is_optional[node]:
             return True
@@ -480,7 +496,8 @@ class Draft:
         return True
 
     def _make(self, d: int, position: int) -> None:
-        """Note that d is made at `position`, and count its bytes."""
+        """Add `position` to those at which storage d is made, and its bytes to the positions at
+        which it is alive for that."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             if not made:
@@ -500,7 +517,9 @@ class Draft:
             self._alive(d, position, position + 1, 1)
 
     def _unmake(self, d: int, position: int) -> None:
-        """Note that d is no longer made at `position`."""
+        """Take `position` from those at which storage d is made, and d's bytes from the positions
+        at which it was alive for that; if it is still read, the copy before lives on up to
+        there."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             return
@@ -527,8 +546,9 @@ class Draft:
             self._settle(d, k - 1, j, position + 1, -1)
 
     def _reading(self, d: int, position: int) -> tuple[int, int, bool]:
-        """Return the number of copies of d made before `position`, the number of reads before it,
-        and whether no read of the live copy remains from `position` on."""
+        """Return (number of copies of storage d made before `position`, number of its reads before
+        `position`, True if no read of the copy that is alive there remains from `position` on). A
+        held storage, or one not made before, gives False."""
         made, read = self._made[d], self._read[d]
         k, j = bisect_left(made, position), bisect_left(read, position)
         if not k or d in self._held:
@@ -565,8 +585,8 @@ class Draft:
         return runs[0], runs[-1] + 1 if len(runs) > 1 else runs[0]
 
     def _weigh_state(self, node: int, before: tuple[int, int]) -> None:
-        """Count the saved generator state of a node over its new span instead of `before`, only
-        where the two differ: they may be as long as the draft."""
+        """Move the bytes of a node's saved generator state from the span of positions `before` to
+        its present one. Touches only where the two differ: they may be as long as the draft."""
         after, size_bytes = self._state_span(node), self._state_bytes[node]
         for (start, end), others, sign in ((before, after, -1), (after, before, 1)):
             low, high = (min(max(o, start), end) for o in others)
@@ -574,20 +594,24 @@ class Draft:
             self._bytes[high:end] += sign * size_bytes
 
     def _weigh(self, position: int) -> None:
-        """Set the bytes that the computation at a position needs beside live storages."""
+        """Set the bytes that the computation at `position` needs beside live storages: workspace,
+        the generator's state of a re-execution, second copies of held storages; less operands that
+        its results take over. Nothing at an empty position."""
         index = self.nodes[position]
         if index == EMPTY:
             return
         node = self.graph.nodes[index]
-        beside = node.workspace_bytes
+        beside_bytes = node.workspace_bytes
         if self._runs[index][0] != position:
-            beside += self._state_bytes[index]
+            beside_bytes += self._state_bytes[index]
         if self._is_plain[index]:
-            self._beside[position] = beside
+            self._beside[position] = beside_bytes
             return
         again = [d for d in node.writes if d in self._held and self._made[d][0] != position]
-        beside += sum(self.sizes[d] for d in again)
-        self._beside[position] = beside if again else beside - self._taken_bytes(index, position)
+        beside_bytes += sum(self.sizes[d] for d in again)
+        self._beside[position] = (
+            beside_bytes if again else beside_bytes - self._taken_bytes(index, position)
+        )
 
     def _taken_bytes(self, index: int, position: int) -> int:
         """Return the bytes of operands that die at `position` and whose storages take the

@@ -101,8 +101,9 @@ def exchanged(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule:
-    """Return `schedule` or a faster one within `budget_bytes`, by rounds that each begin at the
-    incumbent. enough_ns: a schedule this fast ends the search; deadline: as of time.monotonic."""
+    """Search a faster schedule within `budget_bytes`, and return the fastest, or `schedule`, which
+    must fit. Rounds of random exchanges, each from the best so far, until enough of them gain
+    little. enough_ns: a schedule this fast ends the search. deadline: as of time.monotonic."""
     best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
     best_ns = simulate(graph, best).time_ns
     seed = without_gain = 0
@@ -130,8 +131,10 @@ def annealed(
     limits: ExchangeLimits = DEFAULT,
     seed: int = 0,
 ) -> Schedule:
-    """Run one round; return `schedule` or a faster one. seed: of the random numbers; the round of
-    seed 0 begins cold, and moves no first executions."""
+    """Run one round of random exchanges from `schedule`, which fits into budget_bytes; return the
+    fastest schedule of the round, or `schedule`. seed: of the random numbers. The round of seed 0
+    begins at a lower temperature and leaves first executions in their order. deadline: as of
+    time.monotonic."""
     if time.monotonic() >= deadline:
         return schedule
     may_move = movable(graph) if seed and limits.moves else frozenset()
@@ -147,8 +150,9 @@ def repaired(
     *,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule | None:
-    """Make room in `schedule`, which exceeds the budget, and run one round of exchanges; None if no
-    room is found."""
+    """Return a schedule within budget_bytes, made from `schedule`, which may exceed it:
+    re-executions are inserted, then one round of exchanges makes it faster. None if no room is
+    found."""
     search = _ExchangeSearch(graph, budget_bytes, Draft(graph, *schedule.phases), NEVER, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
@@ -156,7 +160,9 @@ def repaired(
 
 
 def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Sequence[int]]:
-    """Return the orders of the fastest schedule of one round. hot: temperature at its start."""
+    """Run random exchanges until the effort of a round is spent or too many gain nothing; return
+    the executions (forward, backward) of the fastest schedule seen. hot: temperature at the start,
+    as a share of the time of re-executions."""
     graph, limits, deadline = search.graph, search.limits, search.deadline
     effort = limits.effort
     search.prune()
@@ -182,8 +188,9 @@ def fitted(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule | None:
-    """Insert re-executions into these orders (legal up to the budget) until they fit it; None if
-    that fails before the deadline, as of time.monotonic."""
+    """Return the schedule of these executions (legal, but they may exceed budget_bytes) with
+    re-executions inserted until it fits. None if none help, or not before the deadline (as of
+    time.monotonic)."""
     search = _ExchangeSearch(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
@@ -198,11 +205,10 @@ def squeezed(
     deadline: float = NEVER,
     limits: ExchangeLimits = DEFAULT,
 ) -> Schedule:
-    """Return `schedule` or one whose peak is smaller; deadline: as of time.monotonic.
-
-    Room is made for a smaller budget, whatever time it costs; if that fails, some exchanges within
-    the present budget change the schedule, and it is tried again.
-    """
+    """Search a schedule with a smaller peak than that of `schedule`, at whatever time up to
+    `limits.longest`; return the one with the smallest, or `schedule`. deadline: as of
+    time.monotonic. Room is made for a smaller budget; if that fails, some exchanges within the
+    present peak change the schedule, and it is tried again."""
     if time.monotonic() >= deadline:
         return schedule
     peak_bytes = simulate(graph, schedule).peak_bytes
@@ -234,8 +240,9 @@ def squeezed(
 def pruned(
     graph: CDGraph, schedule: Schedule, budget_bytes: int, *, deadline: float = math.inf
 ) -> Schedule:
-    """Return `schedule` without re-executions that the budget does not need, most expensive first:
-    their results stay alive instead. deadline: as of time.monotonic."""
+    """Return `schedule` without the re-executions that budget_bytes does not need, the most
+    expensive left out first; their results stay alive instead. Stops at the deadline (as of
+    time.monotonic)."""
     if time.monotonic() >= deadline:
         return schedule
     draft = Draft(graph, *schedule.phases)
@@ -245,8 +252,9 @@ def pruned(
 
 
 def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
-    """Try once to leave out each re-execution. Returns True if any was left out and time
-    remains."""
+    """Try once to leave each re-execution out of `draft`, the most expensive first, and keep the
+    change if the peak stays within budget_bytes. Returns True if any was left out; False once the
+    deadline (as of time.monotonic) has passed."""
     times_ns = [n.time_ns for n in draft.graph.nodes]
     is_shorter = False
     for position in sorted(draft.reruns(), key=lambda p: (-times_ns[draft.nodes[p]], p)):
@@ -319,8 +327,9 @@ class _ExchangeSearch:
         self.draft.settle()
 
     def exchange_any(self, temperature_ns: float) -> None:
-        """Leave out a random re-execution, if that leads to a schedule that is faster, or slower by
-        no more than the temperature allows."""
+        """Leave out a re-execution drawn at random, and make room for what stays alive instead. The
+        draft is put back if no room is found, or if it would be slower by more than the temperature
+        allows (a random number of mean `temperature_ns`)."""
         position = self.random.choice(self.draft.reruns())
         limit_ns = self.draft.time_ns + self.random.expovariate(1.0) * temperature_ns
         node = self.draft.nodes[position]
@@ -331,28 +340,29 @@ class _ExchangeSearch:
             self.draft.undo(0)
 
     def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
-        """Insert re-executions, none of the node `never`, until the budget is kept. Returns False,
-        and inserts nothing, if the schedule would take `limit_ns`, nothing helps, or time is up."""
+        """Insert re-executions, none of the node `never`, and move first executions, until the
+        draft is within the budget. Returns False, with the draft as it was, if it would take
+        `limit_ns` or longer, nothing helps, or time is up."""
         draft = self.draft
         rule = _ExchangeRule(self.random.choice(self.limits.distance_powers), never)
         before = draft.changes
-        position, bytes_ = self._worst()
-        while bytes_ > self.budget_bytes and draft.time_ns < limit_ns:
+        position, live_bytes = self._worst()
+        while live_bytes > self.budget_bytes and draft.time_ns < limit_ns:
             if draft.changes - before == self.limits.insertions or time.monotonic() > self.deadline:
                 break
             gaps = draft.around(position)
             if not (self._hastens(position, gaps, rule) or self._makes_again(position, gaps, rule)):
                 break
-            position, bytes_ = self._worst()
-        if bytes_ <= self.budget_bytes and draft.time_ns < limit_ns:
+            position, live_bytes = self._worst()
+        if live_bytes <= self.budget_bytes and draft.time_ns < limit_ns:
             return True
         draft.undo(before)
         return False
 
     def _hastens(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Move a first execution that reads something for the last time to before `position`, if
-        fewer bytes are alive there then. gaps: what is alive and unused there. Returns False if
-        there is no such execution."""
+        """Move the first execution that frees most bytes to before `position`, where too many are
+        alive. Returns False if none frees any. gaps: the storages that are alive and unused at
+        `position`, with the positions of their next reads."""
         draft = self.draft
         if not draft.movable or position <= draft.boundary:
             return False
@@ -365,9 +375,9 @@ class _ExchangeSearch:
                 continue
             noise = self._noise()
             if node in draft.movable:
-                bytes_ = draft.hastened_bytes(read, position) * noise
-                if bytes_ > most_bytes:
-                    first, most_bytes = read, bytes_
+                freed_bytes = draft.hastened_bytes(read, position) * noise
+                if freed_bytes > most_bytes:
+                    first, most_bytes = read, freed_bytes
         if first == EMPTY:
             return False
         rule.hastened[draft.nodes[first]] += 1
@@ -375,8 +385,8 @@ class _ExchangeSearch:
         return True
 
     def _makes_again(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Free the cheapest of `gaps`, storages that are unused at `position`, and make it again
-        before its next read. Returns False if there is none."""
+        """Free the cheapest of the storages in `gaps`, which are alive and unused at `position`:
+        insert its maker right before its next read. Returns False if none can be made again."""
         draft = self.draft
         cheapest = self._cheapest(position, gaps, rule)
         if cheapest is None:
@@ -397,38 +407,39 @@ class _ExchangeSearch:
         return self.draft.worst()
 
     def _cheapest(self, position: int, gaps: Spans, rule: _ExchangeRule) -> tuple[int, int] | None:
-        """Return the storage that is cheapest to free at `position`, and the position of its next
-        read; None if there is none."""
+        """Return (storage, position of its next read) of the one in `gaps` that is cheapest to free
+        at `position`: least time to make it again over its bytes and a power of the distance to
+        that read, with some noise. None if none can be made again."""
         draft = self.draft
         self.spent += self.limits.inserting
         data, next_read = gaps
         makers = self.makers[data]
         weights = self.sizes[data] * (next_read - position) ** rule.distance_power
-        at_least = self.least_ns[makers] / weights
+        least_scores = self.least_ns[makers] / weights
         if rule.never is not None:
-            at_least[makers == rule.never] = NEVER
-        columns = at_least.tolist(), data.tolist(), next_read.tolist(), weights.tolist()
-        best, least = None, NEVER
-        for k in at_least.argsort(kind="stable").tolist():
+            least_scores[makers == rule.never] = NEVER
+        columns = least_scores.tolist(), data.tolist(), next_read.tolist(), weights.tolist()
+        best, best_score = None, NEVER
+        for k in least_scores.argsort(kind="stable").tolist():
             # Lists, not arrays: numpy would make an object of each element.
-            at_least_ns, d, read, weight = (column[k] for column in columns)
+            least_score, d, read, weight = (column[k] for column in columns)
             # All others cost more even without what must be recomputed for them.
-            if at_least_ns >= least:
+            if least_score >= best_score:
                 break
             if rule.made.get((d, draft.nodes[read]), 0) >= self.limits.repeats:
                 continue
             maker, less_ns = self.maker[d], 0
             if maker in draft.movable and draft.is_delayed(maker, read):
                 less_ns = self.graph.nodes[maker].time_ns
-            cost_ns = self._cost_ns(d, read, least * weight + less_ns) - less_ns
+            cost_ns = self._cost_ns(d, read, best_score * weight + less_ns) - less_ns
             score = cost_ns / weight * self._noise()
-            if score < least:
-                best, least = (d, read), score
+            if score < best_score:
+                best, best_score = (d, read), score
         return best
 
     def _cost_ns(self, d: int, position: int, limit_ns: float) -> float:
-        """Return the time to make `d` again before `position`, with all that must be recomputed for
-        it; NEVER if it is not less than the limit."""
+        """Return the time (ns) to make storage `d` again before `position`, with all that must be
+        made again for it; NEVER if that is limit_ns or more, or takes too long a chain."""
         known: dict[int, float] = {}
         try:
             return self.recompute.time_ns(d, self.draft.outliving(position), known, limit_ns)

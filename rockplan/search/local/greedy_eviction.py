@@ -114,10 +114,10 @@ class Thriftiest:
 def thriftiest(
     graph: CDGraph, *, deadline: float = NEVER, limits: EvictionLimits = DEFAULT
 ) -> Thriftiest:
-    """Return the schedules with the least peaks that the rules find; of equal peaks the fastest
-    first. The result is the same on every run, so that a budget that is too small always is.
-    deadline: as of time.monotonic; if nothing is found by then, the first rule is tried all the
-    same, with the effort for one budget."""
+    """Search the least peak by greedy evictions: of each rule the schedule with the least peak, all
+    sorted by peak, then time. The same on every run, unless the deadline (as of time.monotonic)
+    strikes; if nothing is found by then, the first rule is tried all the same with the effort for
+    one budget."""
     most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
     total = limits.attempts * min(most_weighed, limits.attempt)
     effort = _Effort(max(total, most_weighed), deadline)
@@ -144,21 +144,22 @@ def _thriftiest_by(
     most_weighed: int,
     limits: EvictionLimits,
 ) -> Schedule:
-    """Lower the peak step by step: the first step goes at least to the geometric mean of the peak
-    and what every schedule needs. A step size is repeated until it fails. most_weighed: by one
-    attempt."""
+    """Lower the peak of `best` by one rule in smaller and smaller steps, and return the schedule
+    with the least peak. The first step goes at least to the geometric mean of the peak and of what
+    every schedule needs; each is repeated until it fails. most_weighed: storages weighed in one
+    attempt. Spends from `effort`."""
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
     for step in limits.steps:
         while effort.left > 0 and time.monotonic() < effort.deadline:
             attempt = _Effort(min(effort.left, most_weighed), effort.deadline)
             effort.left -= attempt.left
-            most_bytes = simulate(graph, best).peak_bytes
-            if not most_bytes:
+            peak_bytes = simulate(graph, best).peak_bytes
+            if not peak_bytes:
                 return best
-            asked_bytes = most_bytes * (1 - step)
+            budget_bytes = peak_bytes * (1 - step)
             if step == limits.steps[0]:
-                asked_bytes = min(asked_bytes, math.sqrt(most_bytes * forced_bytes))
-            lower = _attempt(graph, int(asked_bytes), rule, attempt, limits)
+                budget_bytes = min(budget_bytes, math.sqrt(peak_bytes * forced_bytes))
+            lower = _attempt(graph, int(budget_bytes), rule, attempt, limits)
             effort.left += max(attempt.left, 0)
             if lower is None:
                 break
@@ -169,8 +170,8 @@ def _thriftiest_by(
 def within(
     graph: CDGraph, budget_bytes: int, *, limits: EvictionLimits = DEFAULT
 ) -> Schedule | None:
-    """Return the fastest schedule found whose peak is within `budget_bytes`; None if there is
-    none."""
+    """Return the faster of the schedules within `budget_bytes` that the two rules of greedy
+    eviction lead to; None if neither leads to one."""
     effort = _Effort(limits.effort)
     tried = [_attempt(graph, budget_bytes, rule, effort, limits) for rule in RULES]
     fitting = [schedule for schedule in tried if schedule is not None]
@@ -184,7 +185,9 @@ def _attempt(
     effort: _Effort,
     limits: EvictionLimits,
 ) -> Schedule | None:
-    """Return the schedule within the budget that `rule` leads to, None if it fails."""
+    """Run the nodes in order and evict storages by `rule` where the budget is short; return the
+    schedule, with the frees as early as possible. None if room or effort runs out. Spends from
+    `effort`."""
     run = _Run(graph, budget_bytes, rule, effort, limits)
     try:
         run.execute_all()
@@ -242,7 +245,8 @@ class _Run:
         self.outputs = frozenset(graph.outputs)
 
     def execute_all(self) -> None:
-        """Run every node in order, with re-executions in between."""
+        """Run every required node in the order of the graph, and what must run again before it.
+        Raises _Failed where the budget does not suffice, _GaveUp where it takes too much effort."""
         for node in self.graph.nodes:
             self.position = node.index
             if node.index == self.n_forward:
@@ -264,8 +268,9 @@ class _Run:
         self._make_room(0)
 
     def _execute(self, index: int) -> None:
-        """Run a node, and before it the makers of its missing inputs. (A stack of generators:
-        recursion would be too deep.)"""
+        """Run the node `index`, and before it, in turn, the makers of missing inputs. Raises
+        _Failed if one of them finds no room. (A stack of generators: recursion would be too
+        deep.)"""
         waiting = [self._executing(index)]
         failed: _Failed | None = None
         while waiting:
@@ -284,25 +289,26 @@ class _Run:
             raise failed
 
     def _executing(self, index: int) -> Generator[int, None, None]:
-        """Run a node. Yields nodes that have to run before it goes on; _Failed may be thrown in
-        there."""
+        """Run the node `index`, as a generator: yields the nodes that have to run before it goes
+        on. The caller throws in _Failed where one of them did not find room."""
         node = self.graph.nodes[index]
-        mine: list[int] = []
+        locked: list[int] = []
         self.waited_for.update(self.inputs[index])
         try:
-            yield from self._collecting(node, mine)
+            yield from self._collecting(node, locked)
             self._make_room_for(node)
         finally:
-            self.locks.subtract(mine)
+            self.locks.subtract(locked)
             self.waited_for.subtract(self.inputs[index])
         self._order.append(index)
         for d in node.writes:
             self._add(d)
 
-    def _collecting(self, node: ComputeNode, mine: list[int]) -> Generator[int, None, None]:
-        """Make all inputs of the node and lock them, as `mine`. Yields the makers of missing
-        inputs, the one that takes most memory beyond its own size first, while few inputs are
-        locked. If making an input fails, it becomes the first one from then on."""
+    def _collecting(self, node: ComputeNode, locked: list[int]) -> Generator[int, None, None]:
+        """Lock all inputs of the node so that none is evicted, and add them to the list `locked`.
+        Yields the maker of each missing one first; of several, that of the input that takes most
+        memory beyond its own size. If that fails after others were locked, these are unlocked and
+        the one that failed comes first from then on."""
         reads = self.inputs[node.index]
         while missing := [d for d in reads if d not in self.alive]:
             d = self.first.get(node.index, -1)
@@ -311,21 +317,22 @@ class _Run:
             try:
                 yield self._maker_of(d)
             except _Failed:
-                if not mine or (node.index, d) in self.tried:
+                if not locked or (node.index, d) in self.tried:
                     raise
                 self.tried.add((node.index, d))
                 self.first[node.index] = d
-                self.locks.subtract(mine)
-                mine.clear()
+                self.locks.subtract(locked)
+                locked.clear()
             else:
-                mine.append(d)
+                locked.append(d)
                 self.locks[d] += 1
-        others = [d for d in reads if d not in mine]
+        others = [d for d in reads if d not in locked]
         self.locks.update(others)
-        mine += others
+        locked += others
 
     def _most_needed(self, missing: Sequence[int]) -> int:
-        """Return the missing input whose making needs most memory beyond its own size."""
+        """Return the one of the storages `missing` whose making takes most bytes beyond its own
+        size, with all that must be made for it."""
         if len(missing) == 1:
             return missing[0]
         known: dict[int, float] = {}
@@ -335,8 +342,8 @@ class _Run:
         return best
 
     def _maker_of(self, d: int) -> int:
-        """Return the node that makes d again. Raises _Failed if there is none, _GaveUp if too many
-        nodes ran."""
+        """Return the node that makes storage d again. Raises _Failed if none does, _GaveUp if this
+        attempt has run too many nodes."""
         maker = self.maker[d]
         if maker is None:
             raise _Failed
@@ -356,7 +363,8 @@ class _Run:
         return known
 
     def _forget_costs(self, d: int) -> None:
-        """Invalidate the cached costs of everything computed from `d`, which was made or freed."""
+        """Drop from `costs` (storage -> ns to make it again) all that depend on storage `d`, which
+        was just made or freed."""
         costs, alive, made_of = self.costs, self.alive, self.made_of
         changed = [d]
         while changed:
@@ -367,8 +375,9 @@ class _Run:
                         changed.append(w)
 
     def _make_room_for(self, node: ComputeNode) -> None:
-        """Make room for the results of a node; if need be in the storage of an operand, which may
-        have to be made again later."""
+        """Free storages until the results and workspace of `node` fit beside what is alive. If the
+        budget is short, results take over operands that die here, or, if even that fails in the
+        backward phase, operands that must be made again later. Raises _Failed."""
         needed_bytes = self.beside_bytes[node.index]
 
         def is_free(d: int) -> bool:
@@ -417,7 +426,9 @@ class _Run:
             self._forget_costs(d)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Free storages until so many more bytes fit."""
+        """Free storages until `needed_bytes` more fit into the budget: first those that no later
+        node reads and nothing can make again, then by score. Raises _Failed if that does not
+        suffice."""
         if self.live_bytes + needed_bytes <= self.budget_bytes:
             return
         candidates = list(self._candidates())
@@ -430,9 +441,10 @@ class _Run:
             raise _Failed
 
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Return the candidates that can be made again, the least score first. A storage that a
-        waiting node reads counts as read next: otherwise a network of n residual additions would be
-        made 2 ** n times."""
+        """Return those of `candidates` (storage, node that reads it next or None) that can be made
+        again, the first to be freed first: least time to make it again over bytes and distance to
+        that read, each to a power of the rule. A storage that a waiting node reads counts as read
+        next: otherwise a network of n residual additions would be made 2 ** n times."""
         scores: list[tuple[float, int]] = []
         for d, use in candidates:
             if d in self.alive and (cost := self._cost(d)) < NEVER:
@@ -452,8 +464,9 @@ class _Run:
             self._remove(d)
 
     def _candidates(self) -> Iterator[tuple[int, int | None]]:
-        """Yield (storage, node that reads it next) for storages that may be freed now. In the
-        forward phase, which re-executes nothing, outputs and storages that it still reads stay."""
+        """Yield (storage, node that reads it next; None if no later one does) for each storage that
+        may be freed now: not locked, not held, not empty. In the forward phase, which runs nothing
+        again, outputs and what it still reads stay."""
         in_forward = self.position < self.n_forward
         for d in sorted(self.alive):
             if self.sizes[d] == 0 or self.locks[d] > 0 or d in self.stay:

@@ -44,26 +44,30 @@ class Placed:
 def placed(
     graph: CDGraph, storages: Sequence[int], orders: Orders, link: HostLink, budget_bytes: int
 ) -> Placed:
-    """Place the copies of paged storages. orders: of `with_fetches(graph, storages)`, nodes of both
-    phases."""
-    turn, given = len(graph.forward), sorted(set(storages))
-    fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(given)})
-    used = [given[k] for k in fetched]
-    paged_graph = with_copies(graph, used, link)
+    """Return the schedule `orders` with copies of paged storages to the host and back placed in it.
+    storages: those that may be paged; orders: executions of both phases, as nodes of
+    `with_fetches(graph, storages)`, in which a fetch says that a storage is paged. Copies are
+    placed where budget_bytes leaves room, so that computations wait least for the link."""
+    turn, pageable = len(graph.forward), sorted(set(storages))
+    fetched = sorted({i - turn for i in orders[1] if turn <= i < turn + len(pageable)})
+    paged_storages = [pageable[k] for k in fetched]
+    paged_graph = with_copies(graph, paged_storages, link)
     pages = {p.data: p for p in paged(paged_graph)}
 
     def renumbered(i: int) -> int:
         if i < turn:
             return i
-        if i < turn + len(given):
-            return pages[given[i - turn]].fetch
-        return i - len(given) + 2 * len(used)
+        if i < turn + len(pageable):
+            return pages[pageable[i - turn]].fetch
+        return i - len(pageable) + 2 * len(paged_storages)
 
     forward, backward = (tuple(map(renumbered, order)) for order in orders)
-    if used:
+    if paged_storages:
         forward, backward = _Placing(paged_graph, forward, backward, budget_bytes).orders()
     schedule = with_frees(paged_graph, forward, backward)
-    return Placed(tuple(used), paged_graph, schedule, simulate(paged_graph, schedule).time_ns)
+    return Placed(
+        tuple(paged_storages), paged_graph, schedule, simulate(paged_graph, schedule).time_ns
+    )
 
 
 class _Placing:
@@ -100,8 +104,8 @@ class _Placing:
         return self._written()
 
     def _uses(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return storage -> position that makes it first, and storage -> positions that make or
-        read it, ascending."""
+        """Return for the paged storages: storage -> position at which it is first made, and storage
+        -> all positions at which it is made or read, ascending."""
         made: dict[int, int] = {}
         used: dict[int, list[int]] = {d: [] for d in self.pages}
         for position, i in enumerate(self.computed):
@@ -116,8 +120,9 @@ class _Placing:
         return made, used
 
     def _first_place(self, d: int) -> int:
-        """Return the first position of a copy out: before the last read of the forward phase; at
-        the turn if the backward phase reads the storage before it is fetched."""
+        """Return the first position at which the copy out of d may be done: at its last read before
+        it is fetched, if that is in the forward phase, so that it needs no byte more; else at the
+        turn."""
         fetched = min(position for storage, position in self.fetches if storage == d)
         used = [p for p in self.read[d] if p < fetched]
         if used[-1] >= self.turn:
@@ -125,8 +130,8 @@ class _Placing:
         return max(used[-1], self.made[d] + 1)
 
     def _written(self) -> Orders:
-        """Return the orders with copies. Copies out at the same position come in the order in which
-        they begin."""
+        """Return the executions of both phases with the copies at their present positions. Copies
+        out at one position come in the order in which they begin."""
         before: dict[int, list[int]] = {}
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             before.setdefault(self.stores[d], []).append(self.pages[d].store)
@@ -144,24 +149,26 @@ class _Placing:
         return tuple(forward), tuple(backward)
 
     def _memory(self) -> tuple[NDArray[np.int64], dict[int, frozenset[int]]]:
-        """Return the bytes at each position; and position -> operands over which its results are
-        written."""
+        """Return (bytes alive at each position while its node runs, position -> operands over which
+        its results are written), copies at their present positions."""
         graph = self.graph
         schedule = with_frees(graph, *self._written())
         taken = taken_over(graph, schedule)
-        during: list[int] = []
+        during_bytes: list[int] = []
         takes: dict[int, frozenset[int]] = {}
         for position, (event, step) in enumerate(
             zip(schedule.events, timeline(graph, schedule), strict=True)
         ):
             if isinstance(event, Compute) and not graph.nodes[event.node].optional:
                 if position in taken:
-                    takes[len(during)] = frozenset(taken[position].operands)
-                during.append(step.during_bytes)
-        return np.array(during), takes
+                    takes[len(during_bytes)] = frozenset(taken[position].operands)
+                during_bytes.append(step.during_bytes)
+        return np.array(during_bytes), takes
 
     def _place_stores(self) -> None:
-        """Move copies out later, up to when they are done."""
+        """Move each copy out later, as far as room allows, up to where the link has carried it, in
+        the order in which they begin. Where it stands too early, computations wait: `starts_ns`
+        from there on grows by that."""
         free_ns = 0
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             page = self.pages[d]
@@ -173,40 +180,43 @@ class _Placing:
             if late_ns > 0:
                 self.starts_ns[place:] += late_ns
 
-    def _later(self, d: int, wanted: int) -> int:
-        """Return the last position up to `wanted` at which there is room for the copy out of d."""
-        first, size = self.stores[d], self.sizes[d]
+    def _later(self, d: int, latest: int) -> int:
+        """Return the last position, at most `wanted`, up to which there is room to keep d on the
+        device for its copy out; d's bytes are added to `bytes` from its last use to there."""
+        first, size_bytes = self.stores[d], self.sizes[d]
         last = max(p for p in self.read[d] if p < self.turn)
         # Up to its last use the storage is alive anyway, unless a result is written over it there.
         longer = last if d in self.takes.get(last, ()) else last + 1
-        if wanted <= longer:
-            return max(first, wanted)
-        full = np.flatnonzero(self.bytes[longer:wanted] + size > self.budget_bytes)
-        end = longer + int(full[0]) if len(full) else wanted
-        self.bytes[longer:end] += size
+        if latest <= longer:
+            return max(first, latest)
+        full = np.flatnonzero(self.bytes[longer:latest] + size_bytes > self.budget_bytes)
+        end = longer + int(full[0]) if len(full) else latest
+        self.bytes[longer:end] += size_bytes
         return max(first, end)
 
     def _place_fetches(self) -> None:
-        """Move copies in earlier, until they are in time."""
+        """Move each copy in earlier, as far as room allows, until the link has carried it before it
+        is read; the one that is read last first, since it leaves the link to those before it."""
         next_ns = 1 << 62
         for k in reversed(range(len(self.fetches))):
             d, read = self.fetches[k]
             time_ns = self.graph.nodes[self.pages[d].fetch].time_ns
             latest_ns = min(int(self.starts_ns[read]), next_ns) - time_ns
-            wanted = max(int(np.searchsorted(self.starts_ns, latest_ns, side="right")) - 1, 0)
-            place = self._earlier(d, read, wanted)
+            earliest = max(int(np.searchsorted(self.starts_ns, latest_ns, side="right")) - 1, 0)
+            place = self._earlier(d, read, earliest)
             next_ns = max(latest_ns, int(self.starts_ns[place]))
             self.fetches[k] = d, place
         self.fetches.sort(key=lambda f: f[1])
 
-    def _earlier(self, d: int, read: int, wanted: int) -> int:
-        """Return the first position from `wanted` on at which there is room for the copy in of
-        d."""
+    def _earlier(self, d: int, read: int, earliest: int) -> int:
+        """Return the first position, at least `wanted`, from which there is room up to the read at
+        `read` for the copy of d on the device; its bytes are added to `bytes` for that span. Never
+        before the turn or the last use of d."""
         used = self.read[d]
         last = bisect_right(used, read - 1) - 1
-        least = max(self.turn, used[last] + 1 if last >= 0 else 0, wanted)
-        size = self.sizes[d]
-        full = np.flatnonzero(self.bytes[least:read] + size > self.budget_bytes)
+        least = max(self.turn, used[last] + 1 if last >= 0 else 0, earliest)
+        size_bytes = self.sizes[d]
+        full = np.flatnonzero(self.bytes[least:read] + size_bytes > self.budget_bytes)
         place = least + int(full[-1]) + 1 if len(full) else min(least, read)
-        self.bytes[place:read] += size
+        self.bytes[place:read] += size_bytes
         return place
