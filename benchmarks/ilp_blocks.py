@@ -24,7 +24,6 @@ from rockplan.ilp.blocks.decode import (
     Solution,
     keep_all_orders,
     pareto,
-    peak_bytes,
     price,
     solve_stages,
 )
@@ -71,10 +70,10 @@ class Corner:
 
 def corner(units: Units, family: OptionFamily) -> Corner:
     everything = price(units.graph, keep_all_orders(units.graph))
-    least = min(map(peak_bytes, family.options))
+    least = min(o.peak_bytes for o in family.options)
     least_saved = min(o.saved_bytes for o in family.options)
     return Corner(
-        least + int(0.15 * (peak_bytes(everything) - least)),
+        least + int(0.15 * (everything.peak_bytes - least)),
         least_saved + int(0.3 * (everything.saved_bytes - least_saved)),
     )
 

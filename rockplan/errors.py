@@ -6,6 +6,7 @@ A message states the fact, the place in the user's own model where one is known
 
 from __future__ import annotations
 
+from dataclasses import dataclass, fields
 from typing import Self
 
 
@@ -89,6 +90,7 @@ class StoredByTheFirstCall(UnsupportedModel):
     one call the model can be planned."""
 
 
+@dataclass(eq=False, repr=False)
 class InfeasibleBudget(RockplanError):
     """No schedule of the model fits the budget.
 
@@ -100,27 +102,17 @@ class InfeasibleBudget(RockplanError):
     computed, as in CaptureError.
     """
 
-    def __init__(
-        self,
-        budget_bytes: int,
-        minimum_bytes: int,
-        operation: str,
-        is_complete: bool = True,
-        unplanned_bytes: int = 0,
-        owner: str = "",
-        owner_bytes: int = 0,
-        module_path: str | None = None,
-        source: str | None = None,
-    ) -> None:
-        self.budget_bytes = budget_bytes
-        self.minimum_bytes = minimum_bytes
-        self.operation = operation
-        self.is_complete = is_complete
-        self.unplanned_bytes = unplanned_bytes
-        self.owner = owner
-        self.owner_bytes = owner_bytes
-        self.module_path = module_path
-        self.source = source
+    budget_bytes: int
+    minimum_bytes: int
+    operation: str
+    is_complete: bool = True
+    unplanned_bytes: int = 0
+    owner: str = ""
+    owner_bytes: int = 0
+    module_path: str | None = None
+    source: str | None = None
+
+    def __post_init__(self) -> None:
         super().__init__(self._message())
 
     @property
@@ -167,18 +159,7 @@ class InfeasibleBudget(RockplanError):
         return f", and {share} of it is {self.owner}{place}"
 
     def __reduce__(self) -> tuple[object, ...]:
-        arguments = (
-            self.budget_bytes,
-            self.minimum_bytes,
-            self.operation,
-            self.is_complete,
-            self.unplanned_bytes,
-            self.owner,
-            self.owner_bytes,
-            self.module_path,
-            self.source,
-        )
-        return (type(self), arguments)
+        return (type(self), tuple(getattr(self, field.name) for field in fields(self)))
 
 
 class CheckFailed(RockplanError):

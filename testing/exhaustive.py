@@ -15,7 +15,7 @@ from functools import cached_property
 from itertools import chain, combinations, product
 
 from rockplan.errors import IllegalSchedule
-from rockplan.ilp.blocks.decode import peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
@@ -270,7 +270,7 @@ def assert_agrees(graph: CDGraph, rng: random.Random, count: int = 6, solver: st
         assert found.status is SolverStatus.OPTIMAL
         assert found.orders is not None
         option = price(graph, found.orders)
-        assert peak_bytes(option) <= peak
+        assert option.peak_bytes <= peak
         assert option.saved_bytes <= saved
         assert found.bound_ns <= option.time_ns == expected
         assert solver != HIGHS or found.bound_ns == expected

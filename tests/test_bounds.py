@@ -16,7 +16,7 @@ from benchmarks.bounds.program import (
     program,
 )
 from benchmarks.bounds.prove import looking_closer
-from rockplan.ilp.blocks.decode import peak_bytes, price
+from rockplan.ilp.blocks.decode import price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
 from rockplan.oracles.verify import verify
@@ -29,7 +29,7 @@ from tests.moments import draw, is_feasible, solution_of
 
 def legal_orders(graph: CDGraph) -> list[Orders]:
     """The thriftiest seed first."""
-    return sorted(seed_orders(graph), key=lambda orders: peak_bytes(price(graph, orders)))
+    return sorted(seed_orders(graph), key=lambda orders: price(graph, orders).peak_bytes)
 
 
 def closest(facts: ProofFacts, schedule: Orders, budget_bytes: int) -> Moments:
@@ -51,12 +51,12 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
         facts = ProofFacts(graph)
         for found in (*legal_orders(graph), Orders(*thriftiest(graph).schedule.phases)):
             option = price(graph, found)
-            moments = closest(facts, found, peak_bytes(option) // 2)
-            moments = with_pinches(moments, Pinches(graph, peak_bytes(option)), found)
+            moments = closest(facts, found, option.peak_bytes // 2)
+            moments = with_pinches(moments, Pinches(graph, option.peak_bytes), found)
             fewer = without_some(random.Random(seed), moments)
-            made = program(facts, fewer, peak_bytes(option))
+            made = program(facts, fewer, option.peak_bytes)
             assert is_feasible(made, solution_of(made, made.places(found), found))
-            made = program(facts, moments, peak_bytes(option))
+            made = program(facts, moments, option.peak_bytes)
             chosen = solution_of(made, made.places(found), found)
             assert set(chosen) == set(np.flatnonzero(made.linear.integral))
             cost = sum(made.linear.costs[column] * value for column, value in chosen.items())
@@ -94,7 +94,7 @@ def test_whatever_the_values_are_their_order_is_legal() -> None:
         graph = draw(seed)
         rng = np.random.default_rng(seed)
         thrifty = Orders(*thriftiest(graph).schedule.phases)
-        moments = closest(ProofFacts(graph), thrifty, peak_bytes(price(graph, thrifty)) // 2)
+        moments = closest(ProofFacts(graph), thrifty, price(graph, thrifty).peak_bytes // 2)
         moments = with_pinches(moments, Pinches(graph, 100), thrifty)
         made = program(ProofFacts(graph), moments, 100)
         for at_once in (False, True):

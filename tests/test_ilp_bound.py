@@ -18,7 +18,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import price as price_with
 from rockplan.graph_builder.pipeline import lower
-from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, proven_ns
+from rockplan.ilp.blocks.decode import keep_all_orders, price, proven_ns
 from rockplan.ilp.blocks.families import option_family
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.highs import SolverStatus, solve
@@ -67,7 +67,7 @@ def test_no_legal_schedule_is_faster() -> None:
         rng = random.Random(seed)
         options = option_family(graph, settings=Settings(effort=2_000)).options
         for _ in range(2):
-            budget = peak_bytes(rng.choice(options)) - rng.choice((0, 0, 1))
+            budget = rng.choice(options).peak_bytes - rng.choice((0, 0, 1))
             fastest = Exhaustive(graph, budget, None, is_free=True, in_order=True).fastest_ns()
             if fastest is None:
                 continue
@@ -90,7 +90,7 @@ def test_no_legal_schedule_is_faster_than_programs_at_any_moments() -> None:
         graph, rng = draw(seed), random.Random(seed)
         facts = Facts(graph)
         option = rng.choice(option_family(graph, settings=Settings(effort=2_000)).options)
-        budget = peak_bytes(option) - rng.choice((0, 0, 1))
+        budget = option.peak_bytes - rng.choice((0, 0, 1))
         fastest = Exhaustive(graph, budget, None, is_free=True, in_order=True).fastest_ns()
         if fastest is None:
             continue
@@ -159,7 +159,7 @@ def test_no_legal_schedule_has_a_smaller_peak() -> None:
         bound = peak_lower_bound_bytes(graph, time_limit_s=60)
         single = peak_lower_bound_bytes(graph, time_limit_s=0)
         assert single == max(Facts(graph).forced_bytes)
-        assert single <= bound <= peak_bytes(price(graph, keep_all_orders(graph)))
+        assert single <= bound <= price(graph, keep_all_orders(graph)).peak_bytes
         below = Exhaustive(graph, bound - 1, None, is_free=True, in_order=True)
         assert below.fastest_ns() is None
         above_single += bound > single
@@ -171,9 +171,9 @@ def test_bound_of_transformer_blocks() -> None:
     for problem in (mlp_block(), attention_block()):
         family = option_family(problem, settings=Settings(effort=4_000))
         for option in family.options[::4]:
-            bound = lower_bound_ns(problem, peak_bytes(option), time_limit_s=60)
+            bound = lower_bound_ns(problem, option.peak_bytes, time_limit_s=60)
             assert problem.time_ns <= bound <= option.time_ns
-        least = min(map(peak_bytes, family.options))
+        least = min(o.peak_bytes for o in family.options)
         assert lower_bound_ns(problem, least, time_limit_s=60) > problem.time_ns
 
 
@@ -197,6 +197,6 @@ def test_the_bound_knows_of_generator_states() -> None:
 
 def test_without_time_or_need_the_bound_is_keep_all() -> None:
     problem = mlp_block()
-    enough = peak_bytes(price(problem, keep_all_orders(problem)))
+    enough = price(problem, keep_all_orders(problem)).peak_bytes
     assert lower_bound_ns(problem, enough // 2, time_limit_s=0.0) == problem.time_ns
     assert lower_bound_ns(problem, enough, time_limit_s=60) == problem.time_ns

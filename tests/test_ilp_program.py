@@ -6,7 +6,7 @@ import random
 
 import numpy as np
 
-from rockplan.ilp.blocks.decode import peak_bytes, price
+from rockplan.ilp.blocks.decode import price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
 from rockplan.ilp.whole_graph.program import (
@@ -57,7 +57,7 @@ def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:
         facts = Facts(graph)
         ends = frozenset(n.index for n in graph.backward)
         for found in seed_orders(graph):
-            made = program(facts, Moments(ends), peak_bytes(price(graph, found)))
+            made = program(facts, Moments(ends), price(graph, found).peak_bytes)
             chosen = solution_of(made, places(made, found), found)
             solution = np.zeros(len(made.linear.costs))
             solution[list(chosen)] = list(chosen.values())

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import keep_all_orders, price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units
@@ -80,11 +80,11 @@ def test_solutions_stay_within_their_budgets(graph: CDGraph, peak: float, saved:
     if model is None:
         return
     everything = price(graph, keep_all_orders(graph))
-    budgets = int(peak * peak_bytes(everything)), int(saved * everything.saved_bytes)
+    budgets = int(peak * everything.peak_bytes), int(saved * everything.saved_bytes)
     found = solve_stages(model, *budgets, time_limit_s=10, gap=0.0)
     if found.orders is not None:
         option = price(graph, found.orders)
-        assert peak_bytes(option) <= budgets[0]
+        assert option.peak_bytes <= budgets[0]
         assert option.saved_bytes <= budgets[1]
         assert option.time_ns == found.bound_ns
 
@@ -111,7 +111,7 @@ def test_tiny_storages_fit_their_reserve() -> None:
         found = solve_stages(model, UNLIMITED, 20_000_000, time_limit_s=60, gap=0.001)
         assert found.orders is not None
         with_tiny, without = price(problem, found.orders), price(units.graph, found.orders)
-        assert 0 <= peak_bytes(with_tiny) - peak_bytes(without) <= units.reserve_bytes
+        assert 0 <= with_tiny.peak_bytes - without.peak_bytes <= units.reserve_bytes
         assert 0 <= with_tiny.saved_bytes - without.saved_bytes <= units.reserve_bytes
 
 

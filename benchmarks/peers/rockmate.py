@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.dp.stitch import stitch
-from rockplan.ilp.blocks.decode import keep_all_orders, peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import keep_all_orders, price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
@@ -84,15 +84,15 @@ class _Answer:
             return False
         option = self.option
         return option is None or (
-            peak_bytes(option) <= tighter[0] and option.saved_bytes <= tighter[1]
+            option.peak_bytes <= tighter[0] and option.saved_bytes <= tighter[1]
         )
 
 
 def _corners(problem: CDGraph) -> Iterator[Corner]:
     """From the loosest to the tightest."""
     everything = price(problem, keep_all_orders(problem))
-    least = peak_bytes(price(problem, seed_orders(problem)[-1]))
-    most = max(peak_bytes(everything), least)
+    least = price(problem, seed_orders(problem)[-1]).peak_bytes
+    most = max(everything.peak_bytes, least)
     output_bytes = everything.output_bytes
     for i in reversed(range(GRID)):
         peak = least + (most - least) * i // (GRID - 1)

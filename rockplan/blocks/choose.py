@@ -19,7 +19,7 @@ from rockplan.dp.block_sequence import NO_OTHERS, Others, fastest_options, least
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
-from rockplan.search.boundary import option_within, peak_of
+from rockplan.search.boundary import option_within
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import onto, outline
 from rockplan.values.block_sequence import (
@@ -131,7 +131,7 @@ class BlockSequence:
         remaining peak is below that of the known options."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
-            floor_bytes = min(map(peak_of, kind.family))
+            floor_bytes = min(o.peak_bytes for o in kind.family)
             family = list(kind.family)
             for saved_bytes in limits[key]:
                 peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
@@ -142,7 +142,7 @@ class BlockSequence:
                 if peak_bytes < floor_bytes or _is_known(natural, saved_bytes, peak_bytes):
                     continue
                 report("solving blocks for the budget")
-                most_bytes = max(map(peak_of, kind.family))
+                most_bytes = max(o.peak_bytes for o in kind.family)
                 option = option_within(
                     kind.problem, saved_bytes, min(peak_bytes, most_bytes), options
                 )
@@ -200,7 +200,7 @@ layers of GPT-2 within the peak of checkpointing they lowered it from 25.1 % to 
 
 def _is_known(natural: BoundedOption, saved_bytes: int, peak_bytes: int) -> bool:
     """True if the fastest option that saves just as much is known, and fits."""
-    return natural.saved_bytes == saved_bytes and peak_of(natural) <= peak_bytes
+    return natural.saved_bytes == saved_bytes and natural.peak_bytes <= peak_bytes
 
 
 def _kept(family: Iterable[BoundedOption]) -> list[int]:
@@ -221,4 +221,4 @@ def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
 
 def thrifty(family: Sequence[BoundedOption]) -> BoundedOption:
     """Return the option that saves least, with the least peak."""
-    return min(family, key=lambda o: (o.saved_bytes, peak_of(o), o.time_ns))
+    return min(family, key=lambda o: (o.saved_bytes, o.peak_bytes, o.time_ns))

@@ -29,7 +29,6 @@ from rockplan.search.boundary import (
     eager_option,
     option_with,
     option_within,
-    peak_of,
     thriftiest,
 )
 from rockplan.search.problem import Problem, measured
@@ -221,7 +220,7 @@ def _adapted(
         if option is None:
             continue
         most_ns = problem.graph.time_ns * (1 + program.plan.overhead + WORSE)
-        is_within = option.saved_bytes <= saved_bytes and peak_of(option) <= peak_bytes
+        is_within = option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
         if is_within and option.time_ns <= most_ns:
             return option
     return None
@@ -232,17 +231,17 @@ def block_option(problem: Problem, allowance: Allowance, options: Options) -> Bo
     returns the smallest one, as the options say."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     everything = option_with(problem, keep_all(problem.graph))
-    if everything.saved_bytes <= saved_bytes and peak_of(everything) <= peak_bytes:
+    if everything.saved_bytes <= saved_bytes and everything.peak_bytes <= peak_bytes:
         return everything
     fastest = option_within(problem, saved_bytes, peak_bytes, options)
     if fastest is not None:
         return fastest
     least = option_with(problem, thriftiest(problem.graph, options))
-    if least.saved_bytes <= saved_bytes and peak_of(least) <= peak_bytes:
+    if least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes:
         return least
 
     def excess_bytes(option: BoundedOption) -> int:
-        return max(peak_of(option) - peak_bytes, option.saved_bytes - saved_bytes)
+        return max(option.peak_bytes - peak_bytes, option.saved_bytes - saved_bytes)
 
     error = InfeasibleBudget(
         peak_bytes,

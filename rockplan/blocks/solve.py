@@ -69,7 +69,7 @@ from rockplan.runtime.planned_module import plan_in_place, take_out
 from rockplan.runtime.planned_state import is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
-from rockplan.search.boundary import eager_option, first_options, peak_of
+from rockplan.search.boundary import eager_option, first_options
 from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming
@@ -346,7 +346,7 @@ class _Job:
             # A budget in bytes is never exceeded; others may grow with the size of a call.
             grows = wanted.is_minimum or wanted.share is not None
             allowances = [
-                Allowance(o.saved_bytes, peak_of(o), grows * kinds[b.kind].eager.saved_bytes)
+                Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[b.kind].eager.saved_bytes)
                 for b, o in zip(captured.values(), chosen, strict=True)
             ]
             self._install(captured, calls, kinds, chosen, allowances)

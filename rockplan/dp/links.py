@@ -18,7 +18,7 @@ from enum import Enum
 
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
-from rockplan.values.block import Block, OptionFamily
+from rockplan.values.block import Block, OptionFamily, undominated
 from rockplan.values.graph import CDGraph, DataKind, Phase
 from rockplan.values.order import Orders, without_idle
 from rockplan.values.schedule import with_frees
@@ -241,15 +241,7 @@ def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
     """Return the costs that no other equals or beats in all of time, saved bytes, both peaks and
     not reading the output; fastest first. Of equal ones the option with the lower index stays."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
-    undominated: list[OptionCost] = []
-    for cost in ordered:
-        demands = _demands(cost)
-        if not any(
-            all(a <= b for a, b in zip(_demands(other), demands, strict=True))
-            for other in undominated
-        ):
-            undominated.append(cost)
-    return tuple(undominated)
+    return undominated(ordered, _demands)
 
 
 def _demands(cost: OptionCost) -> tuple[int, ...]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, is_kernel, required, value_refs
+from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, is_kernel, refs, required
 
 Rule = Callable[[CDGraph], Iterator[str]]
 """Yields what breaks the rule; its docstring says what must hold."""
@@ -75,10 +75,10 @@ def values_are_in_storages(graph: CDGraph) -> Iterator[str]:
     for value in graph.values:
         if value.data not in range(len(graph.data)):
             yield f"value {value.index} is in storage {value.data}"
-        elif value.view is not None:
-            named = value_refs((value.view.args, [a for _, a in value.view.kwargs]))
-            if value.data not in {graph.values[ref.index].data for ref in named}:
-                yield f"{value.name} is a view of none in {graph.data[value.data].name}"
+        elif value.view is not None and value.data not in {
+            graph.values[ref.index].data for ref in refs(value.view)
+        }:
+            yield f"{value.name} is a view of none in {graph.data[value.data].name}"
 
 
 def roles_are_of_storages(graph: CDGraph) -> Iterator[str]:

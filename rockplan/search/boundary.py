@@ -61,7 +61,7 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
     nothing kept, with the least peak; and for ten limits of the saved bytes (SHARES of what is
     saved with everything kept) the fastest one found whose peak is that of the first."""
     everything = option_with(problem, keep_all(problem.graph))
-    peak_bytes = peak_of(everything)
+    peak_bytes = everything.peak_bytes
 
     def solved() -> _Found:
         least = _thriftiest(problem.graph, options)
@@ -91,7 +91,7 @@ def option_within(
     fitting = [
         option
         for option in _options(problem, what, options, solved)
-        if option.saved_bytes <= saved_bytes and peak_of(option) <= peak_bytes
+        if option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
     ]
     return min(fitting, key=lambda o: o.time_ns, default=None)
 
@@ -131,13 +131,13 @@ def bounded_plan(problem: Problem, option: BoundedOption) -> Plan:
     """Return `option` as a plan whose budget is the option's peak. Gradients are handed over in
     groups (fewer slices of the backward) as far as that needs no more than the backward peak."""
     graph, schedule = problem.graph, option.schedule
-    plan = planning.plan_of(problem, schedule, peak_of(option) + _output_bytes(graph))
+    plan = planning.plan_of(problem, schedule, option.peak_bytes + _output_bytes(graph))
     assert plan is not None
     boundary = schedule.forward_length
     during_bytes = [0] * boundary + _while_running(graph, schedule)[boundary:]
     merged = merge_handovers(graph, schedule, GraphView(graph).sizes, during_bytes, frozenset())
     verify(graph, merged)
-    return replace(plan, schedule=merged, budget_bytes=peak_of(option))
+    return replace(plan, schedule=merged, budget_bytes=option.peak_bytes)
 
 
 def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
@@ -264,11 +264,6 @@ def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
     """Return the bytes alive during each event; 0 for frees."""
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     return [step.during_bytes if isinstance(event, Compute) else 0 for event, step in steps]
-
-
-def peak_of(option: BoundedOption) -> int:
-    """Return the larger of the forward and the backward peak."""
-    return max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
 def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:

@@ -20,7 +20,7 @@ from rockplan.errors import InfeasibleBudget
 from rockplan.options import Options
 from rockplan.oracles.simulate import Simulation
 from rockplan.search import planning
-from rockplan.search.boundary import SHARES, bounded_option, option_within, peak_of, thriftiest
+from rockplan.search.boundary import SHARES, bounded_option, option_within, thriftiest
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.problem import Problem
 from rockplan.values.plan import Plan
@@ -102,7 +102,7 @@ def _within(
         if left_bytes <= 0:
             continue
         option = option_within(
-            constrained, limit_bytes, min(left_bytes, peak_of(keep_all_option)), options
+            constrained, limit_bytes, min(left_bytes, keep_all_option.peak_bytes), options
         )
         plan = None if option is None else planning.plan_of(problem, option.schedule, MOST_BYTES)
         if plan is not None and needed_bytes(plan, options.in_flight) <= size_bytes:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from rockplan.values.graph import CDGraph
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +62,37 @@ def _ranges(indices: Sequence[int]) -> str:
     return ", ".join(f"{r[0]}..{r[-1]}" if r[1:] else str(r[0]) for r in runs) or "none"
 
 
+class Option:
+    """One way to run a block, with its costs. time_ns: forward and backward, recomputation
+    included."""
+
+    __slots__ = ()
+
+    saved_bytes: int
+    forward_peak_bytes: int
+    backward_peak_bytes: int
+    time_ns: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """The larger of the two peaks."""
+        return max(self.forward_peak_bytes, self.backward_peak_bytes)
+
+    @property
+    def needs(self) -> tuple[int, int, int, int]:
+        """The costs by which options are compared: less is better in each."""
+        peaks = (self.forward_peak_bytes, self.backward_peak_bytes)
+        return (self.time_ns, self.saved_bytes, *peaks)
+
+
 @dataclass(frozen=True, slots=True)
-class BlockOption:
+class BlockOption(Option):
     """One way to run a block, in node indices of its problem.
 
     forward: the first execution; backward: backward nodes with re-executions between them.
     saved_bytes: storages alive after the forward phase, without the output; output_bytes: the
     output.
     forward_peak_bytes, backward_peak_bytes: as `simulate` finds them on the problem.
-    time_ns: forward + backward, recomputation included.
     """
 
     forward: tuple[int, ...]
@@ -76,6 +102,16 @@ class BlockOption:
     forward_peak_bytes: int
     backward_peak_bytes: int
     time_ns: int
+
+
+def undominated(ranked: Iterable[_T], needs: Callable[[_T], Sequence[int]]) -> tuple[_T, ...]:
+    """Return the Pareto-optimal of `ranked`: no earlier one is as good in all of its `needs`."""
+    kept: list[tuple[_T, Sequence[int]]] = []
+    for one in ranked:
+        own = needs(one)
+        if not any(all(map(operator.le, other, own)) for _, other in kept):
+            kept.append((one, own))
+    return tuple(one for one, _ in kept)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from rockplan.values.block import Option, undominated
 from rockplan.values.schedule import Schedule
 
 
 @dataclass(frozen=True, slots=True)
-class BoundedOption:
+class BoundedOption(Option):
     """One way to run a block of a step.
 
     saved_bytes: bytes alive between the phases, the forward's results not counted (the step may
@@ -29,16 +30,6 @@ class BoundedOption:
     backward_peak_bytes: int
     time_ns: int
     returned_bytes: int = 0
-
-    @property
-    def needs(self) -> tuple[int, int, int, int]:
-        """Return the costs by which options are compared: less is better in each."""
-        return (
-            self.time_ns,
-            self.saved_bytes,
-            self.forward_peak_bytes,
-            self.backward_peak_bytes,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +78,4 @@ def held_like(option: BoundedOption, measured: BoundedOption) -> BoundedOption:
 
 def useful_options(options: Sequence[BoundedOption]) -> tuple[BoundedOption, ...]:
     """Return the Pareto-optimal options, fastest first: no other is as good in everything."""
-    kept: list[BoundedOption] = []
-    for option in sorted(options, key=lambda o: o.needs):
-        if not any(all(map(int.__le__, other.needs, option.needs)) for other in kept):
-            kept.append(option)
-    return tuple(kept)
+    return undominated(sorted(options, key=lambda o: o.needs), lambda o: o.needs)

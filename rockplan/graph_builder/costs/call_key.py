@@ -6,7 +6,7 @@ from rockplan.graph_builder.digests import canonical_literal, digest, spec_field
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import Call, CDGraph, ValueRef, value_refs
+from rockplan.values.graph import Call, CDGraph, ValueRef, refs
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
@@ -60,8 +60,7 @@ def copies_storages(graph: CDGraph, call: Call) -> bool:
     larger = {v.data for v in made if graph.data[v.data].size_bytes > needed_bytes(v.spec)}
     if not larger:
         return False
-    refs = value_refs((call.args, [a for _, a in call.kwargs]))
-    return not larger.issubset(graph.values[ref.index].data for ref in refs)
+    return not larger.issubset(graph.values[ref.index].data for ref in refs(call))
 
 
 def device_of(graph: CDGraph) -> str:

@@ -31,7 +31,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.specs import allocated_bytes
-from rockplan.values.graph import Call, CDGraph, Phase, value_refs
+from rockplan.values.graph import Call, CDGraph, Phase, refs
 from rockplan.values.progress import report
 
 # Calls in one profiler session: its events take 0.3 MB for each call.
@@ -122,10 +122,10 @@ def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
     """Return whether real operators give the arguments the dtypes that shape rules predict: under
     autocast the rules are wrong for the statistics of a normalization."""
     graph = inputs.graph
-    for ref in value_refs((call.args, [a for _, a in call.kwargs])):
+    for ref in refs(call):
         index = ref.index
         while (view := graph.values[index].view) is not None:
-            index = value_refs(view.args)[0].index
+            index = refs(view)[0].index
         made: dict[int, torch.Tensor] = {}
         try:
             for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():

@@ -19,7 +19,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
-from rockplan.values.graph import Call, CDGraph, value_refs
+from rockplan.values.graph import Call, CDGraph, refs
 from rockplan.values.profile import OpCost, Profile
 
 # (bytes/s, flop/s) for an operator that cannot be run: one ordinary core, or accelerator.
@@ -60,8 +60,7 @@ def fallback_rates(graph: CDGraph) -> tuple[float, float]:
 
 def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
     """Return the cost of a call from the specs of its arguments and named results."""
-    given = value_refs((call.args, [a for _, a in call.kwargs]))
-    seen = {graph.values[ref.index].data for ref in given}
+    seen = {graph.values[ref.index].data for ref in refs(call)}
     sizes: list[int] = []
     for value in call.results:
         if value is None or graph.values[value].data in seen:
@@ -99,7 +98,7 @@ class Work:
 
 
 def work_of(graph: CDGraph, call: Call) -> Work:
-    given = [ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs]))]
+    given = [ref.index for ref in refs(call)]
     moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *call.made)))
     is_exchange = facts.facts_of(call.op).effect is Effect.COMMUNICATES
     return Work(moved, flops_of(graph, call), is_exchange)

@@ -24,7 +24,7 @@ from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.specs import dtype_of, is_floating
 from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.python_state.autocast import OFF, under_autocast
-from rockplan.values.graph import Call, CDGraph, ComputeNode, is_kernel, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, is_kernel, refs
 
 # Random elements of a made-up tensor, which repeats them: drawing takes longer than operators.
 _DRAWN = 1 << 16
@@ -107,7 +107,6 @@ class Inputs:
         the way to them; what is made here is added."""
         operator = facts.resolve(call.op)
         assert not facts.facts_of(operator).effect, f"{operator} acts outside of the step"
-        arguments = (call.args, [a for _, a in call.kwargs])
         copies = copies_storages(self.graph, call)
 
         def tensor(index: int) -> torch.Tensor:
@@ -124,7 +123,7 @@ class Inputs:
             FUNCTIONS.get(call.op),
         )
         if self.is_on_cuda:
-            self._look_at_indices(execution, {ref.index for ref in value_refs(arguments)})
+            self._look_at_indices(execution, {ref.index for ref in refs(call)})
         return execution
 
     def _look_at_indices(self, execution: Execution, given: set[int]) -> None:

@@ -16,7 +16,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.layouts import SEEN, form
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
-from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
 
 
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
@@ -55,7 +55,7 @@ def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
         if view is None or row_of(view.op).view is not ViewKind.BY_STRIDES:
             continue
         while view is not None:
-            base = value_refs(view.args)[0].index
+            base = refs(view)[0].index
             if base in layouts:
                 break
             layouts.add(base)

@@ -35,7 +35,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.recorded.specs import distinct_bytes
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import Call, CDGraph, ComputeNode, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
 from rockplan.values.profile import OpCost, Profile
 
 _LOGGER = logging.getLogger("rockplan")
@@ -246,7 +246,7 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
             # Results that share a storage by the shape rule may really have one each.
             data = graph.values[value].data
             made[data] = made.get(data, 0) + size_bytes
-    named = (ref.index for ref in value_refs((call.args, [a for _, a in call.kwargs])))
+    named = (ref.index for ref in refs(call))
     touched = frozenset(graph.values[v].data for v in (*named, *call.made))
     return _CallReplay(cost, made, unnamed_bytes, touched)
 

@@ -25,7 +25,7 @@ from rockplan.graph_builder.costs.estimate import estimate, estimated_ns, fallba
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.price import price, profile_of
 from rockplan.graph_builder.operators import facts
-from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, value_refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, refs
 from rockplan.values.profile import OpCost, Profile
 
 CALL_NS = 5_000
@@ -101,8 +101,7 @@ def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     a matrix product whose results hold just their elements. None for all others: operands of
     another dtype than the rest, complex ones, or ones negated when read are converted or copied
     first, and so are those of products in a layout that BLAS does not take."""
-    refs = value_refs((call.args, [a for _, a in call.kwargs]))
-    operands = [graph.values[ref.index].spec for ref in refs]
+    operands = [graph.values[ref.index].spec for ref in refs(call)]
     made = [graph.values[v].spec for v in call.made]
     dtypes = {spec.dtype for spec in (*operands, *made)}
     if {spec.device for spec in operands} != {"cpu"} or len(dtypes) != 1:

@@ -7,7 +7,7 @@ calls without side effects are in no unit (docs/model.md, Capture and lowering).
 
 from __future__ import annotations
 
-import heapq
+import contextlib
 from collections import defaultdict
 from collections.abc import Sequence
 from itertools import pairwise
@@ -100,24 +100,15 @@ def _in_order(
             sequences[storage].append(position)
     for sequence in sequences.values():
         edges |= {(group_of[a], group_of[b]) for a, b in pairwise(sequence)}
-    edges = {(a, b) for a, b in edges if a != b}
-    followers: dict[int, list[int]] = defaultdict(list)
-    waiting = [0] * len(groups)
-    for a, b in edges:
-        followers[a].append(b)
-        waiting[b] += 1
-    ready = [(groups[g][-1], g) for g in range(len(groups)) if not waiting[g]]
-    heapq.heapify(ready)
+    graph = networkx.DiGraph()
+    graph.add_nodes_from(groups)
+    graph.add_edges_from((groups[a], groups[b]) for a, b in edges if a != b)
     ordered: list[tuple[int, ...]] = []
-    while ready:
-        _, g = heapq.heappop(ready)
-        ordered.append(groups[g])
-        for follower in followers[g]:
-            waiting[follower] -= 1
-            if not waiting[follower]:
-                heapq.heappush(ready, (groups[follower][-1], follower))
+    with contextlib.suppress(networkx.NetworkXUnfeasible):
+        for group in networkx.lexicographical_topological_sort(graph, key=lambda g: g[-1]):
+            ordered.append(group)
     if len(ordered) < len(groups):
-        stuck = view.calls[min(groups[g][0] for g in range(len(groups)) if waiting[g])]
+        stuck = view.calls[min(group[0] for group in {*groups} - {*ordered})]
         raise UnsupportedModel.at(
             stuck.module,
             stuck.source,

@@ -35,7 +35,7 @@ from rockplan.values.graph import (
     TensorSpec,
     Value,
     ValueRef,
-    value_refs,
+    refs,
 )
 
 _FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
@@ -94,8 +94,7 @@ def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Itera
 
 
 def _operands(graph: CDGraph, call: Call) -> list[Value]:
-    refs = value_refs((call.args, [a for _, a in call.kwargs]))
-    return [graph.values[i] for i in dict.fromkeys(r.index for r in refs)]
+    return [graph.values[i] for i in dict.fromkeys(r.index for r in refs(call))]
 
 
 def is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
@@ -119,7 +118,7 @@ def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
     """Return whether the value is derived through a view that changes the numbers of its bytes."""
     if value.view is None:
         return False
-    bases = [graph.values[r.index] for r in value_refs(value.view.args)]
+    bases = [graph.values[r.index] for r in refs(value.view)]
     kind = row_of(value.view.op).view
     return kind is ViewKind.OTHER_NUMBERS or any(_is_reinterpreted(graph, b) for b in bases)
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from torch._prims_common import make_contiguous_strides_for
+
 from rockplan.values.graph import Phase, TensorSpec, ValueRef, stem
 
 if TYPE_CHECKING:
@@ -25,20 +27,10 @@ def run_text(run: Capture) -> str:
 def tensor_text(spec: TensorSpec) -> str:
     """Return 'float32[4, 8]'; with strides unless contiguous: 'float32[4, 8; 1, 4]'."""
     sizes = ", ".join(map(str, spec.shape))
-    if spec.stride != _in_order(spec.shape):
+    if spec.stride != make_contiguous_strides_for(spec.shape):
         sizes += f"; {', '.join(map(str, spec.stride))}"
     place = "" if spec.device == "cpu" else f" on {spec.device}"
     return f"{spec.dtype.removeprefix('torch.')}[{sizes}]{place}"
-
-
-def _in_order(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the strides of a contiguous tensor of this shape."""
-    strides: list[int] = []
-    step = 1
-    for size in reversed(shape):
-        strides.insert(0, step)
-        step *= max(size, 1)
-    return tuple(strides)
 
 
 class _Text:

@@ -20,7 +20,7 @@ from rockplan.ilp.pulp_models import HIGHS, solve_by
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
-from rockplan.values.block import BlockOption
+from rockplan.values.block import BlockOption, undominated
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders, keep_all_order, without_idle
 from rockplan.values.schedule import with_frees
@@ -125,38 +125,8 @@ def keep_all_orders(problem: CDGraph) -> Orders:
     return Orders(*keep_all_order(problem))
 
 
-def peak_bytes(option: BlockOption) -> int:
-    """Return the larger of the two peaks."""
-    return max(option.forward_peak_bytes, option.backward_peak_bytes)
-
-
-def dominates(a: BlockOption, b: BlockOption) -> bool:
-    """True if `a` needs at most as many bytes as `b` (saved, forward peak, backward peak) and at
-    most as much time; so equal options dominate each other."""
-    return (
-        a.saved_bytes <= b.saved_bytes
-        and a.forward_peak_bytes <= b.forward_peak_bytes
-        and a.backward_peak_bytes <= b.backward_peak_bytes
-        and a.time_ns <= b.time_ns
-    )
-
-
 def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:
     """Return the options that no other dominates, fastest first. Of those with equal bytes and time
     the one whose node indices come first stays."""
-    ranked = sorted(
-        set(options),
-        key=lambda o: (
-            o.time_ns,
-            o.saved_bytes,
-            o.forward_peak_bytes,
-            o.backward_peak_bytes,
-            o.forward,
-            o.backward,
-        ),
-    )
-    kept: list[BlockOption] = []
-    for option in ranked:
-        if not any(dominates(other, option) for other in kept):
-            kept.append(option)
-    return tuple(kept)
+    ranked = sorted(set(options), key=lambda o: (*o.needs, o.forward, o.backward))
+    return undominated(ranked, lambda o: o.needs)

@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from rockplan.ilp.blocks.decode import peak_bytes, price, solve_stages
+from rockplan.ilp.blocks.decode import price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
@@ -112,7 +112,7 @@ class ParetoSearch:
     def add(self, orders: Orders) -> Answer:
         """Note a schedule as an answer."""
         option = price(self.problem, orders)
-        answer = Answer(orders, (peak_bytes(option), option.saved_bytes), option.time_ns)
+        answer = Answer(orders, (option.peak_bytes, option.saved_bytes), option.time_ns)
         self.answers.append(answer)
         return answer
 
