@@ -109,8 +109,9 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
 
 
 def _wrapped(plan: Plan, path: str) -> Wrapped | None:
-    """Return a repeated module as it would be wrapped; None if the plan recomputes nothing of
-    it."""
+    """Return the module at `path` as it would be wrapped in a checkpoint: its forward nodes and,
+    for a selective policy, which calls of which operators keep their results. None if the plan
+    recomputes nothing of it."""
     again = recomputations(plan)
     nodes = [n for n in plan.graph.forward if _is_inside(n.module, path)]
     if not any(n.index in again for n in nodes):
@@ -167,8 +168,8 @@ def _changed_buffers(graph: CDGraph, nodes: Sequence[ComputeNode], path: str) ->
 
 
 def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
-    """Return those of `wrapped` without which the predicted peak would exceed the budget (or, if it
-    exceeds that anyway, would be higher)."""
+    """Return those of `wrapped` without which the predicted peak would exceed the plan's budget,
+    or, where all of them exceed it, would be higher than with all. Tried from the last one back."""
     needed = list(wrapped)
     limit_bytes = max(plan.budget_bytes, _simulated(plan.graph, needed).peak_bytes)
     for module in reversed(wrapped):
@@ -179,8 +180,9 @@ def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
 
 
 def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
-    """Return the storages that wait for the backward phase under the code: saved results, inputs of
-    wrapped modules, and results outside of these that the backward phase reads."""
+    """Return the storages that are alive between forward and backward if the modules `wrapped` are
+    checkpointed: results that their policies save, their inputs, and results outside of them that
+    the backward phase reads."""
     producer = producers(graph)
     inside = {n: module.path for module in wrapped for n in module.nodes}
     kept = {d for module in wrapped for n in module.saved for d in graph.nodes[n].writes}
@@ -194,8 +196,9 @@ def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
 
 
 def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
-    """Return what the code executes: a wrapped module runs again, without kept results, directly
-    before the first backward operation that reads a missing one."""
+    """Return the schedule of a step in which the modules `wrapped` are checkpointed: each runs
+    again, but for what it keeps, directly before the first backward operation that reads a missing
+    result."""
     kept = _kept_here(graph, wrapped)
     missing = [
         [n for n in module.nodes if not _is_there(graph.nodes[n], kept)] for module in wrapped
@@ -233,7 +236,9 @@ def _bytes(graph: CDGraph, data: frozenset[int] | tuple[int, ...]) -> int:
 
 
 def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
-    """Return the header of the file."""
+    """Return the comment at the head of the exported file: budget, predicted peak and overhead of
+    plan and code, and what of the plan the code does not do. repeated: number of modules that could
+    be wrapped."""
     graph = plan.graph
     kept, planned = _kept_here(graph, wrapped), kept_data(plan.graph, plan.schedule)
     inside = {d for m in wrapped for n in m.nodes for d in graph.nodes[n].writes}

@@ -46,7 +46,9 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
-    """Return the repeated modules. may_be_containers: containers count, too."""
+    """Return the paths of the modules that lists or Sequentials of `model` hold at least twice of
+    one class, outermost first found; none inside of another. may_be_containers: lists and
+    Sequentials count as such modules, too."""
     paths: list[str] = []
     for path, container in model.named_modules():
         if not _is_container(container):
@@ -108,7 +110,9 @@ def selective(model: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
-    """Return a copy whose repeated blocks run under `checkpointing`. Raises NotApplicable."""
+    """Return a copy of `model`, with the same parameters, whose repeated blocks call their forward
+    through `checkpointing`. Raises NotApplicable if no list of modules holds two blocks of one
+    class."""
     other = sharing_copy(model)
     paths = repeated_blocks(other)
     if not paths:
@@ -120,8 +124,9 @@ def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
 
 
 def sequential(model: nn.Module) -> nn.Module:
-    """Apply checkpoint_sequential in sqrt(n) segments to the longest nn.Sequential. Raises
-    NotApplicable."""
+    """Return a copy of `model`, with the same parameters, whose longest nn.Sequential (of n
+    modules) runs by torch.utils.checkpoint.checkpoint_sequential in sqrt(n) segments. Raises
+    NotApplicable if none has four modules."""
     other = sharing_copy(model)
     sequentials = [m for m in other.modules() if isinstance(m, nn.Sequential) and len(m) >= 4]
     if not sequentials:

@@ -189,7 +189,9 @@ def _solve(
     absolute_gap: float,
     node_limit: int,
 ) -> SolveReport:
-    """Minimise `program` in the calling thread; arguments, result and errors as of `solve`."""
+    """Minimise `program` in the calling thread, within time_limit_s seconds and node_limit nodes of
+    the search tree. OPTIMAL means within `absolute_gap` (units of the objective) of the bound.
+    Raises SolverError when HiGHS neither solves nor refutes the program."""
     highs = highspy.Highs()
     options = {
         "output_flag": False,

@@ -45,12 +45,13 @@ class Clock:
 
 
 def clock(graph: CDGraph, schedule: Schedule) -> Clock:
-    """Return the clock of `schedule`, which must be legal (`verify`)."""
-    stores = leaving(graph, schedule) if view_of(graph).has_copies else {}
+    """Return when each event of `schedule` begins, which ones wait for copies to or from the host
+    and how long, and when each copy runs, all in ns. The schedule must be legal (`verify`)."""
+    copies_out = leaving(graph, schedule) if view_of(graph).has_copies else {}
     now_ns, starts_ns = 0, [0]
     free_ns = dict.fromkeys(Queue, 0)
-    there_ns: dict[int, int] = {}
-    out_ns: dict[int, int] = {}
+    ready_ns: dict[int, int] = {}
+    copied_out_ns: dict[int, int] = {}
     waits_ns: dict[int, int] = {}
     copies: list[Copy] = []
 
@@ -65,39 +66,41 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
             node = graph.nodes[event.node]
             done_ns = now_ns
             if node.queue is Queue.IN:
-                room_ns = max(now_ns, *(there_ns.get(d, 0) for d in node.reads))
+                room_ns = max(now_ns, *(ready_ns.get(d, 0) for d in node.reads))
                 done_ns = copied(position, Queue.IN, room_ns, node.time_ns)
             else:
-                begins_ns = out_ns.pop(position, now_ns)
-                if there_ns:
-                    begins_ns = max(begins_ns, *(there_ns.get(d, 0) for d in node.reads), 0)
+                begins_ns = copied_out_ns.pop(position, now_ns)
+                if ready_ns:
+                    begins_ns = max(begins_ns, *(ready_ns.get(d, 0) for d in node.reads), 0)
                 if begins_ns > now_ns:
                     waits_ns[position] = begins_ns - now_ns
                 now_ns = max(now_ns, begins_ns)
                 if node.queue is Queue.COMPUTE:
                     now_ns += node.time_ns
                 done_ns = now_ns
-            if stores or there_ns:
-                there_ns.update(dict.fromkeys(node.writes, done_ns))
-            for place, store in stores.get(position, ()):
-                out_ns[place] = copied(place, Queue.OUT, done_ns, store.time_ns)
+            if copies_out or ready_ns:
+                ready_ns.update(dict.fromkeys(node.writes, done_ns))
+            for place, store in copies_out.get(position, ()):
+                copied_out_ns[place] = copied(place, Queue.OUT, done_ns, store.time_ns)
         starts_ns.append(now_ns)
     return Clock(tuple(starts_ns), waits_ns, tuple(copies))
 
 
 def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
-    """Return a Trip for each paged storage, in the order in which they leave the device."""
+    """Return a Trip for each storage that `schedule` copies to the host and back, in the order in
+    which they leave the device: when it leaves and comes back, and how long computations wait for
+    it."""
     if not view_of(graph).has_copies:
         return ()
     clocked = clock(graph, schedule)
-    out: dict[int, Copy] = {}
+    copied_out: dict[int, Copy] = {}
     back: defaultdict[int, list[Copy]] = defaultdict(list)
     for copy in clocked.copies:
         event = schedule.events[copy.position]
         assert isinstance(event, Compute)
         node = graph.nodes[event.node]
         if copy.queue is Queue.OUT:
-            out[node.reads[0]] = copy
+            copied_out[node.reads[0]] = copy
         else:
             back[node.writes[0]].append(copy)
     waits_ns = _waits_for(graph, schedule, clocked)
@@ -112,13 +115,13 @@ def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
             times_back=len(back[d]),
             waits_ns=waits_ns.get(d, 0),
         )
-        for d, copy in sorted(out.items(), key=lambda item: item[1].begins_ns)
+        for d, copy in sorted(copied_out.items(), key=lambda item: item[1].begins_ns)
     )
 
 
 def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, int]:
-    """Return storage -> how long computations wait for its copies in. If several copies are late at
-    one event, the last to arrive counts."""
+    """Return storage -> ns that computations wait for its copies in. Where several copies are late
+    for one event, the wait counts for the last to arrive. clocked: the clock of `schedule`."""
     ends_ns = {copy.position: copy.ends_ns for copy in clocked.copies}
     came_ns: dict[int, int] = {}
     waits_ns: defaultdict[int, int] = defaultdict(int)
@@ -135,8 +138,8 @@ def _waits_for(graph: CDGraph, schedule: Schedule, clocked: Clock) -> dict[int, 
 
 
 def leaving(graph: CDGraph, schedule: Schedule) -> dict[int, list[tuple[int, ComputeNode]]]:
-    """Return position at which a storage is made -> the copies out of it, as (position where the
-    copy stands, node), in the order in which they begin, by the clock and in the code."""
+    """Return position in the schedule at which a storage is made -> the copies out of it to the
+    host: (position of the copy, its node), in the order in which they begin."""
     made: dict[int, int] = {}
     found: defaultdict[int, list[tuple[int, ComputeNode]]] = defaultdict(list)
     for position, event in enumerate(schedule.events):

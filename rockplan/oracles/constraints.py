@@ -34,11 +34,12 @@ NEAREST = 3
 
 
 def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> CDGraph:
-    """Return `graph` restricted to schedules that keep and recompute what the patterns match.
+    """Return `graph` changed so that its legal schedules keep and recompute what the patterns match
+    (module paths, or names of activations with a "/").
 
-    keep: what the backward phase reads of the matching activations stays from the forward phase on.
-    recompute: nothing that matches is alive between the phases. Raises InvalidConstraint for a
-    pattern that matches nothing, or cannot be obeyed.
+    keep: what the backward phase reads of the matching activations stays from the forward phase on
+    (its makers may run once only). recompute: nothing that matches is alive between the phases.
+    Raises InvalidConstraint for a pattern that matches nothing, or cannot be obeyed.
     """
     if not keep and not recompute:
         return graph
@@ -52,25 +53,28 @@ def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> 
 
 
 def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
-    """Return `graph` whose last forward node needs, as workspace, what the caller's loss will need.
+    """Return `graph` with the workspace of the last forward node raised to the bytes that the
+    caller's loss will need.
 
     That is memory of the caller, so the promised peak counts the gradients only. But a plan that
     fills its budget at that node to the last byte would make a step need more. The workspace is
-    capped so that keeping everything needs no more than in eager, where a loss has no more room.
+    capped so that keeping everything needs no more than eager_peak_bytes, where a loss has no more
+    room either.
     """
     everything = keep_all(graph)
     last = graph.nodes[len(graph.forward) - 1]
     steps = zip(everything.events, timeline(graph, everything), strict=True)
-    there_bytes = next(s.during_bytes for e, s in steps if e == Compute(last.index))
-    most_bytes = eager_peak_bytes - (there_bytes - last.workspace_bytes)
+    during_bytes = next(s.during_bytes for e, s in steps if e == Compute(last.index))
+    most_bytes = eager_peak_bytes - (during_bytes - last.workspace_bytes)
     room_bytes = max(last.workspace_bytes, min(caller_bytes(graph), most_bytes))
-    needing = replace(last, workspace_bytes=room_bytes)
-    nodes = (*graph.nodes[: last.index], needing, *graph.nodes[last.index + 1 :])
+    raised = replace(last, workspace_bytes=room_bytes)
+    nodes = (*graph.nodes[: last.index], raised, *graph.nodes[last.index + 1 :])
     return replace(graph, nodes=nodes)
 
 
 def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
-    """Return the nodes whose results match a `keep` pattern and are read in the backward phase."""
+    """Return the nodes whose results match a `keep` pattern and are read in the backward phase.
+    Raises InvalidConstraint if there are none."""
     producer = producers(graph)
     read = {d for n in graph.backward for d in n.reads}
     kept = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}
@@ -84,8 +88,9 @@ def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
 
 
 def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
-    """Return the data that match a `recompute` pattern. once: node that must run once -> the `keep`
-    pattern that says so. Raises InvalidConstraint if a matching one cannot be recomputed."""
+    """Return the storages that match a `recompute` pattern. once: node that must run once -> the
+    `keep` pattern that says so. Raises InvalidConstraint if one that matches cannot be
+    recomputed."""
     producer = producers(graph)
     dropped = _matching(graph, pattern, "recompute")
     names = activation_names(graph)
@@ -111,7 +116,9 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
 
 
 def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
-    """Return the activations that `pattern` means, at least one. option: its name in errors."""
+    """Return the activations (storages) that `pattern` matches: by their names if it has a "/",
+    else all that are made inside of matching modules. Raises InvalidConstraint, with near names, if
+    there are none; option: which option the pattern is of."""
     producer = producers(graph)
     names = activation_names(graph)
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]

@@ -14,7 +14,9 @@ _Form = TypeVar("_Form")
 
 
 def check(rules: Iterable[Callable[[_Form], Iterator[str]]], form: _Form, when: str) -> None:
-    """Raise IllegalForm with the first rule that `form` breaks. when: what made the form."""
+    """Raise IllegalForm with the first rule that `form` breaks, in the words of its docstring up to
+    "Yields", and with how it is broken. when: what made the form."""
     for rule in rules:
         for broken in rule(form):
-            raise IllegalForm(f"{when}: {(rule.__doc__ or '').rstrip('.')}, but {broken}")
+            words = " ".join((rule.__doc__ or "").split()).partition(" Yields")[0]
+            raise IllegalForm(f"{when}: {words.rstrip('.')}, but {broken}")

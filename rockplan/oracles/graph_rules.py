@@ -15,7 +15,8 @@ Rule = Callable[[CDGraph], Iterator[str]]
 
 
 def numbered_by_place(graph: CDGraph) -> Iterator[str]:
-    """Nodes, storages and values are numbered by their positions."""
+    """Nodes, storages and values are numbered by their positions. Yields a text for each of the
+    three that is not."""
     of_kinds = {
         "node": [node.index for node in graph.nodes],
         "storage": [data.index for data in graph.data],
@@ -35,7 +36,7 @@ def forward_comes_first(graph: CDGraph) -> Iterator[str]:
 
 def one_maker(graph: CDGraph) -> Iterator[str]:
     """A storage is made by one node, in the phase of its kind, and after that only by optional
-    nodes; storages of the caller are made by none."""
+    nodes; storages of the caller are made by none. Yields a text for each that is not."""
     maker: dict[int, int] = {}
     own = {Phase.FORWARD: DataKind.ACTIVATION, Phase.BACKWARD: DataKind.GRADIENT}
     for node in graph.nodes:
@@ -50,7 +51,7 @@ def one_maker(graph: CDGraph) -> Iterator[str]:
 
 def what_is_on_the_host_is_copied(graph: CDGraph) -> Iterator[str]:
     """Storages on the host are made by copies out and read by copies in, and copies need no bytes
-    beyond their operands and results."""
+    beyond their operands and results. Yields a text for each node that breaks that."""
     for node in graph.nodes:
         read = any(graph.data[d].kind is DataKind.HOST for d in node.reads)
         made = any(graph.data[d].kind is DataKind.HOST for d in node.writes)
@@ -61,7 +62,7 @@ def what_is_on_the_host_is_copied(graph: CDGraph) -> Iterator[str]:
 
 
 def made_before_read(graph: CDGraph) -> Iterator[str]:
-    """Nothing is read before it is made."""
+    """Nothing is read before it is made. Yields a text for each read that is."""
     made = {d.index for d in graph.data if d.kind.resident or d.kind is DataKind.TANGENT}
     for node in graph.nodes:
         for data in node.reads:
@@ -71,7 +72,8 @@ def made_before_read(graph: CDGraph) -> Iterator[str]:
 
 
 def values_are_in_storages(graph: CDGraph) -> Iterator[str]:
-    """A value is in a storage of the graph, and a view in the storage of a value that it views."""
+    """A value is in a storage of the graph, and a view in the storage of a value that it views.
+    Yields a text for each value that is not."""
     for value in graph.values:
         if value.data not in range(len(graph.data)):
             yield f"value {value.index} is in storage {value.data}"
@@ -91,8 +93,8 @@ def roles_are_of_storages(graph: CDGraph) -> Iterator[str]:
 
 
 def takeovers_are_of_the_node(graph: CDGraph) -> Iterator[str]:
-    """A node reads the operands that it may take over, and makes the results that it writes
-    there."""
+    """A node reads the operands that it may take over, and makes the results that it writes there.
+    Yields a text for each takeover of which that is not so."""
     for node in graph.nodes:
         for takeover in node.takes:
             if not ({*takeover.operands} <= {*node.reads}):
@@ -102,7 +104,7 @@ def takeovers_are_of_the_node(graph: CDGraph) -> Iterator[str]:
 
 
 def kernels_are_known(graph: CDGraph) -> Iterator[str]:
-    """A called kernel is one of the graph's kernels."""
+    """A called kernel is one of the graph's kernels. Yields a text for each call of another."""
     known = {kernel.op for kernel in graph.kernels}
     for node in graph.nodes:
         calls = (*node.calls, *(t.call for t in node.takes if t.call is not None))
@@ -112,7 +114,8 @@ def kernels_are_known(graph: CDGraph) -> Iterator[str]:
 
 
 def sizes_are_sums_of_bytes(graph: CDGraph) -> Iterator[str]:
-    """Sizes, workspaces and times are not negative."""
+    """Sizes, workspaces and times are not negative. Yields a text for each storage or node with one
+    that is."""
     for data in graph.data:
         if data.size_bytes < 0:
             yield f"{data.name} has {data.size_bytes} bytes"

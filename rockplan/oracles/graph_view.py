@@ -143,8 +143,8 @@ class GraphView:
 
     @cached_property
     def may_go(self) -> frozenset[int]:
-        """Storages that may be freed early: of more than 0 bytes, not held, and with a node to make
-        them again."""
+        """Storages that a schedule may free and make again: not empty, not held by the caller, and
+        with a node that may run again to make them."""
         return frozenset(
             d
             for d, size in enumerate(self.sizes)
@@ -179,14 +179,15 @@ _latest: tuple[GraphView, ...] = ()
 
 
 def view_of(graph: CDGraph) -> GraphView:
-    """Return the view of `graph`, cached for the latest graphs: many schedules of one graph are
-    simulated in a row, and its facts take as long as a simulation."""
+    """Return the GraphView of `graph`; the latest `_MOST` are cached, by identity of the graph:
+    many schedules of one graph are simulated in a row, and its view takes as long as a
+    simulation."""
     global _latest
-    known = _latest
-    known_view = next((view for view in known if view.graph is graph), None)
+    latest = _latest
+    known_view = next((view for view in latest if view.graph is graph), None)
     if known_view is None:
         known_view = GraphView(graph)
-        _latest = (known_view, *known[: _MOST - 1])
+        _latest = (known_view, *latest[: _MOST - 1])
     return known_view
 
 

@@ -86,8 +86,13 @@ Span = tuple[Owner, int, int, int, int]
 
 
 def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
-    """Yield every lifetime, of any size. Where a storage is freed that the schedule does not make
-    (`dp.links`: it was alive before), yield a span of negative bytes from there on."""
+    """Yield (owner, index of storage or node, bytes, first moment, end moment) of all that takes
+    memory, of any size: storages, workspaces, second copies of a storage that is alive, saved
+    states of generators. Event p of the schedule has two moments: 2 p while it runs, 2 p + 1 after.
+
+    Where a storage is freed that the schedule does not make (`dp.links`: it was alive before), the
+    span has negative bytes, from there on.
+    """
     view = view_of(graph)
     nodes, sizes = graph.nodes, view.sizes
     taken = taken_over(graph, schedule)
@@ -134,11 +139,10 @@ def spans(graph: CDGraph, schedule: Schedule) -> Iterator[Span]:
 
 
 def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
-    """Return position of a computation -> the takeover that it uses.
-
-    Its operands die there: they are freed directly after it, before anything else runs or the
-    forward phase ends (`GraphView.taken`). A re-execution that copies a storage takes nothing over.
-    """
+    """Return position of a computation -> the takeover that it uses (results written into the
+    storages of operands that die there), for those that use one. Its operands are freed directly
+    after it, before anything else runs or the forward phase ends. A re-execution that copies a
+    storage takes nothing over."""
     takeovers: dict[int, Takeover] = {}
     view = view_of(graph)
     if not any(view.takes):
@@ -159,7 +163,8 @@ def taken_over(graph: CDGraph, schedule: Schedule) -> dict[int, Takeover]:
 
 
 def _freed_after(schedule: Schedule, position: int) -> set[int]:
-    """Return the data freed directly after the computation at `position`, in the same phase."""
+    """Return the storages freed after the computation at `position` before any other one runs, in
+    the same phase."""
     events, boundary = schedule.events, schedule.forward_length
     end = boundary if position < boundary else len(events)
     freed: set[int] = set()

@@ -31,8 +31,9 @@ class PeakOwner:
 
 
 def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
-    """Return the group that owns most of what is alive at `event`; None if nothing is alive. The
-    graph needs no prices."""
+    """Return which group of tensors takes most memory at `event` (a position in the schedule), and
+    its largest member; None if nothing is alive. Tensors whose names differ only in numbers are one
+    group. The graph needs no prices."""
     operations, storages = operation_names(graph), activation_names(graph)
     groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
     for lifetime in alive_at(lifetimes(graph, schedule), event):

@@ -13,7 +13,7 @@ from rockplan.oracles.graph_view import GraphView
 NEVER = float("inf")
 """Cost of a storage that cannot be made again."""
 
-IsThere = Callable[[int], bool]
+IsAlive = Callable[[int], bool]
 
 
 class TooDeep(Exception):
@@ -25,9 +25,9 @@ def closure(
     makers: Sequence[Iterable[int]],
     seeds: Iterable[int],
 ) -> set[int]:
-    """Return `seeds` and every storage that recomputing them may read, transitively, whatever is
-    alive. reads: node -> storages that it reads and that may be missing; makers: for each storage,
-    the nodes that make it again."""
+    """Return `seeds` and every storage that making them again may read, transitively, if nothing
+    else is alive. reads: node -> storages that it reads and that may be missing; makers: for each
+    storage, the nodes that make it again."""
     closed: set[int] = set()
     pending = list(seeds)
     while pending:
@@ -61,13 +61,15 @@ class RecomputeCosts:
     def time_ns(
         self,
         d: int,
-        is_there: IsThere,
+        is_alive: IsAlive,
         known: dict[int, float],
         limit_ns: float = NEVER,
         depth: int = 0,
     ) -> float:
-        """Return the time to make `d` and all missing storages that this needs; NEVER if it is not
-        less than the limit. known: results for missing storages, added to."""
+        """Return the ns to make storage `d` again, with all missing storages that this needs; NEVER
+        if nothing can, or if it takes limit_ns or more. Raises TooDeep beyond a chain of `depth`
+        storages. is_alive: tells of a storage whether it is alive. known: results for missing
+        storages; new ones are added."""
         step = self._steps[d]
         if step is None:
             return NEVER
@@ -77,21 +79,22 @@ class RecomputeCosts:
         for r in reads:
             if time_ns >= limit_ns:
                 return NEVER
-            if not is_there(r):
+            if not is_alive(r):
                 more_ns = known.get(r)
                 if more_ns is None:
                     known[r] = NEVER
                     left_ns = limit_ns - time_ns
-                    more_ns = known[r] = self.time_ns(r, is_there, known, left_ns, depth + 1)
+                    more_ns = known[r] = self.time_ns(r, is_alive, known, left_ns, depth + 1)
                 time_ns += more_ns
         return time_ns if time_ns < limit_ns else NEVER
 
     def needed_bytes(
-        self, d: int, is_there: IsThere, known: dict[int, float], depth: int = 0
+        self, d: int, is_alive: IsAlive, known: dict[int, float], depth: int = 0
     ) -> float:
-        """Return the least additional bytes in which `d` can be made, if nothing that is alive is
-        freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if it cannot be made. known: results,
-        added to."""
+        """Return the least bytes, beyond what is alive, in which storage `d` can be made again if
+        nothing is freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if nothing can make it.
+        Raises TooDeep beyond a chain of `depth` storages. is_there: tells of a storage whether it
+        is alive. known: results by storage; new ones are added."""
         if d in known:
             return known[d]
         step = self._steps[d]
@@ -102,8 +105,8 @@ class RecomputeCosts:
         _, reads = step
         operands: list[tuple[float, int]] = []
         for r in reads:
-            if not is_there(r):
-                less = self._sizes[r] - self.needed_bytes(r, is_there, known, depth + 1)
+            if not is_alive(r):
+                less = self._sizes[r] - self.needed_bytes(r, is_alive, known, depth + 1)
                 operands.append((less, self._sizes[r]))
         operands.sort()
         most: float = 0

@@ -45,7 +45,9 @@ class EventCost:
 
 
 def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
-    """Return peak bytes and time of `schedule`, which must be legal (`verify`)."""
+    """Return peak bytes (whole, forward, backward, of the host), bytes saved between the phases,
+    and time of `schedule`, which must be legal (`verify`). With copies to the host, the time
+    includes waits."""
     during, after = _replayed(schedule, spans(graph, schedule))
     boundary = schedule.forward_length
     peak_bytes = max(during, default=0)
@@ -66,7 +68,8 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
 
 
 def host_bytes(graph: CDGraph, schedule: Schedule) -> list[int]:
-    """Return the bytes alive in host memory during each event."""
+    """Return for each event of the schedule the bytes of paged storages in host memory while it
+    runs."""
     on_host = view_of(graph).on_host
     stored = (
         (owner, d, graph.data[d].size_bytes, opens, closes)
@@ -89,7 +92,8 @@ def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:
 
 
 def _replayed(schedule: Schedule, lifetimes: Iterable[Span]) -> tuple[list[int], list[int]]:
-    """Return the bytes alive at each event while it runs, and when it is done."""
+    """Return two lists, with an entry for each event of the schedule: the bytes alive while it
+    runs, and once it is done. lifetimes: what takes memory, and when, as `spans` yields it."""
     changes = [0] * (2 * len(schedule.events) + 1)
     for _, _, size_bytes, opens, closes in lifetimes:
         changes[opens] += size_bytes

@@ -24,7 +24,8 @@ from rockplan.values.schedule import Compute, Schedule
 
 
 def verify(graph: CDGraph, schedule: Schedule) -> None:
-    """Raise IllegalSchedule unless `schedule` obeys every rule of this module."""
+    """Raise IllegalSchedule with the first rule of this module that `schedule` breaks (what is read
+    is alive, each phase runs its nodes, nothing runs again that must not, and so on), and where."""
     resident = {d.index for d in graph.data if d.kind.resident}
     not_ours = resident.union(graph.held)
     handed = frozenset(graph.handed)
@@ -74,7 +75,9 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
 
 
 def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> None:
-    """Raise IllegalSchedule for a broken rule 1 or 6 at the end of the forward phase."""
+    """Raise IllegalSchedule unless, where the forward phase ends, every required forward node has
+    run, outputs are alive and storages to be dropped are not. executed: nodes so far; alive:
+    storages."""
     missing = [n.name for n in graph.forward if n.index not in executed and not n.optional]
     if missing:
         raise IllegalSchedule(f"not executed in the forward phase: {', '.join(missing[:5])}")

@@ -65,8 +65,9 @@ class ArenaPool:
         self._lock = threading.RLock()  # a lease may end while this thread takes one
 
     def take(self, size_bytes: int) -> Lease:
-        """Lease an arena of at least so many bytes. Raises HostMemoryError if they cannot be
-        had."""
+        """Lease an arena (a region of host memory) of at least size_bytes: the smallest free one
+        that is large enough, else a new one. It comes back when the lease is dropped. Raises
+        HostMemoryError."""
         with self._lock:
             self._free = [a for a in self._free if a.process == os.getpid()]
             fits = [a for a in self._free if a.size_bytes >= size_bytes]

@@ -91,7 +91,8 @@ class FileArena:
         offset_bytes: int,
         storage: torch.UntypedStorage,
     ) -> FileCopy:
-        """Begin a copy between the storage and the file."""
+        """Begin to copy the bytes of `storage` to or from the file, at offset_bytes, in a thread of
+        the direction ("out" or "in"). transfer: os.pwritev or os.preadv. Returns at once."""
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         view = memoryview(memory).cast("B")
         return FileCopy(submit(direction, partial(self._copy, transfer, offset_bytes, view)))
@@ -102,7 +103,8 @@ class FileArena:
         offset_bytes: int,
         memory: memoryview,
     ) -> None:
-        """Copy all bytes. Raises HostMemoryError."""
+        """Copy all bytes of `memory` to or from the file, at offset_bytes. Raises HostMemoryError,
+        which names the folder and says what to do."""
         done = 0
         try:
             while done < len(memory):

@@ -15,11 +15,10 @@ ROUNDS = 5
 
 
 def measured_link(device: str, path: str | None = None, page_bytes: int = PAGE_BYTES) -> float:
-    """Measure bytes a second each way, between `device` and the host, with copies both ways at
-    once: the median of `ROUNDS` rounds of two pages. path: folder of a module on the CPU.
-
-    Raises HostMemoryError if the host has no room, InvalidInput as `pool_of`.
-    """
+    """Measure how many bytes a second go each way between `device` and the host while copies run
+    both ways: the median of ROUNDS rounds, each of a page of page_bytes each way. path: folder to
+    page to from the CPU; None: that of temporary files. Raises HostMemoryError if the host has no
+    room, InvalidInput as `pool_of`."""
     lease = pool_of(device, path).take(2 * page_bytes)
     storages = [new_storage(page_bytes, device) for _ in range(2)]
     lease.arena.begin_out(page_bytes, storages[1]).wait()

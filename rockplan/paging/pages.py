@@ -93,11 +93,9 @@ class Pages:
         return bool(self._pages)
 
     def page_out(self, name: str, *tensors: torch.Tensor) -> None:
-        """Begin to copy the storage of `tensors` to the host.
-
-        Raises StalePlan while a CUDA graph is captured, HostMemoryError if there is no room for one
-        more call in flight.
-        """
+        """Begin to copy the storage of `tensors`, all views of one storage, to the host, as the
+        page `name`. The caller frees the storage afterwards. Raises StalePlan while a CUDA graph is
+        captured, HostMemoryError if there is no room for one more call in flight."""
         storage = tensors[0].untyped_storage()
         if storage.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise StalePlan(
@@ -116,8 +114,8 @@ class Pages:
         self._copies.pop(name).wait()
 
     def page_in(self, name: str) -> tuple[torch.Tensor, ...]:
-        """Allocate the storage of a page, and begin to copy it back. Returns its tensors, which may
-        not be read yet."""
+        """Allocate a storage for the page `name`, begin to copy it back, and return new tensors on
+        it, as `page_out` got them; they may not be read yet. Raises BackwardError after a fork."""
         page = self._pages[name]
         if self._arena.process != os.getpid():
             raise BackwardError(
@@ -145,8 +143,9 @@ class Pages:
         return self.layout.offsets[name]
 
     def let_go_of_pages(self, kept: object = None) -> None:
-        """Drop all pages. kept: an object that holds memory that copies may still write to; it
-        stays alive until they are done."""
+        """Forget all pages and give the host memory back, without waiting for copies. kept: an
+        object that holds memory that copies may still write to; it stays alive until they are
+        done."""
         for copy in self._copies.values():
             copy.outlive((kept, self._lease))
         self._copies.clear()
@@ -154,7 +153,8 @@ class Pages:
         self._lease = None
 
     def end_copies(self) -> None:
-        """Wait for all copies after an error, which is about to free their memory."""
+        """Wait for all copies, and ignore their errors: called while an error is raised, which is
+        about to free the memory that they use."""
         for copy in self._copies.values():
             try:
                 copy.wait()

@@ -198,8 +198,8 @@ def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
-    """Translate the known plan's order of executions to `graph`, and free each storage as early as
-    possible. Executions whose results nothing reads are left out."""
+    """Translate the known plan's executions to `graph`, whose matching nodes `one` has, and free
+    each storage as early as possible. Executions whose results nothing reads are left out."""
     forward, backward = one.plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
     orders = (

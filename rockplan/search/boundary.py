@@ -64,6 +64,7 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
     peak_bytes = everything.peak_bytes
 
     def solved() -> _Found:
+        """Return (schedules of these options, True if no time limit cut a search short)."""
         least = _thriftiest(problem.graph, options)
         incumbents = [least]
         least_bytes = bounded_option(problem.graph, _schedule(least)).saved_bytes

@@ -10,8 +10,8 @@ Found = TypeVar("Found")
 
 
 def once_for_each_class(work: Callable[[Any], Found]) -> Callable[[Any], Found]:
-    """Cache a function of a class. Classes are told apart by identity: a metaclass may define `==`,
-    and without a hash too."""
+    """Decorate a function of one class so that it is called once for each class. Classes are told
+    apart by identity: a metaclass may define `==`, and without a hash too."""
     known: dict[int, tuple[Any, Found]] = {}
 
     @functools.wraps(work)

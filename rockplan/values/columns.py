@@ -6,8 +6,8 @@ from collections.abc import Collection, Iterable, Sequence
 
 
 def aligned(rows: Iterable[Sequence[str]], numbers: Collection[int] = ()) -> list[str]:
-    """Return one line for each row, two spaces between columns; the columns at positions `numbers`
-    are aligned to the right."""
+    """Return one line of text for each row, cells padded to columns with two spaces between them.
+    Columns at the positions `numbers` are aligned to the right."""
     table = list(rows)
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
 

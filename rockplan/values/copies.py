@@ -80,8 +80,9 @@ class Trip:
 
 
 def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGraph:
-    """Return `graph` with a copy out and a copy in for each of `storages`. storages: indices of
-    data that forward nodes make; link: what gives the copies their times."""
+    """Return `graph` with two optional nodes more for each of `storages` (data that forward nodes
+    make): a copy out to a storage on the host at the end of the forward, and a copy back at the
+    begin of the backward, with times by `link`. Backward nodes are renumbered."""
     chosen = sorted(set(storages))
     if not chosen:
         return graph
@@ -148,9 +149,9 @@ def copy_of(node: ComputeNode) -> Call | None:
 
 
 def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
-    """Return `graph` in which each of `storages` may be made again from nothing in no time. A
-    search sees copies in this way as long as they are taken to arrive in time. Nodes are numbered
-    as by `with_copies`, but without the copies out."""
+    """Return `graph` with an optional backward node for each of `storages`, which makes it again
+    from nothing in no time: so a search sees copies in that arrive in time. Nodes are numbered as
+    by `with_copies`, but without the copies out."""
     chosen = sorted(set(storages))
     turn = len(graph.forward)
     fetches = (
@@ -178,19 +179,20 @@ def paged(graph: CDGraph) -> tuple[Paged, ...]:
 
 
 def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
-    """Return `graph` with the copies, and their times, of `planned`, the same graph captured in
-    another process; `graph` unchanged if a copied storage has no maker in it."""
+    """Return `graph` with the copies of `planned`, the same graph captured in another process, and
+    their times; unchanged if `planned` has none, or if a copied storage has no maker in `graph`."""
     storages = [p.data for p in paged(planned)]
     if not storages or not producers(graph).keys() >= set(storages):
         return graph
-    made = with_copies(graph, storages, HostLink(1, 1))
+    copied = with_copies(graph, storages, HostLink(1, 1))
     times = {n.index: n.time_ns for n in planned.nodes if n.queue is not Queue.COMPUTE}
-    nodes = tuple(replace(n, time_ns=times.get(n.index, n.time_ns)) for n in made.nodes)
-    return replace(made, nodes=nodes)
+    nodes = tuple(replace(n, time_ns=times.get(n.index, n.time_ns)) for n in copied.nodes)
+    return replace(copied, nodes=nodes)
 
 
 def without_copies(graph: CDGraph) -> CDGraph:
-    """Undo `with_copies`: remove host storages and all nodes that copy."""
+    """Return `graph` as it was before `with_copies`: without host storages and copies; the same
+    object if it has none."""
     kept: Sequence[ComputeNode] = [n for n in graph.nodes if n.queue is Queue.COMPUTE]
     gone = len(graph.nodes) - len(kept)
     if not gone:

@@ -13,7 +13,8 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def paused_collection() -> Iterator[None]:
-    """Pause cyclic garbage collection inside, if it is on; also a decorator."""
+    """Pause Python's cyclic garbage collection inside the `with` block, or in the decorated
+    function; leave it off if it was."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -359,8 +359,8 @@ class CDGraph:
         return "\n".join(lines)
 
     def _row(self, node: ComputeNode) -> tuple[str, ...]:
-        """Return the cells of the line of a node: index, phase, name, storages, bytes, time,
-        remarks."""
+        """Return the cells of a printed node: index, phase, name, storages read -> made, bytes that
+        it makes, ns, remarks."""
         size_bytes = sum(self.data[d].size_bytes for d in node.writes)
         remarks = (
             f"workspace {node.workspace_bytes} B" if node.workspace_bytes else "",
@@ -383,7 +383,8 @@ class CDGraph:
 
 
 def _facts_line(graph: CDGraph) -> str:
-    """Return the first line: number of nodes, time, and storages by role."""
+    """Return the first line of a printed graph: number of nodes, ns of all nodes once, and the
+    names of outputs, tangents, held, handed and dropped storages."""
     tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
     roles = {
         "outputs": graph.outputs,
@@ -429,12 +430,10 @@ _CALLER_GRADIENTS = 4
 
 
 def caller_bytes(graph: CDGraph) -> int:
-    """Return what the caller's loss needs where the backward phase starts, beyond the outputs: the
-    incoming gradients, and three times as much from which they are computed.
-
-    As measured, a mean of squares needs 4 times their bytes, cross entropy, `mse_loss` and
-    `binary_cross_entropy_with_logits` 3, a sum of products 2, a sum 1.
-    """
+    """Return the bytes that the caller's loss is taken to need where the backward phase starts,
+    beyond the outputs: the incoming gradients, and three times as much from which they are
+    computed. As measured, a mean of squares needs 4 times their bytes, cross entropy, `mse_loss`
+    and `binary_cross_entropy_with_logits` 3, a sum of products 2, a sum 1."""
     tangents = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
     return _CALLER_GRADIENTS * sum(tangents)
 
@@ -459,12 +458,10 @@ def added_to(graph: CDGraph) -> frozenset[int]:
 
 
 def movable(graph: CDGraph) -> frozenset[int]:
-    """Return the backward nodes that may run for the first time earlier or later than by their
-    index, as long as they run after the makers of their operands and before their readers.
-
+    """Return the indices of the backward nodes whose first execution may come earlier or later than
+    by their index, as long as it comes after the makers of their operands and before their readers.
     The other nodes keep their order: they draw random numbers, have side effects, make what the
-    caller holds, or make what autograd adds to a gradient.
-    """
+    caller holds, or make what autograd adds to a gradient."""
     in_order = added_to(graph)
     held = frozenset(graph.held)
     return frozenset(
@@ -498,7 +495,8 @@ def readers(graph: CDGraph) -> dict[int, tuple[int, ...]]:
 
 
 def value_refs(arguments: object) -> list[ValueRef]:
-    """Return every ValueRef in nested arguments of a call, in order."""
+    """Return every ValueRef (reference to a tensor of the graph) in nested tuples, lists and dicts
+    of a call's arguments, in order."""
     if isinstance(arguments, ValueRef):
         return [arguments]
     references: list[ValueRef] = []
@@ -535,7 +533,8 @@ def with_each_ref(argument: Any, of: Callable[[int], object]) -> Any:
 def renamed(
     call: Call, argument: Callable[[int], int], result: Callable[[int], int | None]
 ) -> Call:
-    """Renumber the values of `call`: arguments by `argument`, results by `result`."""
+    """Return `call` with other indices of values: those of arguments by the function `argument`,
+    those of results by `result`, which may return None for a result that nothing needs."""
 
     def ref(index: int) -> ValueRef:
         return ValueRef(argument(index))

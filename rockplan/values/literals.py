@@ -38,12 +38,10 @@ _LEAF = _FunctionResult("torch.utils._pytree:tree_structure", (0,))
 
 
 def picklable(argument: Any) -> Any:
-    """Return `argument` in a form that can be pickled.
-
-    A memory format cannot be pickled below protocol 4, and torch.save writes protocol 2; dtypes,
-    layouts and devices can. PyTorch warns when the leaf of a tree's structure is unpickled as such.
-    Classes are matched by name, so that torch need not be imported here.
-    """
+    """Return `argument` in a form that protocol 2 of pickle writes, which torch.save uses: memory
+    formats and structures of pytrees, also inside tuples and lists, are replaced by stand-ins that
+    unpickle as the original. Classes are matched by name, so that torch need not be imported here.
+    PyTorch would warn where the leaf of a structure is unpickled as such."""
     if type(argument).__name__ in ("TreeSpec", "LeafSpec"):
         if argument.is_leaf():
             return _LEAF

@@ -24,7 +24,8 @@ ROOT = "(root)"
 
 
 def operation_names(graph: CDGraph) -> tuple[str, ...]:
-    """Return the name of each of `graph.nodes`."""
+    """Return the name of each of `graph.nodes`: module and operator, with '#1', '#2' where a name
+    occurs again."""
     seen: Counter[str] = Counter()
     names = []
     for node in graph.nodes:
@@ -35,7 +36,8 @@ def operation_names(graph: CDGraph) -> tuple[str, ...]:
 
 
 def activation_names(graph: CDGraph) -> tuple[str, ...]:
-    """Return the name of each of `graph.data`: that of the operation which makes it first."""
+    """Return the name of each of `graph.data`: that of the operation that makes it first, with
+    ':0', ':1' if it makes several; its own name if none does."""
     names = [d.name for d in graph.data]
     made_by = producers(graph)
     for node, name in zip(graph.nodes, operation_names(graph), strict=True):

@@ -28,7 +28,8 @@ class Orders:
 
     @property
     def is_first(self) -> list[bool]:
-        """Return for each computation whether its node runs for the first time."""
+        """Return for each execution of both phases, in order, whether it is the first of its
+        node."""
         executed: set[int] = set()
         flags: list[bool] = []
         for i in self.computations:
@@ -38,13 +39,13 @@ class Orders:
 
 
 def remade(
-    graph: CDGraph, producer: Mapping[int, int], wanted: Iterable[int], missing: Container[int]
+    graph: CDGraph, producer: Mapping[int, int], needed: Iterable[int], missing: Container[int]
 ) -> list[int]:
-    """Return the nodes to run again, in order, so that all of `wanted` are alive: producers of
-    those that are `missing`, and producers of the missing operands of these. Raises KeyError where
-    a missing storage has no producer."""
+    """Return the nodes to run again, ascending, so that all storages `needed` are alive: producers
+    of those that are `missing`, and of the missing operands of these. Raises KeyError where a
+    missing storage has no producer."""
     nodes: set[int] = set()
-    pending = [d for d in wanted if d in missing]
+    pending = [d for d in needed if d in missing]
     while pending:
         node = producer[pending.pop()]
         if node not in nodes:
@@ -92,12 +93,13 @@ def without_idle(
     executed: Collection[int] = (),
     kept: Collection[int] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Return both orders without idle re-executions: neither peak nor time increases.
+    """Return both orders (node indices) without re-executions whose results nothing reads, and
+    without those that only these need: neither peak nor time increases.
 
     A re-execution, or an execution of an optional node, is idle if the node may run only once (its
-    results are still alive), or if every storage that it writes is `kept`, or computed again before
-    it is read.
-    executed: nodes that ran before the order starts. kept: data that stay alive once made.
+    results are still alive), or if every storage that it writes is `kept`, or made again before it
+    is read. executed: nodes that ran before the order starts. kept: storages that stay alive once
+    made.
     """
     order = (*forward, *backward)
     seen = set(executed)

@@ -140,7 +140,7 @@ class Plan:
 
 
 def format_bytes(size_bytes: int) -> str:
-    """Return bytes as text: '1.5 MiB' for 1572864."""
+    """Return bytes as text in B, KiB, MiB or GiB: '1.5 MiB' for 1572864."""
     size = float(size_bytes)
     for unit in ("B", "KiB", "MiB"):
         if size < 1024:
@@ -172,7 +172,8 @@ def recomputations(plan: Plan) -> dict[int, int]:
 
 
 def _summary_lines(plan: Plan) -> list[str]:
-    """Return the lines of facts at the head of a printed plan."""
+    """Return the first lines of a printed plan: its budget, peak, overhead, gap, and where it comes
+    from."""
     certificate = plan.certificate
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     again = recomputations(plan)
@@ -201,7 +202,8 @@ def _summary_lines(plan: Plan) -> list[str]:
 
 
 def _reserved_lines(plan: Plan) -> list[str]:
-    """Say how much memory PyTorch's allocator will take from the device, if known."""
+    """Return a line that says how many bytes PyTorch's allocator will reserve for the plan; [] if
+    that is not known."""
     if plan.reserved_bytes is None:
         return []
     more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1
@@ -212,7 +214,8 @@ def _reserved_lines(plan: Plan) -> list[str]:
 
 
 def _trip_lines(plan: Plan) -> list[str]:
-    """Say how much is paged to the host, and how long computations wait for it."""
+    """Return a line that says how many bytes go to the host and back, how fast, and how long
+    computations wait for them; [] if none do."""
     if not plan.trips:
         return []
     size_bytes = sum(t.size_bytes for t in plan.trips)
@@ -226,9 +229,9 @@ def _trip_lines(plan: Plan) -> list[str]:
 
 
 def _page_lines(plan: Plan) -> list[str]:
-    """Return a table of paged storages, those whose names differ only in numbers in one row: when
-    the first leaves and the last is gone, when the first comes and the last is back, in
-    milliseconds from the start of the step."""
+    """Return the lines of a table of paged storages, those whose names differ only in numbers in
+    one row: when the first leaves and the last is gone, when the first comes and the last is back,
+    in milliseconds from the start of the step. [] if none are paged."""
     if not plan.trips:
         return []
     names = activation_names(plan.graph)
@@ -255,7 +258,8 @@ def _span(begin_ns: int, end_ns: int) -> str:
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
-    """Say how many kernels are compiled; a plan from a file does not know."""
+    """Return a line that says how many calls of how many compiled kernels the plan has; [] without
+    any. A plan from a file has no numbers, for it does not store the kernels."""
     if not plan.compiled:
         return []
     near = ", which round as eager does" if plan.compiled == "near" else ""
@@ -270,7 +274,9 @@ _WORTH = 0.05
 
 
 def _held_lines(plan: Plan) -> list[str]:
-    """Say what the caller is taken to hold besides a loss, if backward starts from scalars only."""
+    """Return a line that says how many bytes of results the caller is taken to hold besides the
+    loss, and which options release them; [] unless backward starts from scalars only and they are
+    worth it."""
     graph = plan.graph
     kinds = [(graph.data[v.data].kind, v) for v in graph.values]
     starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
@@ -287,7 +293,8 @@ def _held_lines(plan: Plan) -> list[str]:
 
 
 def _block_lines(plan: Plan) -> list[str]:
-    """Return lines for each block; blocks that differ only in layer numbers share them."""
+    """Return three lines for each block: its name, what it keeps, what it recomputes. Blocks that
+    differ only in layer numbers share them."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     rows: dict[tuple[str, str, str], int] = {}
@@ -311,12 +318,14 @@ def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
 def _listed(
     plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
 ) -> tuple[str, str]:
-    """Return in words what of `nodes` is kept and what runs again. again: node -> re-executions."""
+    """Return two texts: bytes and operators of the results of `nodes` that are in `kept` (storages
+    alive between the phases), and the operators of `nodes` that run again. again: node ->
+    re-executions."""
     kept_here = [(n, d) for n in nodes for d in n.writes if d in kept]
-    size = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
+    size_bytes = sum(plan.graph.data[d].size_bytes for _, d in kept_here)
     names = Counter(operator_of(n) for n, _ in kept_here)
     repeated = Counter(operator_of(n) for n in nodes for _ in range(again.get(n.index, 0)))
-    keeps = f"{format_bytes(size)}: {_listing(names)}" if kept_here else "nothing"
+    keeps = f"{format_bytes(size_bytes)}: {_listing(names)}" if kept_here else "nothing"
     return keeps, _listing(repeated) or "nothing"
 
 

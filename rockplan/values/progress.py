@@ -40,10 +40,8 @@ def is_heard() -> bool:
 
 @contextmanager
 def listening(listener: Listener) -> Iterator[None]:
-    """Call `listener` with every step that is reported in this context, while inside.
-
-    Threads that a pass starts do not report; the pass does, in the thread that called it.
-    """
+    """Inside the `with` block, call `listener` with every step that is reported in this context.
+    Threads that a pass starts do not report; the pass does, in the thread that called it."""
     token = _listener.set(listener)
     try:
         yield

@@ -26,7 +26,8 @@ class Releasable:
     size_bytes: int
 
     def advice(self, used: tuple[int, ...]) -> str:
-        """Return the advice in words. used: positions that the options release already."""
+        """Return a text that says which leaves of the result take how many bytes, and which options
+        release them. used: positions of leaves that the options release already."""
         one = len(self.positions) == 1
         names = f"leaf {self.positions[0]}" if one else f"leaves {self._listed}"
         released = tuple(sorted({*self.positions, *used}))
@@ -45,8 +46,10 @@ class Releasable:
 def releasable(
     graph: CDGraph, interface: Interface, released: tuple[int, ...]
 ) -> Releasable | None:
-    """Return the leaves that could be released; None if backward starts from more than scalars, or
-    if nothing else is held. released: positions that are released already."""
+    """Return the leaves of the forward's result that the caller is taken to hold though the
+    backward does not start from them, with their bytes. None if there are none, or if the backward
+    starts from more than scalars. released: positions of leaves that the options release
+    already."""
     values, leaves = graph.values, interface.outputs
     starts = [leaf for leaf in leaves if leaf.tangent is not None]
     if any(values[leaf.value].spec.shape for leaf in starts if leaf.value is not None):

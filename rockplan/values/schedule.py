@@ -79,27 +79,27 @@ def first_executions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def keep_all(graph: CDGraph) -> Schedule:
-    """Return the schedule of every node once, in order: what eager PyTorch does, with the earliest
-    frees.
-
-    A node that makes a storage of `graph.dropped` runs once more, where the backward phase first
-    needs the storage; no legal schedule takes less time.
-    """
+    """Return the schedule that executes every node once, in order, as eager PyTorch does, and frees
+    each storage as early as possible. A node that makes a storage of `graph.dropped` runs once
+    more, where the backward phase first needs the storage; no legal schedule takes less time."""
     return with_frees(graph, *keep_all_order(graph))
 
 
 def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) -> Schedule:
-    """Return the schedule that executes `forward` then `backward` (node indices) and frees at once.
+    """Return the schedule that executes `forward` then `backward` (node indices) and frees each
+    storage as early as possible.
 
-    A storage is freed directly after the computation at which it is last used before it is
-    computed again or never used; `graph.outputs` live to the end of the forward phase,
-    `graph.held` to the end. A re-execution drops its copy of a storage that is alive.
+    A storage is freed directly after the computation at which it is last used before it is computed
+    again or never used; `graph.outputs` live to the end of the forward phase, `graph.held` to the
+    end. A re-execution drops its copy of a storage that is alive.
     """
     freed = {d.index for d in graph.data if not d.kind.resident}.difference(graph.held)
     used_next: set[int] = set()
 
     def scan(order: Sequence[int]) -> list[list[int]]:
-        """Return for each computation the data to free directly after it."""
+        """Return for each computation of `order` the storages to free directly after it. Walks
+        backwards: `used_next` (storages whose next event is a read) is that of the place behind
+        `order`, and is brought to its begin."""
         frees: list[list[int]] = []
         for index in reversed(order):
             node = graph.nodes[index]
@@ -126,7 +126,8 @@ def with_frees(graph: CDGraph, forward: Sequence[int], backward: Sequence[int]) 
 
 
 def kept_data(graph: CDGraph, schedule: Schedule) -> frozenset[int]:
-    """Return storages that are alive on the device between the forward and the backward phase."""
+    """Return the storages that the forward phase of `schedule` makes and leaves alive on the device
+    for the backward phase."""
     alive: set[int] = set()
     for event in schedule.events[: schedule.forward_length]:
         if isinstance(event, Compute):
@@ -143,14 +144,15 @@ def merge_handovers(
     during_bytes: Sequence[int],
     ends: frozenset[int],
 ) -> Schedule:
-    """Hand gradients to autograd in groups, where waiting does not raise the peak.
+    """Return `schedule` with the frees of parameters' gradients, which hand them to autograd, moved
+    later into groups, where that does not raise the peak: each hand-over costs a step of the
+    autograd engine.
 
-    Each hand-over costs a step of the autograd engine. A gradient waits for the next one unless
-    the bytes that wait would exceed the peak at some event; after each node of `ends` (the last
-    backward nodes of blocks) everything is handed over, so that hooks fire block by block.
-    sizes: of each storage; during_bytes: of each event, as `simulate.timeline` finds them.
+    A group ends where the bytes that wait would exceed the peak, and after each node of `ends` (the
+    last backward nodes of blocks), so that hooks fire block by block. sizes: bytes of each storage;
+    during_bytes: of each event, as `simulate.timeline` finds them.
     """
-    limit = max(during_bytes, default=0)
+    limit_bytes = max(during_bytes, default=0)
     handed = set(graph.handed)
     merged = list(schedule.events[: schedule.forward_length])
     waiting: list[Event] = []
@@ -160,26 +162,25 @@ def merge_handovers(
         during_bytes[schedule.forward_length :],
         strict=True,
     )
-    due = False
+    is_due = False
     for event, event_bytes in backward:
         if isinstance(event, Free) and event.data in handed:
             waiting.append(event)
             waiting_bytes += sizes[event.data]
             continue
-        if isinstance(event, Compute) and (due or event_bytes + waiting_bytes > limit):
+        if isinstance(event, Compute) and (is_due or event_bytes + waiting_bytes > limit_bytes):
             merged += waiting
-            waiting, waiting_bytes, due = [], 0, False
+            waiting, waiting_bytes, is_due = [], 0, False
         merged.append(event)
-        due = due or (isinstance(event, Compute) and event.node in ends)
+        is_due = is_due or (isinstance(event, Compute) and event.node in ends)
     return Schedule((*merged, *waiting), schedule.forward_length)
 
 
 def with_waits(graph: CDGraph, schedule: Schedule, waits: Waits) -> Schedule:
-    """Delay hand-overs in `schedule`: complete a gradient of `waits` only when no later event reads
-    its parameter, because a hook may change the parameter then.
-
-    A hook runs when the last contribution is handed over, so earlier ones need not wait.
-    """
+    """Return `schedule` in which the gradients of `waits` are handed to autograd only when no later
+    event reads their parameter, because a hook may change the parameter then. More bytes may be
+    alive. A hook runs when the last contribution to the gradient is handed over, so earlier ones
+    need not wait."""
     last_read: dict[int, int] = {}
     made: dict[int, int] = {}
     freed: dict[int, int] = {}

@@ -395,8 +395,8 @@ class Draft:
         return now[position]
 
     def fits_without(self, position: int, budget_bytes: int) -> bool:
-        """A quick guess whether the budget may be kept without the re-execution at `position`.
-        False is certain: at the position with the most bytes, what the re-execution makes does not
+        """Guess quickly whether the draft stays within budget_bytes without the re-execution at
+        `position`. False is certain: at the position with the most bytes, what it makes does not
         fit in place of what is alive only for it.
 
         True is mostly right. Of 5679 calls on 2+2 layers of T5 at the smallest budget 47 return
@@ -404,7 +404,7 @@ class Draft:
         with the most bytes 4388 returned True, and trying those took as long as all other
         exchanges.
         """
-        goes: _Going | None = None
+        going: _Going | None = None
         for d in self.graph.nodes[self.nodes[position]].writes:
             made, read = self._made[d], self._read[d]
             if d in self._held:
@@ -415,14 +415,16 @@ class Draft:
             start = max(made[k - 1], read[j - 1] if j else EMPTY) + 1
             if start >= position:
                 continue
-            during = self._bytes[start:position] + self._beside[start:position]
+            during_bytes = self._bytes[start:position] + self._beside[start:position]
             room_bytes = budget_bytes - self.sizes[d]
-            if int(during.max()) <= room_bytes:
+            if int(during_bytes.max()) <= room_bytes:
                 continue
-            goes = goes or self._going(position)
-            during[[p - start for p in goes.positions if start <= p < position]] = -_FORBIDDEN
-            worst = int(during.argmax())
-            if int(during[worst]) - self._freed(goes, start + worst) > room_bytes:
+            going = going or self._going(position)
+            during_bytes[
+                [p - start for p in going.positions if start <= p < position]
+            ] = -_FORBIDDEN
+            worst = int(during_bytes.argmax())
+            if int(during_bytes[worst]) - self._freed(going, start + worst) > room_bytes:
                 return False
         return True
 

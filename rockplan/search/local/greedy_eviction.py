@@ -236,7 +236,7 @@ class _Run:
         # The node that makes each storage again, None if none does.
         self.maker = [_worth(view, view.maker(d.index)) for d in graph.data]
         self.recompute = RecomputeCosts(view, self.maker, self.limits.depth)
-        self._is_there = self.alive.__contains__
+        self._is_alive = self.alive.__contains__
         self.made_of: list[list[int]] = [[] for _ in graph.data]
         for d, maker in enumerate(self.maker):
             for r in () if maker is None else self.inputs[maker]:
@@ -336,8 +336,8 @@ class _Run:
         if len(missing) == 1:
             return missing[0]
         known: dict[int, float] = {}
-        needed_bytes, is_there = self.recompute.needed_bytes, self._is_there
-        best = min(missing, key=lambda d: (self.sizes[d] - needed_bytes(d, is_there, known), d))
+        needed_bytes, is_alive = self.recompute.needed_bytes, self._is_alive
+        best = min(missing, key=lambda d: (self.sizes[d] - needed_bytes(d, is_alive, known), d))
         self.effort.spend(len(known))
         return best
 
@@ -359,7 +359,7 @@ class _Run:
         """Return the ns to make `d` again, with all that must be recomputed for it."""
         known = self.costs.get(d)
         if known is None:
-            known = self.costs[d] = self.recompute.time_ns(d, self._is_there, self.costs)
+            known = self.costs[d] = self.recompute.time_ns(d, self._is_alive, self.costs)
         return known
 
     def _forget_costs(self, d: int) -> None:
