@@ -21,7 +21,6 @@ from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
     ROWS,
-    SHOWN_BY,
     OperatorFacts,
     ViewKind,
 )
@@ -33,6 +32,43 @@ TESTS = Path(__file__).parent
 
 ABSENT = {"*.storage_resize_", "*.swap_data", "aten._unsafe_index_put_"}
 """Operators of other versions of PyTorch."""
+
+
+_OVER = "test_takeover.test_what_is_written_over_an_operand_is_bit_for_bit_the_result"
+SHOWN_BY = {
+    "called": "test_foreign_kernels.test_operators_that_take_functions_are_refused_by_name",
+    "refused_because": "test_operator_facts.test_what_exchanges_storages_is_refused",
+    "instead": "test_foreign_kernels.test_operators_that_take_functions_are_refused_by_name",
+    "writes": "test_operator_facts.test_statistics_are_written",
+    "draws": "test_operator_facts.test_what_draws_moves_a_generator",
+    "draws_if": "test_operator_facts.test_what_draws_moves_a_generator",
+    "tells_python": "test_operator_facts.test_python_is_told_no_tensor",
+    "reads_no_element_of": "test_operator_facts.test_elements_that_are_not_read",
+    "if_argument": "test_operator_facts.test_statistics_are_written",
+    "runs_again_as": "test_operator_facts.test_what_runs_again_writes_nothing",
+    "recorded_as": "test_new_tensors.test_the_same_is_made",
+    "makes_unwritten": "test_foreign_kernels.test_memory_that_nothing_has_written_is_not_read",
+    "fills": "test_operator_facts.test_fills_read_nothing",
+    "view": "test_operator_facts.test_views",
+    "changes_shape_as": "test_operator_facts.test_shapes_that_change_in_place",
+    "may_be_constant": "test_results.test_values_and_shapes_that_depend_on_them_are_not_remembered",
+    "monotone": "test_operator_facts.test_what_is_monotone",
+    "shape_decided_by": "test_operator_facts.test_sizes_that_values_decide",
+    "shape_by_values": "test_operator_facts.test_sizes_that_values_decide",
+    "sizes_from": "test_operator_facts.test_sizes_that_values_decide",
+    "shape_rule": "test_operator_facts.test_shape_rules_are_those_of_kernels",
+    "may_write_into": _OVER,
+    "writes_as": _OVER,
+    "method": "test_load.test_methods_call_their_operator_alone",
+    "function": "test_load.test_functions_call_their_operator_alone",
+    "flops_like": "test_operator_facts.test_operations_are_counted",
+    "repeats_heads": "test_operator_facts.test_operations_are_counted",
+    "matrix_product": "test_operator_facts.test_matrix_products",
+    "casts": "test_operator_facts.test_casts",
+    "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
+    "effect": "test_effects.test_effects_of_operators",
+}
+"""Fact -> the test that goes through the rows which state it."""
 
 
 def stating(fact: str) -> list[OperatorFacts]:

@@ -67,32 +67,11 @@ FINGERPRINT = digest(["called by function", *_OURS.items()])[:8]
 """Changes when kernels of the same names may have other times or bytes."""
 
 _CALLERS = (
-    "aot_inductor",
-    "autotune_local",
-    "autotune_remote",
-    "bundle",
-    "bundled",
-    "cache",
-    "compile_threads",
-    "cpp.cxx",
-    "cutlass",
-    "debug",
-    "disable_progress",
-    "enable_caching",
-    "file_lock",
-    "force_disable_caches",
-    "fx_graph",
-    "quiesce_async",
-    "rocm",
-    "save_args",
-    "strict_static",
-    "trace",
-    "unsafe_",
-    "use_static",
-    "verbose_progress",
-    "worker_",
+    "aot_inductor autotune_local autotune_remote bundle bundled cache compile_threads cpp.cxx "
+    "cutlass debug disable_progress enable_caching file_lock force_disable_caches fx_graph "
+    "quiesce_async rocm save_args strict_static trace unsafe_ use_static verbose_progress worker_"
 )
-"""Prefixes of settings that do not affect a kernel: processes, caches, logs."""
+"""Prefixes, a blank between, of settings that do not affect a kernel: processes, caches, logs."""
 
 
 def settings_for(keeps_roundings: bool) -> dict[str, Any]:
@@ -115,11 +94,11 @@ _UNKNOWN = object()
 
 def _defaults(config: Any) -> dict[str, Any]:
     """Return the defaults of all settings that the caller has changed."""
-    entries = getattr(config, "_config", {})
+    entries, callers = getattr(config, "_config", {}), tuple(_CALLERS.split())
     return {
         name: entry.default
         for name, entry in entries.items()
-        if entry.alias is None and not name.startswith(_CALLERS) and not config._is_default(name)
+        if entry.alias is None and not name.startswith(callers) and not config._is_default(name)
     }
 
 

@@ -1,4 +1,4 @@
-"""Operator facts that the schema does not have, a row each.
+"""Operator facts that the schema does not have, a row for each operator.
 
 A new operator, or a new PyTorch, is a diff of these rows. A row is found by the full name of an
 operator ('aten.add.Tensor'), by the name of all its overloads ('aten.copy_'), or by the name that
@@ -8,8 +8,10 @@ without a library ('cond'). `facts.facts_of` adds what the schema says. Does not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from typing import Any
 
 from rockplan.graph_builder.operators.effects import Effect
 
@@ -117,42 +119,6 @@ def _shown(fact: bool | str | tuple[str, ...]) -> str:
     return "yes" if fact is True else str(fact)
 
 
-_OVER = "test_takeover.test_what_is_written_over_an_operand_is_bit_for_bit_the_result"
-SHOWN_BY = {
-    "called": "test_foreign_kernels.test_operators_that_take_functions_are_refused_by_name",
-    "refused_because": "test_operator_facts.test_what_exchanges_storages_is_refused",
-    "instead": "test_foreign_kernels.test_operators_that_take_functions_are_refused_by_name",
-    "writes": "test_operator_facts.test_statistics_are_written",
-    "draws": "test_operator_facts.test_what_draws_moves_a_generator",
-    "draws_if": "test_operator_facts.test_what_draws_moves_a_generator",
-    "tells_python": "test_operator_facts.test_python_is_told_no_tensor",
-    "reads_no_element_of": "test_operator_facts.test_elements_that_are_not_read",
-    "if_argument": "test_operator_facts.test_statistics_are_written",
-    "runs_again_as": "test_operator_facts.test_what_runs_again_writes_nothing",
-    "recorded_as": "test_new_tensors.test_the_same_is_made",
-    "makes_unwritten": "test_foreign_kernels.test_memory_that_nothing_has_written_is_not_read",
-    "fills": "test_operator_facts.test_fills_read_nothing",
-    "view": "test_operator_facts.test_views",
-    "changes_shape_as": "test_operator_facts.test_shapes_that_change_in_place",
-    "may_be_constant": "test_results.test_values_and_shapes_that_depend_on_them_are_not_remembered",
-    "monotone": "test_operator_facts.test_what_is_monotone",
-    "shape_decided_by": "test_operator_facts.test_sizes_that_values_decide",
-    "shape_by_values": "test_operator_facts.test_sizes_that_values_decide",
-    "sizes_from": "test_operator_facts.test_sizes_that_values_decide",
-    "shape_rule": "test_operator_facts.test_shape_rules_are_those_of_kernels",
-    "may_write_into": _OVER,
-    "writes_as": _OVER,
-    "method": "test_load.test_methods_call_their_operator_alone",
-    "function": "test_load.test_functions_call_their_operator_alone",
-    "flops_like": "test_operator_facts.test_operations_are_counted",
-    "repeats_heads": "test_operator_facts.test_operations_are_counted",
-    "matrix_product": "test_operator_facts.test_matrix_products",
-    "casts": "test_operator_facts.test_casts",
-    "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
-    "effect": "test_effects.test_effects_of_operators",
-}
-"""Fact -> the test that goes through the rows which state it."""
-
 HIGHER_ORDER = (
     "is a higher-order operator: it takes functions and calls them where a plan does not see it, "
     "so it cannot be planned"
@@ -181,14 +147,23 @@ FUNCTIONAL = (
 )
 _STATISTICS = ("running_mean", "running_var")
 
+
+def _alike(names: str, **facts: Any) -> Iterator[OperatorFacts]:
+    """Yield a row for each of these names. In texts, '{name}' stands for the operator's own name,
+    '{packet}' for that without library and overload."""
+    for name in names.split():
+        packet = name.split(".")[1]
+        texts = {k: v.format(name=name, packet=packet) for k, v in facts.items() if type(v) is str}
+        yield OperatorFacts(name, **(facts | texts))
+
+
 ROWS: tuple[OperatorFacts, ...] = (
     # Refused: operators that exchange storages, and higher-order operators.
-    OperatorFacts("*._resize_output_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
-    OperatorFacts("*.resize_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
-    OperatorFacts("*.resize_as_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
-    OperatorFacts("*.set_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
-    OperatorFacts("*.storage_resize_", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
-    OperatorFacts("*.swap_data", refused_because=_EXCHANGES, instead=_NEW_TENSOR),
+    *_alike(
+        "*._resize_output_ *.resize_ *.resize_as_ *.set_ *.storage_resize_ *.swap_data",
+        refused_because=_EXCHANGES,
+        instead=_NEW_TENSOR,
+    ),
     OperatorFacts(
         "associative_scan",
         called="torch associative_scan",
@@ -212,51 +187,47 @@ ROWS: tuple[OperatorFacts, ...] = (
     # of which is followed by one that waits.
     OperatorFacts("c10d.*", refused_because=IN_PLACE_ON_PROCESSES, instead=FUNCTIONAL),
     OperatorFacts("symm_mem.*", refused_because=_SYMMETRIC, instead=FUNCTIONAL),
-    OperatorFacts("_c10d_functional.*", effect=Effect.COMMUNICATES),
+    *_alike(
+        "_c10d_functional.* _c10d_functional_autograd.* c10d_functional.* "
+        "_dtensor.shard_dim_alltoall",
+        effect=Effect.COMMUNICATES,
+    ),
     OperatorFacts("_c10d_functional.wait_tensor", writes=("tensor",), effect=Effect.WAITS),
-    OperatorFacts("_c10d_functional_autograd.*", effect=Effect.COMMUNICATES),
-    OperatorFacts("c10d_functional.*", effect=Effect.COMMUNICATES),
     OperatorFacts("c10d_functional.wait_tensor", writes=("self",), effect=Effect.WAITS),
-    OperatorFacts("_dtensor.shard_dim_alltoall", effect=Effect.COMMUNICATES),
     # Operators that return values to Python.
-    OperatorFacts("aten._local_scalar_dense.default", tells_python=True),
-    OperatorFacts("aten.allclose.default", tells_python=True),
-    OperatorFacts("aten.equal.default", tells_python=True),
-    OperatorFacts("aten.is_nonzero.default", tells_python=True),
+    *_alike(
+        "aten._local_scalar_dense.default aten.allclose.default aten.equal.default "
+        "aten.is_nonzero.default",
+        tells_python=True,
+    ),
     # Normalization by batch statistics writes running statistics, although few schemas say so, and
     # does not read them. Its backward ignores them; that of cuDNN and MIOpen is for training only.
     # `_batch_norm_no_update` cannot rerun `_batch_norm_with_update`: it reads running statistics.
-    OperatorFacts("aten._batch_norm_with_update.default", reads_no_element_of=_STATISTICS),
+    *_alike(
+        "aten._batch_norm_with_update.default aten.cudnn_batch_norm_backward.default "
+        "aten.miopen_batch_norm_backward.default",
+        reads_no_element_of=_STATISTICS,
+    ),
     OperatorFacts(
         "aten._native_batch_norm_legit.default",
         reads_no_element_of=_STATISTICS,
         if_argument="training",
         runs_again_as="aten._native_batch_norm_legit.no_stats",
     ),
-    OperatorFacts(
-        "aten.cudnn_batch_norm.default",
-        function="torch._VF.cudnn_batch_norm",
+    *_alike(
+        "aten.cudnn_batch_norm.default aten.native_batch_norm.default",
+        function="torch._VF.{packet}",
         writes=_STATISTICS,
         reads_no_element_of=_STATISTICS,
         if_argument="training",
-        runs_again_as="aten.cudnn_batch_norm.default",
+        runs_again_as="{name}",
     ),
-    OperatorFacts("aten.cudnn_batch_norm_backward.default", reads_no_element_of=_STATISTICS),
     OperatorFacts(
         "aten.miopen_batch_norm.default",
         writes=_STATISTICS,
         reads_no_element_of=_STATISTICS,
         if_argument="training",
         runs_again_as="aten.miopen_batch_norm.default",
-    ),
-    OperatorFacts("aten.miopen_batch_norm_backward.default", reads_no_element_of=_STATISTICS),
-    OperatorFacts(
-        "aten.native_batch_norm.default",
-        function="torch._VF.native_batch_norm",
-        writes=_STATISTICS,
-        reads_no_element_of=_STATISTICS,
-        if_argument="training",
-        runs_again_as="aten.native_batch_norm.default",
     ),
     OperatorFacts(
         "aten.native_batch_norm_backward.default",
@@ -271,59 +242,38 @@ ROWS: tuple[OperatorFacts, ...] = (
     ),
     # Operators that make new tensors, some with shape and dtype of an argument.
     OperatorFacts("aten.bernoulli.p", reads_no_element_of=("self",)),
-    OperatorFacts("aten.empty", makes_unwritten=True),
-    OperatorFacts("aten.empty_like", makes_unwritten=True),
-    OperatorFacts("aten.empty_like.default", recorded_as="aten.empty_strided.default"),
-    OperatorFacts("aten.empty_permuted", makes_unwritten=True),
-    OperatorFacts("aten.empty_quantized", makes_unwritten=True),
-    OperatorFacts("aten.empty_strided", makes_unwritten=True),
-    OperatorFacts("aten.full_like.default", recorded_as="aten.full.default"),
+    *_alike(
+        "aten.empty aten.empty_like aten.empty_permuted aten.empty_quantized aten.empty_strided "
+        "aten.new_empty aten.new_empty_strided",
+        makes_unwritten=True,
+    ),
+    *_alike(
+        "aten.empty_like.default aten.new_empty.default aten.new_empty_strided.default",
+        recorded_as="aten.empty_strided.default",
+    ),
+    *_alike("aten.full_like.default aten.new_full.default", recorded_as="aten.full.default"),
     OperatorFacts("aten.is_same_size.default", reads_no_element_of=("self", "other")),
-    OperatorFacts("aten.new_empty", makes_unwritten=True),
-    OperatorFacts("aten.new_empty.default", recorded_as="aten.empty_strided.default"),
-    OperatorFacts("aten.new_empty_strided", makes_unwritten=True),
-    OperatorFacts("aten.new_empty_strided.default", recorded_as="aten.empty_strided.default"),
-    OperatorFacts("aten.new_full.default", recorded_as="aten.full.default"),
-    OperatorFacts("aten.new_ones.default", recorded_as="aten.ones.default"),
-    OperatorFacts("aten.new_zeros.default", recorded_as="aten.zeros.default"),
-    OperatorFacts("aten.ones_like.default", recorded_as="aten.ones.default"),
+    *_alike("aten.new_ones.default aten.ones_like.default", recorded_as="aten.ones.default"),
+    *_alike("aten.new_zeros.default aten.zeros_like.default", recorded_as="aten.zeros.default"),
     OperatorFacts("aten.rand_like.default", recorded_as="aten.rand.default"),
     OperatorFacts("aten.randn_like.default", recorded_as="aten.randn.default"),
-    OperatorFacts("aten.zeros_like.default", recorded_as="aten.zeros.default"),
     # Operators that write into their first argument without reading it; other names with a final
     # underscore read it.
-    OperatorFacts("aten._foreach_copy_", fills=True),
-    OperatorFacts("aten._foreach_zero_", fills=True),
-    OperatorFacts("aten._index_put_impl_", fills=True),
-    OperatorFacts("aten._unsafe_index_put_", fills=True),
-    OperatorFacts("aten.bernoulli_", fills=True),
-    OperatorFacts("aten.cauchy_", fills=True),
-    OperatorFacts("aten.copy_", fills=True),
-    OperatorFacts("aten.exponential_", fills=True),
-    OperatorFacts("aten.fill_", fills=True),
-    OperatorFacts("aten.fill_diagonal_", fills=True),
-    OperatorFacts("aten.geometric_", fills=True),
-    OperatorFacts("aten.index_copy_", fills=True),
-    OperatorFacts("aten.index_fill_", fills=True),
-    OperatorFacts("aten.index_put_", fills=True),
-    OperatorFacts("aten.log_normal_", fills=True),
-    OperatorFacts("aten.masked_fill_", fills=True),
-    OperatorFacts("aten.masked_scatter_", fills=True),
-    OperatorFacts("aten.normal_", fills=True),
-    OperatorFacts("aten.put_", fills=True),
-    OperatorFacts("aten.random_", fills=True),
-    OperatorFacts("aten.scatter_", fills=True),
-    OperatorFacts("aten.uniform_", fills=True),
-    OperatorFacts("aten.zero_", fills=True),
+    *_alike(
+        "aten._foreach_copy_ aten._foreach_zero_ aten._index_put_impl_ aten._unsafe_index_put_ "
+        "aten.bernoulli_ aten.cauchy_ aten.copy_ aten.exponential_ aten.fill_ aten.fill_diagonal_ "
+        "aten.geometric_ aten.index_copy_ aten.index_fill_ aten.index_put_ aten.log_normal_ "
+        "aten.masked_fill_ aten.masked_scatter_ aten.normal_ aten.put_ aten.random_ aten.scatter_ "
+        "aten.uniform_ aten.zero_",
+        fills=True,
+    ),
     # Shapes that depend on values, and the operator that computes the sizes.
-    OperatorFacts(
-        "aten._unique.default", shape_decided_by="self", sizes_from="aten._unique.default"
-    ),
-    OperatorFacts(
-        "aten._unique2.default", shape_decided_by="self", sizes_from="aten._unique2.default"
-    ),
-    OperatorFacts(
-        "aten.bincount.default", shape_decided_by="self", sizes_from="aten.bincount.default"
+    *_alike(
+        "aten._unique.default aten._unique2.default aten.bincount.default "
+        "aten.unique_consecutive.default aten.unique_dim.default "
+        "aten.unique_dim_consecutive.default",
+        shape_decided_by="self",
+        sizes_from="{name}",
     ),
     OperatorFacts(
         "aten.index.Tensor", shape_decided_by="indices", sizes_from="aten.count_nonzero.default"
@@ -333,65 +283,53 @@ ROWS: tuple[OperatorFacts, ...] = (
         shape_decided_by="mask",
         sizes_from="aten.count_nonzero.default",
     ),
-    OperatorFacts(
-        "aten.nonzero.default", shape_decided_by="self", sizes_from="aten.count_nonzero.default"
-    ),
-    OperatorFacts(
-        "aten.nonzero_numpy.default",
+    *_alike(
+        "aten.nonzero.default aten.nonzero_numpy.default",
         shape_decided_by="self",
         sizes_from="aten.count_nonzero.default",
     ),
     OperatorFacts(
         "aten.repeat_interleave.Tensor", shape_decided_by="repeats", sizes_from="aten.sum.default"
     ),
-    OperatorFacts(
-        "aten.unique_consecutive.default",
-        shape_decided_by="self",
-        sizes_from="aten.unique_consecutive.default",
-    ),
-    OperatorFacts(
-        "aten.unique_dim.default", shape_decided_by="self", sizes_from="aten.unique_dim.default"
-    ),
-    OperatorFacts(
-        "aten.unique_dim_consecutive.default",
-        shape_decided_by="self",
-        sizes_from="aten.unique_dim_consecutive.default",
-    ),
     # Of 702 entries of PyTorch's op_db, forward and backward, only scatters make storages whose
     # size depends on that of an argument's storage. Grouped products need bfloat16 only on CUDA.
     OperatorFacts("aten._grouped_mm.default", shape_rule=ShapeRule.GROUPED_PRODUCT),
-    OperatorFacts("aten.as_strided_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
-    OperatorFacts("aten.diagonal_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
-    OperatorFacts("aten.select_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
-    OperatorFacts("aten.slice_scatter.default", shape_rule=ShapeRule.STORAGE_AS_LARGE),
+    *_alike(
+        "aten.as_strided_scatter.default aten.diagonal_scatter.default "
+        "aten.select_scatter.default aten.slice_scatter.default",
+        shape_rule=ShapeRule.STORAGE_AS_LARGE,
+    ),
     # Views.
-    OperatorFacts("aten._conj.default", view=ViewKind.OTHER_NUMBERS),
-    OperatorFacts("aten._neg_view.default", view=ViewKind.OTHER_NUMBERS),
+    *_alike(
+        "aten._conj.default aten._neg_view.default aten.view.dtype",
+        view=ViewKind.OTHER_NUMBERS,
+    ),
     OperatorFacts("aten._unsafe_view.default", method="view", view=ViewKind.BY_STRIDES),
     OperatorFacts("aten.alias.default", view=ViewKind.SAME_VALUE),
-    OperatorFacts("aten.as_strided.default", method="as_strided", view=ViewKind.BY_STRIDES),
+    *_alike(
+        "aten.as_strided.default aten.view.default",
+        method="{packet}",
+        view=ViewKind.BY_STRIDES,
+    ),
     OperatorFacts("aten.detach.default", view=ViewKind.SAME_VALUE, monotone=True),
-    OperatorFacts("aten.expand.default", method="expand"),
-    OperatorFacts("aten.lift", may_be_constant=True),
-    OperatorFacts("aten.lift_fresh", may_be_constant=True),
+    *_alike(
+        "aten.expand.default aten.permute.default aten.select.int aten.squeeze.dim aten.t.default "
+        "aten.transpose.int aten.unsqueeze.default",
+        method="{packet}",
+    ),
+    *_alike("aten.lift aten.lift_fresh aten.lift_fresh_copy", may_be_constant=True),
     OperatorFacts("aten.lift_fresh.default", view=ViewKind.SAME_VALUE),
-    OperatorFacts("aten.lift_fresh_copy", may_be_constant=True),
-    OperatorFacts("aten.permute.default", method="permute"),
-    OperatorFacts("aten.select.int", method="select"),
-    OperatorFacts("aten.squeeze.dim", method="squeeze"),
-    OperatorFacts("aten.t.default", method="t"),
-    OperatorFacts("aten.transpose.int", method="transpose"),
-    OperatorFacts("aten.unsqueeze.default", method="unsqueeze"),
-    OperatorFacts("aten.view.default", method="view", view=ViewKind.BY_STRIDES),
-    OperatorFacts("aten.view.dtype", view=ViewKind.OTHER_NUMBERS),
     # Attention on CPU has no formula of its own before torch 2.15; its arguments begin as those
     # of CUDA do.
-    OperatorFacts("aten._scaled_dot_product_cudnn_attention", repeats_heads=True),
-    OperatorFacts("aten._scaled_dot_product_cudnn_attention_backward", repeats_heads=True),
-    OperatorFacts("aten._scaled_dot_product_efficient_attention", repeats_heads=True),
-    OperatorFacts("aten._scaled_dot_product_efficient_attention_backward", repeats_heads=True),
-    OperatorFacts("aten._scaled_dot_product_flash_attention", repeats_heads=True),
-    OperatorFacts("aten._scaled_dot_product_flash_attention_backward", repeats_heads=True),
+    *_alike(
+        "aten._scaled_dot_product_cudnn_attention "
+        "aten._scaled_dot_product_cudnn_attention_backward "
+        "aten._scaled_dot_product_efficient_attention "
+        "aten._scaled_dot_product_efficient_attention_backward "
+        "aten._scaled_dot_product_flash_attention "
+        "aten._scaled_dot_product_flash_attention_backward",
+        repeats_heads=True,
+    ),
     OperatorFacts(
         "aten._scaled_dot_product_flash_attention_for_cpu",
         flops_like="aten._scaled_dot_product_flash_attention",
@@ -411,12 +349,11 @@ ROWS: tuple[OperatorFacts, ...] = (
         matrix_product=True,
     ),
     OperatorFacts("aten.index_add.default", may_write_into=FIRST_OPERAND),
-    OperatorFacts("aten.baddbmm.default", function="torch._VF.baddbmm", matrix_product=True),
-    OperatorFacts("aten.bmm.default", function="torch._VF.bmm", matrix_product=True),
-    OperatorFacts(
-        "aten.convolution.default", function="torch._VF.convolution", matrix_product=True
+    *_alike(
+        "aten.baddbmm.default aten.bmm.default aten.convolution.default aten.mm.default",
+        function="torch._VF.{packet}",
+        matrix_product=True,
     ),
-    OperatorFacts("aten.mm.default", function="torch._VF.mm", matrix_product=True),
     # Elementwise operators whose variant that writes into an operand runs the same kernel in the
     # same order: tests compare their bits. Operators whose variants PyTorch generates are not here:
     # they compute into new memory and copy. `add.Scalar` and the like use variants of overloads
@@ -424,90 +361,59 @@ ROWS: tuple[OperatorFacts, ...] = (
     # In the backward of softmax each row of the result depends on the same row of both operands:
     # CPU kernels sum a row, then write each element after reading it. The logits of language
     # models are their largest tensors.
-    OperatorFacts(
-        "aten._log_softmax_backward_data.default",
+    *_alike(
+        "aten._log_softmax_backward_data.default aten._softmax_backward_data.default",
         may_write_into=OPERAND_ON_CPU,
-        function="torch._VF._log_softmax_backward_data",
+        function="torch._VF.{packet}",
     ),
-    OperatorFacts(
-        "aten._softmax_backward_data.default",
-        may_write_into=OPERAND_ON_CPU,
-        function="torch._VF._softmax_backward_data",
+    *_alike(
+        "aten.abs.default aten.addcdiv.default aten.addcmul.default aten.clamp.default "
+        "aten.clamp_min.default aten.cos.default aten.elu.default aten.elu_backward.default "
+        "aten.erf.default aten.gelu_backward.default aten.hardsigmoid.default "
+        "aten.hardsigmoid_backward.default aten.hardtanh.default aten.hardtanh_backward.default "
+        "aten.leaky_relu.default aten.leaky_relu_backward.default aten.masked_fill.Scalar "
+        "aten.mish.default aten.pow.Tensor_Tensor aten.reciprocal.default "
+        "aten.sigmoid_backward.default aten.silu_backward.default aten.sin.default "
+        "aten.softplus.default aten.tanh_backward.default aten.threshold_backward.default",
+        may_write_into=OPERAND,
     ),
-    OperatorFacts("aten.abs.default", may_write_into=OPERAND),
-    OperatorFacts("aten.add.Scalar", may_write_into=OPERAND, writes_as="aten.add.Tensor"),
-    OperatorFacts("aten.add.Tensor", may_write_into=OPERAND, function="torch._VF.add"),
-    OperatorFacts("aten.addcdiv.default", may_write_into=OPERAND),
-    OperatorFacts("aten.addcmul.default", may_write_into=OPERAND),
-    OperatorFacts("aten.clamp.default", may_write_into=OPERAND),
-    OperatorFacts("aten.clamp_min.default", may_write_into=OPERAND),
-    OperatorFacts("aten.cos.default", may_write_into=OPERAND),
-    OperatorFacts("aten.div.Scalar", may_write_into=OPERAND, writes_as="aten.div.Tensor"),
-    OperatorFacts("aten.div.Tensor", may_write_into=OPERAND, function="torch._VF.div"),
-    OperatorFacts("aten.elu.default", may_write_into=OPERAND),
-    OperatorFacts("aten.elu_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.erf.default", may_write_into=OPERAND),
-    OperatorFacts("aten.exp.default", may_write_into=OPERAND, function="torch._VF.exp"),
-    OperatorFacts("aten.gelu.default", may_write_into=OPERAND, function="torch._C._nn.gelu"),
-    OperatorFacts("aten.gelu_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.hardsigmoid.default", may_write_into=OPERAND),
-    OperatorFacts("aten.hardsigmoid_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.hardtanh.default", may_write_into=OPERAND),
-    OperatorFacts("aten.hardtanh_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.leaky_relu.default", may_write_into=OPERAND),
-    OperatorFacts("aten.leaky_relu_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.log.default", may_write_into=OPERAND, function="torch._VF.log"),
-    OperatorFacts("aten.masked_fill.Scalar", may_write_into=OPERAND),
-    OperatorFacts("aten.maximum.default", may_write_into=OPERAND, function="torch._VF.maximum"),
-    OperatorFacts("aten.minimum.default", may_write_into=OPERAND, function="torch._VF.minimum"),
-    OperatorFacts("aten.mish.default", may_write_into=OPERAND),
-    OperatorFacts("aten.mul.Scalar", may_write_into=OPERAND, writes_as="aten.mul.Tensor"),
-    OperatorFacts("aten.mul.Tensor", may_write_into=OPERAND, function="torch._VF.mul"),
-    OperatorFacts("aten.neg.default", may_write_into=OPERAND, function="torch._VF.neg"),
-    OperatorFacts("aten.pow.Tensor_Scalar", may_write_into=OPERAND, function="torch._VF.pow"),
-    OperatorFacts("aten.pow.Tensor_Tensor", may_write_into=OPERAND),
-    OperatorFacts("aten.reciprocal.default", may_write_into=OPERAND),
-    OperatorFacts("aten.relu.default", may_write_into=OPERAND, function="torch._VF.relu"),
-    OperatorFacts("aten.rsqrt.default", may_write_into=OPERAND, function="torch._VF.rsqrt"),
-    OperatorFacts("aten.sigmoid.default", may_write_into=OPERAND, function="torch._VF.sigmoid"),
-    OperatorFacts("aten.sigmoid_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.silu.default", may_write_into=OPERAND, function="torch._C._nn.silu"),
-    OperatorFacts("aten.silu_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.sin.default", may_write_into=OPERAND),
-    OperatorFacts("aten.softplus.default", may_write_into=OPERAND),
-    OperatorFacts("aten.sqrt.default", may_write_into=OPERAND, function="torch._VF.sqrt"),
-    OperatorFacts("aten.sub.Scalar", may_write_into=OPERAND, writes_as="aten.sub.Tensor"),
-    OperatorFacts("aten.sub.Tensor", may_write_into=OPERAND, function="torch._VF.sub"),
-    OperatorFacts("aten.tanh.default", may_write_into=OPERAND, function="torch._VF.tanh"),
-    OperatorFacts("aten.tanh_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.threshold_backward.default", may_write_into=OPERAND),
-    OperatorFacts("aten.where.self", may_write_into=OPERAND, function="torch._VF.where"),
+    *_alike(
+        "aten.add.Scalar aten.div.Scalar aten.mul.Scalar aten.sub.Scalar",
+        may_write_into=OPERAND,
+        writes_as="aten.{packet}.Tensor",
+    ),
+    *_alike(
+        "aten.add.Tensor aten.div.Tensor aten.exp.default aten.log.default aten.maximum.default "
+        "aten.minimum.default aten.mul.Tensor aten.neg.default aten.pow.Tensor_Scalar "
+        "aten.relu.default aten.rsqrt.default aten.sigmoid.default aten.sqrt.default "
+        "aten.sub.Tensor aten.tanh.default aten.where.self",
+        may_write_into=OPERAND,
+        function="torch._VF.{packet}",
+    ),
+    *_alike(
+        "aten.gelu.default aten.silu.default",
+        may_write_into=OPERAND,
+        function="torch._C._nn.{packet}",
+    ),
     # Functions of PyTorch that take the same arguments in the same order save 0.4 us, that of a
     # convolution 4 us.
-    OperatorFacts("aten._log_softmax.default", function="torch._VF._log_softmax"),
-    OperatorFacts("aten._safe_softmax.default", function="torch._VF._safe_softmax"),
-    OperatorFacts("aten._softmax.default", function="torch._VF._softmax"),
-    OperatorFacts("aten._to_copy.default", casts=True),
-    OperatorFacts("aten.add_.Tensor", function="torch.Tensor.add_"),
-    OperatorFacts("aten.avg_pool2d.default", function="torch._C._nn.avg_pool2d"),
-    OperatorFacts("aten.cat.default", function="torch._VF.cat"),
-    OperatorFacts("aten.clone.default", function="torch._VF.clone"),
-    OperatorFacts("aten.constant_pad_nd.default", function="torch._VF.constant_pad_nd"),
-    OperatorFacts("aten.copy_.default", function="torch.Tensor.copy_"),
-    OperatorFacts("aten.embedding.default", function="torch._VF.embedding"),
-    OperatorFacts("aten.ge.Scalar", monotone=True),
-    OperatorFacts("aten.gt.Scalar", monotone=True),
-    OperatorFacts("aten.le.Scalar", monotone=True),
-    OperatorFacts("aten.lt.Scalar", monotone=True),
-    OperatorFacts(
-        "aten.max_pool2d_with_indices.default", function="torch._C._nn.max_pool2d_with_indices"
+    *_alike(
+        "aten._log_softmax.default aten._safe_softmax.default aten._softmax.default "
+        "aten.cat.default aten.clone.default aten.constant_pad_nd.default aten.embedding.default "
+        "aten.mean.dim aten.native_group_norm.default aten.native_layer_norm.default "
+        "aten.relu_.default aten.sum.dim_IntList",
+        function="torch._VF.{packet}",
     ),
-    OperatorFacts("aten.mean.dim", function="torch._VF.mean"),
-    OperatorFacts("aten.mul_.Tensor", function="torch.Tensor.mul_"),
-    OperatorFacts("aten.native_group_norm.default", function="torch._VF.native_group_norm"),
-    OperatorFacts("aten.native_layer_norm.default", function="torch._VF.native_layer_norm"),
-    OperatorFacts("aten.relu_.default", function="torch._VF.relu_"),
-    OperatorFacts("aten.sum.dim_IntList", function="torch._VF.sum"),
+    OperatorFacts("aten._to_copy.default", casts=True),
+    *_alike(
+        "aten.add_.Tensor aten.copy_.default aten.mul_.Tensor",
+        function="torch.Tensor.{packet}",
+    ),
+    *_alike(
+        "aten.avg_pool2d.default aten.max_pool2d_with_indices.default",
+        function="torch._C._nn.{packet}",
+    ),
+    *_alike("aten.ge.Scalar aten.gt.Scalar aten.le.Scalar aten.lt.Scalar", monotone=True),
 )
 
 
