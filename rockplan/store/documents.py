@@ -12,7 +12,7 @@ import hashlib
 import json
 import stat
 from collections.abc import Callable, Mapping
-from dataclasses import fields
+from dataclasses import asdict, astuple, fields
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
@@ -148,14 +148,26 @@ def flag(value: object) -> bool:
     return value
 
 
+_READERS: dict[Any, Callable[[object], Any]] = {
+    "str": text_of,
+    "int": natural,
+    "bool": flag,
+    "tuple[int, ...]": naturals,
+}
+
+
+def read_fields(kind: Any, row: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """Read fields of the dataclass `kind` from the members of those names: `names`, or all that are
+    texts, numbers, flags or lists of numbers."""
+    readers = {f.name: _READERS[f.type] for f in fields(kind) if f.type in _READERS}
+    return {name: readers[name](row[name]) for name in names or readers}
+
+
 # Profiles
 
 
 def dump_profile(profile: Profile, key: Key | None = None) -> str:
-    costs = {
-        digest: [c.time_ns, c.spread_ns, c.workspace_bytes, list(c.result_bytes), c.repeats]
-        for digest, c in profile.costs
-    }
+    costs = {digest: astuple(cost) for digest, cost in profile.costs}
     facts = {f.name: getattr(profile, f.name) for f in fields(profile) if f.name != "costs"}
     return dump("profile", {**facts, "costs": costs}, key)
 
@@ -165,52 +177,17 @@ def parse_profile(text: str, key: Key | None = None) -> Profile:
 
 
 def _read_profile(document: dict[str, Any]) -> Profile:
-    return Profile(
-        source=text_of(document["source"]),
-        device=text_of(document["device"]),
-        torch_version=text_of(document["torch_version"]),
-        threads=natural(document["threads"]),
-        costs=tuple((call, _read_cost(row)) for call, row in document["costs"].items()),
-    )
-
-
-def _read_cost(row: object) -> OpCost:
-    time_ns, spread_ns, workspace_bytes, result_bytes, repeats = list_of(row)
-    return OpCost(
-        natural(time_ns),
-        natural(spread_ns),
-        natural(workspace_bytes),
-        naturals(result_bytes),
-        natural(repeats),
-    )
+    names = [f.name for f in fields(OpCost)]
+    rows = {c: dict(zip(names, list_of(r), strict=True)) for c, r in document["costs"].items()}
+    costs = tuple((call, OpCost(**read_fields(OpCost, row))) for call, row in rows.items())
+    return Profile(**read_fields(Profile, document), costs=costs)
 
 
 # Options of blocks
 
-_OPTION_BYTES = (
-    "output_bytes",
-    "saved_bytes",
-    "forward_peak_bytes",
-    "backward_peak_bytes",
-    "time_ns",
-)
-
 
 def dump_family(family: OptionFamily, key: Key | None = None) -> str:
-    options = [
-        {
-            "forward": list(o.forward),
-            "backward": list(o.backward),
-            **{name: getattr(o, name) for name in _OPTION_BYTES},
-        }
-        for o in family.options
-    ]
-    content = {
-        "options": options,
-        "solves": family.solves,
-        "is_complete": family.is_complete,
-    }
-    return dump("options", content, key)
+    return dump("options", asdict(family), key)
 
 
 def parse_family(text: str, key: Key | None = None) -> OptionFamily:
@@ -218,19 +195,8 @@ def parse_family(text: str, key: Key | None = None) -> OptionFamily:
 
 
 def _read_family(document: dict[str, Any]) -> OptionFamily:
-    options = tuple(
-        BlockOption(
-            forward=naturals(row["forward"]),
-            backward=naturals(row["backward"]),
-            **{name: natural(row[name]) for name in _OPTION_BYTES},
-        )
-        for row in document["options"]
-    )
-    return OptionFamily(
-        options,
-        natural(document["solves"]),
-        flag(document["is_complete"]),
-    )
+    options = tuple(BlockOption(**read_fields(BlockOption, row)) for row in document["options"])
+    return OptionFamily(options, **read_fields(OptionFamily, document))
 
 
 # Answers

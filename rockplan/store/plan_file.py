@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, astuple, replace
 from pathlib import Path, PurePath
 from typing import Any
 
@@ -25,7 +25,7 @@ from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.store import documents
-from rockplan.store.documents import flag, list_of, natural, naturals, text_of
+from rockplan.store.documents import flag, list_of, natural, naturals, read_fields, text_of
 from rockplan.store.fingerprint import VERSION
 from rockplan.values.copies import with_copies_of, without_copies
 from rockplan.values.graph import (
@@ -43,15 +43,16 @@ from rockplan.values.graph import (
 from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
 
-_NUMBERS = (
-    "budget_bytes",
-    "peak_bytes",
-    "saved_bytes",
-    "time_ns",
-    "eager_peak_bytes",
-    "eager_time_ns",
+# What documents state in members of the same names.
+_OF_PLAN = (
+    *("budget_bytes", "peak_bytes", "saved_bytes", "time_ns", "eager_peak_bytes", "eager_time_ns"),
+    *("graph_digest", "profile_digest", "profile_source", "torch_version", "checked"),
 )
-_TEXTS = ("graph_digest", "profile_digest", "profile_source", "torch_version", "checked")
+_OF_GRAPH = ("outputs", "held", "handed", "rng_state_bytes")
+_OF_NODE = (
+    *("name", "module", "source", "reads", "writes"),
+    *("time_ns", "workspace_bytes", "random", "recomputable"),
+)
 
 
 def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
@@ -300,18 +301,13 @@ def parse_plans(text: str, key: documents.Key | None = None) -> tuple[Plan, ...]
 
 def _plan_row(plan: Plan) -> dict[str, object]:
     """Return a plan as JSON values."""
-    certificate = plan.certificate
     return {
-        **{name: getattr(plan, name) for name in (*_NUMBERS, *_TEXTS)},
+        **{name: getattr(plan, name) for name in _OF_PLAN},
         **({"compiled": plan.compiled} if plan.compiled else {}),
         **({"in_flight": plan.in_flight} if plan.in_flight > 1 else {}),
-        "certificate": {
-            "status": certificate.status.value,
-            "objective_ns": certificate.objective_ns,
-            "bound_ns": certificate.bound_ns,
-        },
+        "certificate": {**asdict(plan.certificate), "status": plan.certificate.status.value},
         "graph": _graph_row(outline(plan.graph)),
-        "blocks": [[b.name, b.digest, list(b.forward), list(b.backward)] for b in plan.blocks],
+        "blocks": [astuple(block) for block in plan.blocks],
         "forward_length": plan.schedule.forward_length,
         "events": [
             ["compute", e.node] if isinstance(e, Compute) else ["free", e.data]
@@ -323,31 +319,19 @@ def _plan_row(plan: Plan) -> dict[str, object]:
 def _graph_row(graph: CDGraph) -> dict[str, object]:
     """Return an outline as JSON values."""
     return {
+        **{name: getattr(graph, name) for name in (*_OF_GRAPH, "eager_order")},
         "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
         "nodes": [
             {
-                "name": n.name,
+                **{name: getattr(n, name) for name in _OF_NODE},
                 "phase": n.phase.value,
-                "module": n.module,
-                "source": n.source,
-                "reads": list(n.reads),
-                "writes": list(n.writes),
                 "takes": [_takeover_row(t, n) for t in n.takes],
-                "time_ns": n.time_ns,
-                "workspace_bytes": n.workspace_bytes,
-                "random": n.random,
-                "recomputable": n.recomputable,
                 **({} if n.queue is Queue.COMPUTE else {"queue": n.queue.value}),
                 **({"optional": True} if n.optional else {}),
             }
             for n in graph.nodes
         ],
-        "outputs": list(graph.outputs),
-        "held": list(graph.held),
-        "handed": list(graph.handed),
-        "eager_order": list(graph.eager_order),
         **({"tiles": graph.tiles} if graph.tiles else {}),
-        "rng_state_bytes": graph.rng_state_bytes,
     }
 
 
@@ -362,20 +346,16 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Read one plan, and check that its schedule keeps what it states."""
     graph = _read_graph(row["graph"])
     certificate = row["certificate"]
-    facts: dict[str, Any] = {name: natural(row[name]) for name in _NUMBERS}
-    facts |= {name: text_of(row[name]) for name in _TEXTS}
     plan = Plan(
         graph=graph,
         schedule=_read_schedule(row, graph),
         blocks=tuple(_read_block(block, graph) for block in list_of(row["blocks"])),
         certificate=Certificate(
-            Status(certificate["status"]),
-            natural(certificate["objective_ns"]),
-            natural(certificate["bound_ns"]),
+            Status(certificate["status"]), **read_fields(Certificate, certificate)
         ),
         compiled=_read_compiled(row),
         in_flight=natural(row.get("in_flight", 1)),
-        **facts,
+        **read_fields(Plan, row, *_OF_PLAN),
     )
     _check_promises(plan)
     return replace(plan, trips=trips(graph, plan.schedule))
@@ -399,17 +379,14 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
     phases = [n.phase for n in nodes]
     if phases != sorted(phases, key=lambda phase: phase is Phase.BACKWARD):
         raise ValueError("a forward operation after a backward operation")
-    outputs, held, handed = (_below(row[k], len(data)) for k in ("outputs", "held", "handed"))
     graph = CDGraph(
         data=data,
         nodes=nodes,
-        outputs=outputs,
-        held=held,
-        handed=handed,
-        rng_state_bytes=natural(row["rng_state_bytes"]),
+        **read_fields(CDGraph, row, *_OF_GRAPH),
         eager_order=_read_order(row, nodes),
         tiles=natural(row.get("tiles", 0)),
     )
+    _check_below((*graph.outputs, *graph.held, *graph.handed), len(data))
     if with_copies_of(without_copies(graph), graph) != graph:
         raise ValueError("operations that copy storages to the host are not those of a plan")
     return graph
@@ -427,23 +404,17 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
     """Read one operation. data: number of storages."""
-    # Plans older than takeovers do not state any, and are right without.
-    reads, writes = _below(row["reads"], data), _below(row["writes"], data)
-    return ComputeNode(
+    node = ComputeNode(
         index=index,
-        name=text_of(row["name"]),
         phase=Phase(row["phase"]),
-        reads=reads,
-        writes=writes,
-        takes=tuple(_read_takeover(t, reads, writes) for t in list_of(row.get("takes", []))),
-        time_ns=natural(row["time_ns"]),
-        workspace_bytes=natural(row["workspace_bytes"]),
-        random=flag(row["random"]),
-        recomputable=flag(row["recomputable"]),
         queue=Queue(row.get("queue", "compute")),
         optional=flag(row.get("optional", False)),
-        module=text_of(row["module"]),
-        source=text_of(row["source"]),
+        **read_fields(ComputeNode, row, *_OF_NODE),
+    )
+    _check_below((*node.reads, *node.writes), data)
+    # Plans older than takeovers do not state any, and are right without.
+    return replace(
+        node, takes=tuple(_read_takeover(t, node) for t in list_of(row.get("takes", [])))
     )
 
 
@@ -454,15 +425,15 @@ def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
     return list(map(list, zip(takeover.operands, takeover.results, strict=True)))
 
 
-def _read_takeover(row: object, reads: Sequence[int], writes: Sequence[int]) -> Takeover:
+def _read_takeover(row: object, node: ComputeNode) -> Takeover:
     """Read the operands that a node's results may take over."""
-    pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *writes)]
+    pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *node.writes)]
     if any(len(pair) != 2 for pair in pairs) or not pairs:
         raise ValueError("an operation takes over no pairs of an operand and a result")
     operands, results = zip(*pairs, strict=True)
-    if not set(reads).issuperset(operands):
+    if not set(node.reads).issuperset(operands):
         raise ValueError("an operation takes over what it does not read")
-    if not set(writes).issuperset(results):
+    if not set(node.writes).issuperset(results):
         raise ValueError("an operation takes over storages for what it does not make")
     if len(set(operands)) < len(pairs) or len(set(results)) < len(pairs):
         raise ValueError("an operation takes over a storage twice")
@@ -470,11 +441,11 @@ def _read_takeover(row: object, reads: Sequence[int], writes: Sequence[int]) -> 
 
 
 def _read_block(row: object, graph: CDGraph) -> BlockSummary:
-    name, digest, forward, backward = list_of(row)
-    nodes = len(graph.nodes)
-    return BlockSummary(
-        text_of(name), text_of(digest), _below(forward, nodes), _below(backward, nodes)
-    )
+    names = ("name", "digest", "forward", "backward")
+    members = dict(zip(names, list_of(row), strict=True))
+    block = BlockSummary(**read_fields(BlockSummary, members))
+    _check_below((*block.forward, *block.backward), len(graph.nodes))
+    return block
 
 
 def _read_schedule(row: Mapping[str, Any], graph: CDGraph) -> Schedule:
@@ -487,19 +458,16 @@ def _read_schedule(row: Mapping[str, Any], graph: CDGraph) -> Schedule:
 
 def _read_event(event: object, graph: CDGraph) -> Event:
     what, index = list_of(event)
-    if what == "compute":
-        return Compute(*_below([index], len(graph.nodes)))
-    if what == "free":
-        return Free(*_below([index], len(graph.data)))
-    raise ValueError(f"an event that is neither 'compute' nor 'free': {repr(what)[:40]}")
+    if what not in ("compute", "free"):
+        raise ValueError(f"an event that is neither 'compute' nor 'free': {repr(what)[:40]}")
+    _check_below((natural(index),), len(graph.nodes if what == "compute" else graph.data))
+    return Compute(index) if what == "compute" else Free(index)
 
 
-def _below(values: object, limit: int) -> tuple[int, ...]:
-    """Return indices. Raises ValueError if one is not less than `limit`."""
-    numbers = naturals(values)
-    if any(i >= limit for i in numbers):
+def _check_below(indices: Sequence[int], limit: int) -> None:
+    """Raise ValueError if an index is not less than `limit`."""
+    if any(i >= limit for i in indices):
         raise ValueError(f"an index beyond the last of {limit}")
-    return numbers
 
 
 def _check_promises(plan: Plan) -> None:
