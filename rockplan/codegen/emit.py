@@ -71,12 +71,10 @@ class Code:
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
-    """Return Python text that executes `schedule`.
-
-    again: for a forward phase that already ran: every operation runs as a re-execution, changes
-    copies of buffers and not the buffers, and operators with side effects do not run. Raises
-    BackwardError where an operation can run only once.
-    """
+    """Return Python text that executes `schedule`. again: for a forward phase that already ran:
+    every operation runs as a re-execution, changes copies of buffers and not the buffers, and
+    operators with side effects do not run. Raises BackwardError where an operation can run only
+    once."""
     return _Emitter(graph, interface, schedule, again).emit()
 
 
@@ -89,7 +87,9 @@ class _Names:
         self.operators: dict[str, str] = {}
 
     def of(self, key: object, wish: str) -> str:
-        """Return the name of `key`: a valid identifier made of `wish` at the first call."""
+        """Return the unique identifier of `key` (a value, an operator). It is made of `wish` at the
+        first call: other characters become '_', and a number is added if the identifier is
+        taken."""
         if key not in self._of:
             stem = re.sub(r"\W", "_", wish)
             if not stem or stem[0].isdigit() or keyword.iskeyword(stem):
@@ -163,7 +163,8 @@ class _Emitter:
         self._place = ""
 
     def emit(self) -> Code:
-        """Write all functions: the forward phase, then each slice of the backward phase."""
+        """Write all functions, the forward phase, then each slice of the backward phase; return
+        them as Code."""
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
@@ -196,7 +197,8 @@ class _Emitter:
         )
 
     def _reused(self) -> tuple[int, ...]:
-        """Return the positions among `_acting` of results that nodes or returned views read."""
+        """Return the positions among `_acting` (results of forward operators with side effects) of
+        those that nodes or returned views read."""
         graph = self._graph
         read = {d for n in graph.nodes for d in n.reads}
         outputs = (graph.values[o.value] for o in self._interface.outputs if o.value is not None)
@@ -207,8 +209,9 @@ class _Emitter:
     # -- slices and what travels between them ----------------------------------------------
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        """Yield event ranges of the backward phase; each ends after a run of consecutive frees that
-        hands over a gradient."""
+        """Yield (first event, event after the last) of each slice of the backward phase. A slice
+        ends after a run of consecutive frees that hands over a gradient; there is at least one
+        slice."""
         events = self._schedule.events
         start = self._schedule.forward_length
         hands = False
@@ -222,8 +225,8 @@ class _Emitter:
             yield start, len(events)
 
     def _merged_slices(self) -> list[tuple[int, int]]:
-        """Return the slices, the last two joined if the last one hands nothing over. Gradients that
-        are held, such as those of inputs, are returned by the last slice."""
+        """Return the slices, the last two joined if the last one returns no gradient. Gradients
+        that stay alive to the end, such as those of inputs, are returned by the last slice."""
         slices = list(self._slices())
         first, last = slices[-1]
         hands = any(self._is_handed(e) for e in self._schedule.events[first:last])
@@ -254,9 +257,9 @@ class _Emitter:
             self._live[self._graph.values[tangent].data].append(tangent)
 
     def _save(self, position: int) -> None:
-        """Put variables that later slices need into the frame: those of our storages that are no
-        views. position: the next event. A storage that the caller holds is saved only for later
-        events."""
+        """Write that variables which later slices need go into the frame: those of storages that
+        are not the caller's, without views. position: the next event; a storage that the caller
+        holds is saved only if a later event reads it."""
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -271,7 +274,8 @@ class _Emitter:
             self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 
     def _end_forward(self) -> None:
-        """Save what the backward phase needs, and return the tensors of the result."""
+        """Write the end of the forward phase: save what the backward phase needs, return the
+        tensors of the result."""
         leaves = [self._interface.outputs[i] for i in self._interface.results]
         outputs = [leaf.value for leaf in leaves if leaf.value is not None]
         for value in outputs:
@@ -289,13 +293,14 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        """Return gradients in the order in which autograd must sum contributions. handed: gradient
-        data that the slice hands over; position: the next event. A contribution is returned
-        together with all earlier ones to the same target that no slice has returned yet."""
-        given = {pair for d in handed for pair in self._targets[d]}
+        """Write the end of a slice: return gradients in the order in which autograd must sum
+        contributions. handed: gradient storages that the slice hands over; position: the next
+        event. A contribution is returned together with all earlier ones to the same target that no
+        slice has returned yet."""
+        handed_pairs = {pair for d in handed for pair in self._targets[d]}
         last: dict[int, int] = {}
         for place, pair in enumerate(self._unhanded):
-            if is_last or pair in given:
+            if is_last or pair in handed_pairs:
                 last[pair[0]] = place
         pairs = [p for place, p in enumerate(self._unhanded) if place <= last.get(p[0], -1)]
         self._unhanded = [pair for pair in self._unhanded if pair not in pairs]
@@ -314,8 +319,9 @@ class _Emitter:
     # -- events ----------------------------------------------------------------------------
 
     def _event(self, position: int) -> None:
-        """Write the event at `position`: an execution, followed by copies to the host that begin
-        there, or a free. A freed gradient that autograd gets is returned by its slice instead."""
+        """Write the event at `position`: an execution, followed by the copies to the host that
+        begin there, or a free. A free of a gradient that autograd gets writes nothing: its slice
+        returns it."""
         event = self._schedule.events[position]
         if isinstance(event, Compute):
             node = self._graph.nodes[event.node]
@@ -333,7 +339,7 @@ class _Emitter:
             self._drop(event.data)
 
     def _page_out(self, store: ComputeNode) -> None:
-        """Begin a copy to the host."""
+        """Write the begin of a copy to the host. store: the node that stands for the copy."""
         values = [ref.index for ref in refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
         size_bytes = self._graph.data[first.data].size_bytes
@@ -341,7 +347,8 @@ class _Emitter:
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
     def _copy(self, call: Call) -> None:
-        """End a copy to the host, or begin one from the host. call: of the copying node."""
+        """Write the end of a copy to the host, or the begin of one from the host. call: of the
+        copying node."""
         if call.op == STORE:
             self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
             return
@@ -357,6 +364,8 @@ class _Emitter:
             self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
 
     def _drop(self, data: int) -> None:
+        """Write `del`s of all variables of the storage `data`, saved or not, after the end of its
+        copy from the host."""
         self._await(data)
         for value in self._saved.pop(data, ()):
             self._line(f'del frame.saved["{self._name(value)}"]')
@@ -365,8 +374,9 @@ class _Emitter:
         self._live[data] = []
 
     def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
-        """Write the calls of one execution, with its place in the model, replay of random draws,
-        and what differs if the forward runs again. taken: the takeover that it uses."""
+        """Write the calls of one execution of a node, with its place in the model and replay of its
+        random draws. If the forward runs again, results that exist are taken, and effects left out.
+        taken: the takeover (result written over an operand) that the execution uses, if any."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)
@@ -403,7 +413,7 @@ class _Emitter:
     @staticmethod
     def _skip(node: ComputeNode) -> None:
         """Leave out a node that changes outside state, which must not happen twice. Raises
-        BackwardError if it has results."""
+        BackwardError if others read results of it."""
         if node.writes:
             raise BackwardError(
                 f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "
@@ -415,7 +425,8 @@ class _Emitter:
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
-        """Save the generator's state for the first execution, restore it for others."""
+        """Write that the generator's state is saved before the first execution of a node that
+        draws, or (`again`) that this state is restored for another execution."""
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
@@ -426,7 +437,8 @@ class _Emitter:
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
     def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
-        """Write calls. A re-execution drops the copy that it makes of a storage that is alive."""
+        """Write the calls of one execution. If it makes a storage that is alive already, its copy
+        gets names of its own and is dropped at the end."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
@@ -441,7 +453,8 @@ class _Emitter:
         self._saved.update(waiting)
 
     def _assign(self, call: Call) -> None:
-        """Write one statement: the call, its results bound to variables."""
+        """Write one statement: the call, its new results bound to variables. A result that is an
+        argument gets no variable."""
         expression = _expression(call, self._name, self._names.operator)
         read = {ref.index for ref in refs(call)}
         fresh = [r for r in call.made if r not in read]
@@ -456,26 +469,27 @@ class _Emitter:
             self._live[self._graph.values[result].data].append(result)
 
     def _need(self, value: int) -> None:
-        """Make the variable of `value` available: load it, or derive the view again."""
-        wanted = self._graph.values[value]
-        for saved in self._saved.pop(wanted.data, ()):
+        """Write what makes the variable of `value` available, if it is not: take it from the frame
+        or the residents, or derive the view again."""
+        needed = self._graph.values[value]
+        for saved in self._saved.pop(needed.data, ()):
             name = self._name(saved)
             self._line(f'{name} = frame.saved.pop("{name}")')
-            self._live[wanted.data].append(saved)
-        self._await(wanted.data)
-        if value in self._live[wanted.data]:
+            self._live[needed.data].append(saved)
+        self._await(needed.data)
+        if value in self._live[needed.data]:
             return
         if value in self._resident:
             position = self._resident[value]
             self._line(f"{self._name(value)} = frame.residents[{position}]")
-            self._live[wanted.data].append(value)
+            self._live[needed.data].append(value)
             (self._read[-1] if self._read else self._checked).add(position)
-        elif wanted.view is not None:
-            for ref in refs(wanted.view):
+        elif needed.view is not None:
+            for ref in refs(needed.view):
                 self._need(ref.index)
-            self._assign(wanted.view)
+            self._assign(needed.view)
         else:
-            raise AssertionError(f"{wanted.name} is not alive where it is read")
+            raise AssertionError(f"{needed.name} is not alive where it is read")
 
     def _name(self, value: int) -> str:
         named = self._graph.values[value]
@@ -489,10 +503,11 @@ def _acts(node: ComputeNode) -> bool:
 
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
-    """Return value -> operator for the results of a node that are no views."""
-    made = ((r, c.op) for c in node.calls for r in c.made)
+    """Return value -> operator for the results of a node that are in storages that it makes or
+    changes, without views."""
+    results = ((r, c.op) for c in node.calls for r in c.results)
     return {
-        r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
+        r: op for r, op in results if graph.values[r].data in node.writes and not _is_view(graph, r)
     }
 
 
@@ -513,7 +528,8 @@ def _tuple(names: Iterable[str]) -> str:
 
 
 def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the text of `guard_<number>(leaves, constants, buffers)`, and its operators."""
+    """Return (the text of `guard_<number>(leaves, constants, buffers)`, which computes the value
+    that the guard checks; its identifiers with the operators they stand for)."""
     names = _Names()
 
     def name(value: int) -> str:
@@ -539,7 +555,8 @@ def _pattern(op: str, targets: Sequence[str]) -> str:
 
 @functools.cache
 def _returns_one(op: str) -> bool:
-    """Return whether the result is one tensor, and not several or a list."""
+    """Return whether the operator's only result is a tensor, not several or a list. Raises
+    UnsupportedModel for nested lists."""
     namespace, packet, overload = op.split(".")
     returns = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.returns
     if len(returns) > 1 and any("List" in str(r.type) for r in returns):
@@ -548,7 +565,8 @@ def _returns_one(op: str) -> bool:
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
-    """Return the call as an expression. name, operator: identifiers of values and operators."""
+    """Return the call as a Python expression: of a kernel, a tensor's method where the operator has
+    one, or the operator. name, operator: give the identifiers of values and operators."""
     if is_kernel(call.op):
         return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]
@@ -560,7 +578,8 @@ def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str]
 
 
 def _literal(argument: object, name: Callable[[int], str]) -> str:
-    """Return an argument as a Python expression. Raises UnsupportedModel for an unknown type."""
+    """Return an argument of a call as a Python expression. name: gives the identifier of a value.
+    Raises UnsupportedModel for an unknown type."""
     if isinstance(argument, ValueRef):
         return name(argument.index)
     if isinstance(argument, tuple):

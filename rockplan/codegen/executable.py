@@ -65,8 +65,8 @@ def build(
     again: bool = False,
     host_path: str | None = None,
 ) -> Executable:
-    """Generate and load the code of a plan. again: for a forward phase that runs once more;
-    host_path: a folder for what it pages to the host.
+    """Generate and load the code of a plan. name: shown in tracebacks; again: for a forward phase
+    that runs once more; host_path: a folder for what it pages to the host, None for memory.
 
     Raises HostMemoryError if host memory is too small, InvalidInput as `arenas.pool_of`.
     """
@@ -101,7 +101,8 @@ def build(
 
 
 def _specs(code: Code, interface: Interface) -> tuple[tuple[Any, ...], ...]:
-    """Of the gradients that are DTensors, for each slice."""
+    """Return for each slice the DTensor specs of the gradients that it returns, None for plain
+    tensors; () if the module has no DTensors."""
     specs = dict(interface.distributed)
     return tuple(tuple(map(specs.get, slice_)) for slice_ in code.handed) if specs else ()
 
@@ -125,8 +126,9 @@ def _layout(code: Code, host_path: str | None) -> Layout | None:
 def _early(
     targets: Sequence[Sequence[int]], read: Sequence[Sequence[int]], storages: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the targets whose storage is read by a later slice than the last that returns their
-    gradient. storages: storage of each resident."""
+    """Return the positions of targets whose storage a slice reads after the last slice that returns
+    a part of their gradient. targets: for each slice those whose gradients it returns; read: for
+    each slice the residents that it reads; storages: of each resident."""
     last_read = {storages[r]: number for number, reads in enumerate(read) for r in reads}
     last_handed = {t: number for number, reads in enumerate(targets) for t in reads}
     return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
@@ -170,7 +172,8 @@ class Frame(Pages):
 
 
 def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...]:
-    """Run the forward phase; version counters of tensors are kept, as in eager."""
+    """Run the forward phase; return the results. Version counters of tensors are kept, as in
+    eager."""
     frame.layout = executable.layout
     return _run(
         executable, frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd
@@ -178,21 +181,23 @@ def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...
 
 
 def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.Tensor, ...]:
-    """Run one slice of the backward phase, without version counters and views: autograd could not
-    add in place to a gradient that counts as a view."""
+    """Run backward slice `number`; return its gradients. It runs without version counters and
+    views: autograd could not add in place to a gradient that counts as a view."""
     functions = executable.functions.backward
-    made = _run(executable, frame, functions[number], torch._C._AutoDispatchBelowADInplaceOrView)
+    gradients = _run(
+        executable, frame, functions[number], torch._C._AutoDispatchBelowADInplaceOrView
+    )
     if number + 1 == len(functions):
         frame.let_go_of_pages()
-    return made
+    return gradients
 
 
 def _run(
     executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Run generated code with the kernels of eager. guard: skips dispatch keys, those of autograd.
-    Gradient mode is on (some kernels look at it), and autocast off, since its casts are in the
-    graph."""
+    """Run a generated function with the kernels of eager. guard: a context that skips autograd's
+    dispatch keys. Gradient mode is on (some kernels look at it), and autocast off, since its casts
+    are in the graph. If the function raises, copies to the host are ended first."""
     for device_type in executable.device_types:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

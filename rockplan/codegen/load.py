@@ -41,11 +41,12 @@ class Functions:
 
 
 def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:
-    """Compile the text of a plan; `name` appears in tracebacks. kernels: those of its graph."""
+    """Compile the text of a plan and of the interface's guards; return the functions. name: of the
+    plan, in tracebacks; kernels: those of its graph, compiled here if need be."""
     filename = f"<rockplan {name}>"
-    called = {op for _, op in code.operators}
-    called |= {kernel.plain for kernel in kernels if kernel.op in called}
-    functions = functions_of(kernel for kernel in kernels if kernel.op in called)
+    called_ops = {op for _, op in code.operators}
+    called_ops |= {kernel.plain for kernel in kernels if kernel.op in called_ops}
+    functions = functions_of(kernel for kernel in kernels if kernel.op in called_ops)
     namespace = _execute(code.source, code.operators, filename, functions)
     guards = []
     for number, guard in enumerate(interface.guards):
@@ -63,8 +64,8 @@ def _execute(
     filename: str,
     kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Execute the text and return its namespace. filename: its name in tracebacks; kernels:
-    operator name -> compiled function."""
+    """Execute the text and return its namespace. operators: (identifier in the text, operator);
+    filename: its name in tracebacks; kernels: operator -> compiled function."""
     known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch}
     for identifier, op in operators:

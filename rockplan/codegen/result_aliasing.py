@@ -39,7 +39,8 @@ class Relations:
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
-    """Return the relations between results of `interface` that require a gradient."""
+    """Return which results of `interface` are tensors, and how those that require a gradient are
+    related."""
     values = {
         i: graph.values[leaf.value]
         for i, leaf in enumerate(interface.outputs)
@@ -63,7 +64,7 @@ def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, .
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
-    """Return True if two tensors in one storage are known to have no element in common.
+    """Return whether two tensors in one storage are known to have no element in common.
 
     Two slices along a dimension lie in different ranges within each step of the dimensions before
     it; slices along the first dimension, in different ranges of the storage.
@@ -78,14 +79,16 @@ def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:
 
 def _are_apart_within(a: TensorSpec, b: TensorSpec, step: int | None) -> bool:
     """Return whether the elements of `a` and `b` lie in different ranges of each period of `step`
-    elements. Strides of at least `step` must be multiples of it; step None: the whole storage."""
+    elements of the storage. Strides of at least `step` must be multiples of it; None: the storage
+    is one period."""
     one, other = _range_within(a, step), _range_within(b, step)
     return one is not None and other is not None and (one[1] < other[0] or other[1] < one[0])
 
 
 def _range_within(spec: TensorSpec, step: int | None) -> tuple[int, int] | None:
-    """Return the first and last offset of an element within a period of `step`; None if the
-    elements are no range within it."""
+    """Return the first and last offset (in elements) that the tensor reaches within a period of
+    `step` elements, None for the whole storage; None if it does not stay in one range of each
+    period."""
     first = last = spec.offset if step is None else spec.offset % step
     for size, stride in zip(spec.shape, spec.stride, strict=True):
         if step is None or stride < step:
@@ -115,9 +118,9 @@ class Returned:
         self._versions = {i: counter._version for i, counter in self._counters.items()}
 
     def check_between(self, made: int, ends_here: bool) -> None:
-        """Raise BackwardError if leaf `made` got a gradient, and somebody waits for its part in the
-        gradient of a result that it is computed from: that part stays inside the plan. ends_here:
-        autograd goes on from `made` to such results only."""
+        """Raise BackwardError if the gradient of leaf `made` should be seen on its way to a result
+        that `made` is computed from, by a hook or by autograd.grad: this part stays inside the
+        plan. ends_here: autograd goes on from `made` to such results only."""
         made_from = dict(self._related.made_from)[made]
         if ends_here:
             names = ", ".join(f"leaf {i}" for i in made_from)
@@ -143,7 +146,9 @@ class Returned:
         return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Raise BackwardError if a result with a gradient may be changed through another."""
+        """Raise BackwardError if two results share memory, one of them was modified in place since
+        the forward, and one has a gradient. gradients: of all results, in order; None where there
+        is none."""
         if not self._related.overlapping:
             return
         arrived = zip(self._related.results, gradients, strict=True)
@@ -159,8 +164,9 @@ class Returned:
 
 
 def _hooks(result: torch.Tensor) -> Mapping[int, object]:
-    """Return the live dictionary of hooks on the gradient of `result`. Autograd calls these also
-    after the tensor is deleted, or was changed in place and has new hooks."""
+    """Return the live dictionary of hooks on the gradient of `result`, made if there is none.
+    Autograd calls these also after the tensor is deleted, or was changed in place and has new
+    hooks."""
     result.register_hook(_no_hook).remove()
     hooks: Mapping[int, object] | None = result._backward_hooks
     assert hooks is not None

@@ -72,7 +72,8 @@ def starts(devices: Iterable[str]) -> Starts:
 
 @contextlib.contextmanager
 def restarted(starts: Starts) -> Iterator[None]:
-    """Put the generators into their states at `starts` while inside, and back afterwards."""
+    """While active, the generators of `starts` are in the states that they had there; afterwards in
+    those from before."""
     before = [(generator, generator.get_state()) for generator, _ in starts]
     try:
         for generator, start in starts:
@@ -84,11 +85,8 @@ def restarted(starts: Starts) -> Iterator[None]:
 
 
 def state_bytes(device: torch.device) -> int:
-    """Return the bytes of one saved state as the budget counts them, on the device that is
-    measured.
-
-    The state of a CUDA generator is in host memory, so it costs 0 bytes there.
-    """
+    """Return the bytes that one saved generator state takes on `device`: 0 unless that is the CPU,
+    since the state of a CUDA generator is in host memory."""
     if device.type != "cpu":
         return 0
     return torch.default_generator.get_state().untyped_storage().nbytes()

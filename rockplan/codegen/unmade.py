@@ -48,7 +48,8 @@ class UnmadeResult(torch.Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Return a new stand-in for operators that keep values; refuse all others."""
+        """Return a new stand-in for operators that keep all values, in the dtype and on the device
+        asked for. Raises ResultNotMade for all other operators."""
         given, options = args[0] if args else None, kwargs or {}
         if func in _PASSES and isinstance(given, UnmadeResult):
             dtype = options.get("dtype") or given.dtype

@@ -22,12 +22,12 @@ from rockplan.values.graph import Call, ValueRef
 
 
 def prefix(
-    calls: Sequence[RecordedCall], values: Sequence[RecordedValue], wanted: Sequence[int]
+    calls: Sequence[RecordedCall], values: Sequence[RecordedValue], targets: Sequence[int]
 ) -> tuple[tuple[RecordedCall, ...], frozenset[int]]:
-    """Return the calls that the values `wanted` depend on, in order, and the values that these
-    start from. In-place calls on a storage that is read are included."""
-    storages = {values[v].storage for v in wanted}
-    needed = set(wanted)
+    """Return (the calls that the values `targets` depend on, in order; the values that these start
+    from). In-place calls on a storage that is read are included."""
+    storages = {values[v].storage for v in targets}
+    needed = set(targets)
     kept: list[RecordedCall] = []
     for recorded in reversed(calls):
         made = set(recorded.call.made)
@@ -38,22 +38,23 @@ def prefix(
         needed.update(recorded.reads)
         storages |= {values[v].storage for v in recorded.reads}
     kept.reverse()
-    return tuple(kept), frozenset(_leaves(kept, wanted))
+    return tuple(kept), frozenset(_leaves(kept, targets))
 
 
-def _leaves(calls: Sequence[RecordedCall], wanted: Sequence[int]) -> set[int]:
-    """Return values that are read before a call makes them; in-place calls read what they
-    return."""
+def _leaves(calls: Sequence[RecordedCall], targets: Sequence[int]) -> set[int]:
+    """Return values that are read before a call makes them, and those of `targets` that no call
+    makes; an in-place call reads what it returns."""
     made: set[int] = set()
     leaves: set[int] = set()
     for recorded in calls:
         leaves |= set(recorded.reads) - made
         made.update(recorded.call.made)
-    return leaves | (set(wanted) - made)
+    return leaves | (set(targets) - made)
 
 
 def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Execute `calls` for real, starting from the tensors `known`; return every value -> tensor."""
+    """Execute `calls` for real, starting from the tensors `known`; return value -> tensor for these
+    and for all results."""
     environment = dict(known)
     for call in calls:
         result = execute(call, environment)
@@ -65,8 +66,8 @@ def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, t
 
 @contextlib.contextmanager
 def draws_given_back() -> Iterator[None]:
-    """Put the default CPU generator back on exit. (A forward that is recorded may not call
-    PyTorch's own function for this.)"""
+    """While active, draws are from the default CPU generator as usual; afterwards it has its state
+    from before. (A forward that is recorded may not call PyTorch's own function for this.)"""
     with _disable_current_modes():
         state = torch.default_generator.get_state()
     try:
@@ -77,7 +78,8 @@ def draws_given_back() -> Iterator[None]:
 
 
 def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:
-    """Execute one call for real with its ValueRefs replaced by the tensors of `environment`."""
+    """Execute one call for real, without gradients, and return its result. environment: value ->
+    tensor, for the values that the call reads."""
     operator = facts.resolve(call.op)
     args = [substitute(a, environment.__getitem__) for a in call.args]
     kwargs = {name: substitute(a, environment.__getitem__) for name, a in call.kwargs}
@@ -86,8 +88,8 @@ def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:
 
 
 def substitute(argument: object, tensor: Callable[[int], Any]) -> Any:
-    """Return `argument` with ValueRefs replaced by `tensor(index)`, and tuples turned into the
-    lists that ATen takes."""
+    """Return `argument` of a call with each ValueRef replaced by `tensor(index)`, and tuples turned
+    into the lists that ATen takes."""
     if isinstance(argument, ValueRef):
         return tensor(argument.index)
     if isinstance(argument, tuple):

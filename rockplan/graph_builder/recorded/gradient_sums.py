@@ -18,8 +18,8 @@ Gradients = tuple[tuple[int, tuple[int, ...]], ...]
 
 
 def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
-    """Return for each target the gradients that the engine sums up for it, in its order, and the
-    positions of the calls that add these.
+    """Return (for each target the gradients that the engine of autograd sums up for it, in its
+    order; the positions of the calls that add these). A target without a gradient has none.
 
     Where a tensor is used several times, the engine adds each arriving gradient to the sum so far.
     A plan leaves these sums to the engine: with several forwards in flight it associates them in
@@ -36,7 +36,7 @@ def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
     # An `add` of a term that is also read elsewhere may be part of the formula of one gradient (the
     # backward of a custom function: g + g * k): it does not count as a sum of the engine.
     def is_engine_sum(gradient: int) -> bool:
-        """Return whether an `add` of two gradients that nothing else reads made it."""
+        """Return whether an `add` of two gradients that nothing else reads made this gradient."""
         call = view.calls[producer[gradient]].call if gradient in producer else None
         if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
             return False
@@ -47,7 +47,8 @@ def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
         )
 
     def terms(gradient: int) -> tuple[int, ...]:
-        """Return the contributions that add up to `gradient`, in the engine's order."""
+        """Return the contributions that add up to `gradient`, in the engine's order; the gradient
+        itself if the engine did not add it up. Notes the positions of additions in `added`."""
         if not is_engine_sum(gradient):
             return (gradient,)
         position = producer[gradient]

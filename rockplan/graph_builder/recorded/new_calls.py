@@ -40,8 +40,8 @@ class NewCalls:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call with the module and source line of `like`; return the values of its results.
-        Raises what the operator raises."""
+        """Append a call with the module and source line of `like`; return the values of its
+        results, which are new. Raises what the operator raises."""
         results = tuple(map(self._value, flat_results(self.made(Call(op, args, kwargs, ())))))
         self.write(like, Call(op, args, kwargs, results))
         return results
@@ -53,13 +53,14 @@ class NewCalls:
 
     def made(self, call: Call) -> Any:
         """Return the results of the call as fake tensors. Raises what the operator raises."""
-        given = tuple(substitute(a, self._fake) for a in call.args)
-        named = {name: substitute(a, self._fake) for name, a in call.kwargs}
+        args = tuple(substitute(a, self._fake) for a in call.args)
+        kwargs = {name: substitute(a, self._fake) for name, a in call.kwargs}
         with torch.no_grad(), torch._C._DisableAutocast(), self._results.fake_mode:
-            return self._results.of(facts.resolve(call.op), given, named)
+            return self._results.of(facts.resolve(call.op), args, kwargs)
 
     def _value(self, tensor: Any) -> int:
-        """Add a value for a tensor that a call has made; return its index."""
+        """Append a value for a tensor that a call has made; return its number. Raises TypeError for
+        what is no tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError("a call makes what is no tensor")
         storage = tensor.untyped_storage()
@@ -74,7 +75,8 @@ class NewCalls:
         return number
 
     def _fake(self, value: int) -> torch.Tensor:
-        """Return the fake tensor of a value, in one storage with others that share it."""
+        """Return the fake tensor of a value, made at the first call, in one storage with others
+        that share it."""
         if value not in self._fakes:
             recorded = self.values[value]
             with self._results.fake_mode:

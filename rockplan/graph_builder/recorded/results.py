@@ -78,66 +78,70 @@ class Results:
         self._known: dict[Hashable, _Recipe | None] = {}
 
     def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the call. Raises what the operator raises."""
-        given = facts.tensors((args, kwargs))
-        key = _key(operator, args, kwargs, given)
+        """Return the result of a call on fake tensors: from the recipe of an equal call, from a run
+        of the real code on meta tensors, or from the shape rules. Raises what the operator
+        raises."""
+        tensors = facts.tensors((args, kwargs))
+        key = _key(operator, args, kwargs, tensors)
         recipe = None if key is None else self._known.get(key)
         if recipe is not None:
-            return self._follow(recipe, given)
-        recipe = None if key is None or kwargs else _worked_out(operator, args, given)
+            return self._follow(recipe, tensors)
+        recipe = None if key is None or kwargs else _worked_out(operator, args, tensors)
         if recipe is None:
             result = layouts.fake_result(operator, args, kwargs)
         else:
-            result = self._follow(recipe, given)
+            result = self._follow(recipe, tensors)
         if recipe is None or facts.is_pointwise(operator):
             result = self._layouts.corrected(operator, args, kwargs, result)
         if key is not None and key not in self._known:
-            self._known[key] = _recipe(result, given)
+            self._known[key] = _recipe(result, tensors)
         return result
 
-    def _follow(self, recipe: _Recipe, given: Sequence[torch.Tensor]) -> Any:
-        made = [self._make(leaf, given) for leaf in recipe.leaves]
+    def _follow(self, recipe: _Recipe, tensors: Sequence[torch.Tensor]) -> Any:
+        made = [self._make(leaf, tensors) for leaf in recipe.leaves]
         return made[0] if recipe.container is None else recipe.container(made)
 
-    def _make(self, leaf: _Leaf, given: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return one tensor of a recipe. given: the argument tensors."""
+    def _make(self, leaf: _Leaf, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+        """Return one tensor of a recipe, None if the operator returns none there. tensors: those
+        among the arguments."""
         if leaf is None:
             return None
         if isinstance(leaf, _Same):
-            return given[leaf.place]
+            return tensors[leaf.place]
         with torch._C._DisableTorchDispatch():
             tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
             if leaf.source is not None:
-                storage = given[leaf.source].untyped_storage()
+                storage = tensors[leaf.source].untyped_storage()
                 tensor.set_(storage, leaf.offset, leaf.shape, leaf.stride)
         return FakeTensor(self.fake_mode, tensor, leaf.device)
 
 
 def _worked_out(
-    operator: OpOverload, args: tuple[Any, ...], given: Sequence[Any]
+    operator: OpOverload, args: tuple[Any, ...], tensors: Sequence[Any]
 ) -> _Recipe | None:
-    """Return the recipe of a view, a matrix product or an elementwise operator by running the real
-    code on meta tensors; None for other operators. Shape rules take ten times as long."""
+    """Return the recipe of the call's result by running the real code on meta tensors; None unless
+    the operator is a view, a matrix product or an elementwise one whose result shapes alone decide.
+    Shape rules take ten times as long. tensors: those of `args`."""
     is_view, is_pointwise = facts.is_plain_view(operator), facts.is_pointwise(operator)
     if not (is_view or is_pointwise or facts.is_product(operator)):
         return None
     # A tensor of no dimensions may stand for a number, which promotes differently.
-    if is_pointwise and not all(map(torch.Tensor.dim, given)):
+    if is_pointwise and not all(map(torch.Tensor.dim, tensors)):
         return None
-    if facts.is_product(operator) and len({t.dtype for t in given}) > 1:
+    if facts.is_product(operator) and len({t.dtype for t in tensors}) > 1:
         return None
-    device, *others = set(map(fake_device, given))
+    device, *others = set(map(fake_device, tensors))
     if others:
         return None
     with torch._C._DisableTorchDispatch():
-        stand_ins = {id(t): _without_memory(t) for t in given}
+        stand_ins = {id(t): _without_memory(t) for t in tensors}
         try:
             result = operator(*(_exchanged(a, stand_ins) for a in args))
         except facts.CALL_ERRORS:
             return None  # the shape rules of fake tensors will raise with their message
         container = type(result) if type(result) in (list, tuple) else None
         storages = [s.untyped_storage()._cdata for s in stand_ins.values()]
-        leaves: list[_Leaf] = []
+        recipes: list[_Leaf] = []
         for leaf in result if container else [result]:
             if not isinstance(leaf, torch.Tensor) or leaf.is_conj() or leaf.is_neg():
                 return None
@@ -145,8 +149,8 @@ def _worked_out(
                 return None
             layout = tuple(leaf.shape), leaf.stride(), int(leaf.storage_offset())
             source = 0 if is_view else None
-            leaves.append(_MadeTensor(*layout, leaf.dtype, device, source))
-    return _Recipe(tuple(leaves), container)
+            recipes.append(_MadeTensor(*layout, leaf.dtype, device, source))
+    return _Recipe(tuple(recipes), container)
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -169,10 +173,11 @@ def _key(
     operator: OpOverload,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    given: Sequence[torch.Tensor],
+    tensors: Sequence[torch.Tensor],
 ) -> Hashable | None:
-    """Return everything that the result depends on; None if it may depend on more."""
-    if not given or not facts.follows_shapes(operator) or not all(map(_is_plain, given)):
+    """Return everything that the result of a call depends on, as a key; None if it may depend on
+    more than shapes, dtypes, devices and literals. tensors: those among the arguments."""
+    if not tensors or not facts.follows_shapes(operator) or not all(map(_is_plain, tensors)):
         return None
     key = (
         operator,
@@ -180,7 +185,7 @@ def _key(
         torch.is_inference_mode_enabled(),
         tuple(map(_described, args)),
         tuple((name, _described(value)) for name, value in kwargs.items()),
-        _sharing(given),
+        _sharing(tensors),
     )
     try:
         hash(key)
@@ -190,7 +195,8 @@ def _key(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether it is a strided fake tensor without a known value."""
+    """Return whether it is a strided fake tensor without a known value, and neither conjugate nor
+    negative."""
     return (
         isinstance(tensor, FakeTensor)
         and _ATTRIBUTE(tensor, "constant") is None
@@ -200,7 +206,8 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _described(argument: Any) -> Hashable:
-    """Return what decides a result about one argument: layout of a tensor, type of a number."""
+    """Return what decides a result about one argument: layout, dtype and device of a tensor, type
+    and value of a literal, each item of a list."""
     if isinstance(argument, FakeTensor):
         return (
             _OF.shape.__get__(argument),  # type: ignore[attr-defined]
@@ -216,11 +223,11 @@ def _described(argument: Any) -> Hashable:
     return literal
 
 
-def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
-    """Return for each tensor the position of the first that is the same object, of the first on its
-    storage, and the storage's bytes."""
-    storages = [_OF.untyped_storage(t) for t in given]
-    objects = [id(t) for t in given]
+def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+    """Return for each tensor (position of the first that is the same object, position of the first
+    in the same storage, bytes of the storage)."""
+    storages = [_OF.untyped_storage(t) for t in tensors]
+    objects = [id(t) for t in tensors]
     places = [s._cdata for s in storages]
     return tuple(
         (objects.index(o), places.index(p), s.nbytes())
@@ -228,8 +235,9 @@ def _sharing(given: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
     )
 
 
-def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
-    """Return how to make a result like `result` from other arguments; None if that is not known."""
+def _recipe(result: Any, tensors: Sequence[torch.Tensor]) -> _Recipe | None:
+    """Return how to make a result like `result` from other arguments; None if that is not known.
+    tensors: those among the arguments."""
     container = type(result) if type(result) in (list, tuple) else None
     leaves: list[_Leaf] = []
     seen: list[int] = []
@@ -239,7 +247,7 @@ def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
             continue
         if not isinstance(leaf, FakeTensor) or not _is_plain(leaf) or leaf.requires_grad:
             return None
-        made = _leaf(leaf, given)
+        made = _leaf(leaf, tensors)
         storage = leaf.untyped_storage()._cdata
         if made is None or (
             isinstance(made, _MadeTensor) and made.source is None and storage in seen
@@ -250,13 +258,14 @@ def _recipe(result: Any, given: Sequence[torch.Tensor]) -> _Recipe | None:
     return _Recipe(tuple(leaves), container)
 
 
-def _leaf(leaf: FakeTensor, given: Sequence[torch.Tensor]) -> _Leaf:
-    """Return the recipe of one tensor; None for a new one whose storage is larger than it needs."""
-    for place, tensor in enumerate(given):
+def _leaf(leaf: FakeTensor, tensors: Sequence[torch.Tensor]) -> _Leaf:
+    """Return the recipe of one tensor of a result; None for one in a new storage that is larger
+    than it needs. tensors: those among the arguments."""
+    for place, tensor in enumerate(tensors):
         if tensor is leaf:
             return _Same(place)
     storage = leaf.untyped_storage()
-    shared = [t.untyped_storage()._cdata == storage._cdata for t in given]
+    shared = [t.untyped_storage()._cdata == storage._cdata for t in tensors]
     source = shared.index(True) if any(shared) else None
     size_bytes = leaf.dtype.itemsize * spanned(leaf.shape, leaf.stride())
     if source is None and (leaf.storage_offset() or storage.nbytes() != size_bytes):

@@ -45,7 +45,8 @@ class _Text:
         self._first: dict[int, int] = {}
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines: signature, calls by phase, gradients, return."""
+        """Yield all lines: signature, calls by phase, gradients, return. Notes the first value of
+        each storage."""
         run = self._run
         given = ", ".join(map(self._typed, self._names))
         for value in self._names:
@@ -77,7 +78,8 @@ class _Text:
             yield _INDENT + self._call(recorded)
 
     def _call(self, recorded: RecordedCall) -> str:
-        """Return the line of one call, with a comment on writes, draws and views."""
+        """Return the line of one call: results with specs, operator, arguments, and a comment on
+        writes, draws and storages that its results share."""
         call = recorded.call
         made = call.made
         arguments = [self._argument(a) for a in call.args]

@@ -122,8 +122,8 @@ class RunView:
         return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
 
     def maker(self, value: int) -> int | None:
-        """Return the position of the call that makes the storage of `value`, None for the
-        caller."""
+        """Return the position of the call that makes the storage of `value`, None if the caller
+        provides it."""
         storage = self.storage(value)
         is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
         return self.writers[storage][0] if is_made else None
@@ -155,7 +155,8 @@ class RunView:
         return self.needed_for(self.wanted)
 
     def needed_for(self, storages: Iterable[int]) -> tuple[int, ...]:
-        """Return the same as `live`, for `storages` in place of `wanted`."""
+        """Return the positions of the calls that are needed for `storages`, for side effects and
+        for generators, in order and without views."""
 
         def acts(position: int) -> bool:
             recorded = self.calls[position]
@@ -201,7 +202,8 @@ class RunView:
         return not self.changed_outside.isdisjoint(self.storages(recorded.writes))
 
     def reads_changed(self, recorded: RecordedCall) -> bool:
-        """Return whether the call reads a storage of the caller's that the run changes."""
+        """Return whether the call reads a storage of the caller's that the run changes; arguments
+        that its operator ignores do not count."""
         call = recorded.call
         ignored = unread_arguments(call.op, call.args)
         args = [a for i, a in enumerate(call.args) if i not in ignored]
@@ -219,11 +221,11 @@ Step = tuple[int, frozenset[int], frozenset[int]]
 
 
 def needed(
-    steps: Iterable[Step], wanted: Iterable[int], must_run: Callable[[int], bool]
+    steps: Iterable[Step], targets: Iterable[int], must_run: Callable[[int], bool]
 ) -> tuple[tuple[int, ...], frozenset[int]]:
-    """Return the positions of `steps` that must run or are needed for `wanted`; and all storages
-    that these steps read, and `wanted`."""
-    storages, running = set(wanted), list[int]()
+    """Return (positions of `steps` that must run or are needed for the storages `targets`, in
+    order; these storages and all that such steps read). must_run: of a position."""
+    storages, running = set(targets), list[int]()
     for position, touched, read in reversed(list(steps)):
         if must_run(position) or not touched.isdisjoint(storages):
             running.append(position)

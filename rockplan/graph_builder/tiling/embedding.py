@@ -25,7 +25,8 @@ GRADIENT = "aten.embedding_dense_backward.default"
 
 
 def with_rows_added(capture: Capture) -> Capture:
-    """Return `capture` with gradients of embeddings added by rows to a tiled head's gradient."""
+    """Return `capture` in which gradients of embeddings are added by rows to the gradient of a
+    tiled head that shares their weight; `capture` itself if there are none."""
     sums = dict(_sums(capture))
     if not sums:
         return capture
@@ -45,8 +46,9 @@ def with_rows_added(capture: Capture) -> Capture:
 
 
 def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
-    """Yield (position of an addition to a joined gradient, position of the call that makes the
-    embedding gradient), where nothing else reads the latter."""
+    """Yield (position of a call that adds the gradient of an embedding to one that is joined from
+    parts of the head, position of the call that makes the gradient of the embedding), where nothing
+    else reads the latter."""
     view, joined = capture.view, set(capture.tiles.joined)
     for position in sorted(view.sums):
         before, addend = (ref.index for ref in refs(view.calls[position].call))
@@ -62,7 +64,8 @@ def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) -> None:
-    """Write the sum of `addition` by rows, without the whole gradient that `embedding` makes."""
+    """Write calls into `new` for the sum of `addition`, by rows of the batch, without the whole
+    gradient that `embedding` (a call of embedding_dense_backward) makes."""
     gradient, tokens, rows, padding, by_frequency = embedding.call.args
     assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
     assert isinstance(padding, int)
@@ -73,11 +76,11 @@ def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) ->
     def make(op: str, *args: Any, **kwargs: Any) -> ValueRef:
         return ValueRef(*new.add(embedding, op, args, tuple(kwargs.items())))
 
-    given = make(_COPY, tokens, **integers, memory_format=torch.contiguous_format)
+    token_copy = make(_COPY, tokens, **integers, memory_format=torch.contiguous_format)
     if padding >= 0:  # the row `padding` gets no gradient
-        is_none = make("aten.unsqueeze.default", make(_EQUAL, given, padding), len(spec.shape))
+        is_none = make("aten.unsqueeze.default", make(_EQUAL, token_copy, padding), len(spec.shape))
         gradient = make("aten.masked_fill.Scalar", gradient, is_none, 0)
-    flat = make(_VIEW, given, (count,))
+    flat = make(_VIEW, token_copy, (count,))
     table = make("aten.full.default", (rows,), count, **on_device)
     places = make("aten.arange.default", count, **on_device)
     table = make("aten.scatter_reduce.two", table, 0, flat, places, "amin")

@@ -46,7 +46,8 @@ class Region:
 
     @property
     def widening(self) -> int:
-        """Return the largest element size of tiled values over that of the seed's result."""
+        """Return the largest item size of tiled floating-point values over that of the seed's
+        result, at least 1."""
         dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
         (made,) = self.run.made(self.seed)
         floating = [d.itemsize for d in dtypes if d.is_floating_point]
@@ -54,7 +55,8 @@ class Region:
 
 
 def regions_of(capture: Capture) -> Iterator[Region | str]:
-    """Yield for each way to group rows the region, or the reason why there is none."""
+    """Yield for each way to group rows the region, or the reason why there is none. The ways:
+    single rows, then sequences."""
     run = capture.view
     seed = _seed(run)
     if isinstance(seed, str):
@@ -65,7 +67,8 @@ def regions_of(capture: Capture) -> Iterator[Region | str]:
 
 
 def _seed(run: RunView) -> int | str:
-    """Return the position of the largest matrix product of the forward, or a reason."""
+    """Return the position of the largest matrix product of the forward phase, or a reason why it
+    has no head."""
     sizes: dict[int, int] = {}
     for position in run.live:
         recorded = run.calls[position]
@@ -83,7 +86,7 @@ def _seed(run: RunView) -> int | str:
 
 def _groups_of(run: RunView, seed: int) -> Iterator[Groups]:
     """Yield groups of single rows; then groups of sequences, for each size of a first dimension in
-    views of the seed's result."""
+    views of the seed's result that divides its rows."""
     (made,) = run.made(seed)
     rows = run.spec(made).shape[0]
     yield Groups(rows)
@@ -121,7 +124,8 @@ class _Growth:
         return growth if isinstance(without, str) else without
 
     def _grown(self, goes_up: bool) -> Region | str:
-        """Return the region, or a reason. goes_up: makers of wide operands may join."""
+        """Return the region, or a reason why there is none. goes_up: calls before the seed that
+        make wide operands may join."""
         run, makers = self._run, dict[int, _WideMaker]()
         while True:
             self._start(makers)
@@ -140,7 +144,8 @@ class _Growth:
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
-        """Begin with the seed and `makers` of wide operands only."""
+        """Begin anew with the seed and `makers` (position -> how it is cut) of wide operands
+        only."""
         run, call = self._run, self._run.calls[self._seed].call
         # If the caller gets the result of the seed it stays whole, and parts read its rows.
         self._known = {self._made: FIRST}
@@ -153,7 +158,8 @@ class _Growth:
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
-        """Look at all calls in order, and add those that compute rows separately."""
+        """Visit all calls in order; note rows of views, and add calls that compute rows
+        separately."""
         live = frozenset(self._run.live) - self._run.sums
         for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
@@ -173,7 +179,9 @@ class _Growth:
             self._known[self._run.made(position)[0]] = view
 
     def _add(self, position: int) -> None:
-        """Add a call that reads values with rows, if it computes each row separately."""
+        """Add the call at `position` if it reads values with rows and computes each row separately.
+        A wide result that the caller gets has rows, but its call is not added; nor is a narrow
+        product."""
         run = self._run
         recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
@@ -199,7 +207,8 @@ class _Growth:
             self._core.add(position)
 
     def _with_statistics(self) -> dict[int, RowWise]:
-        """Return the calls that read or make wide rows, and those between them."""
+        """Return position -> cut for the calls that read or make wide rows, and for those that make
+        what they read of rows."""
         run, needed = self._run, set(self._core)
         for position in sorted(self._cuts, reverse=True):
             if position in needed:
@@ -209,7 +218,8 @@ class _Growth:
         return {p: kept for p, kept in self._cuts.items() if p in needed}
 
     def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
-        """Return the makers of wide values that the calls read and do not make."""
+        """Return position -> how it is cut, for calls that make wide values which `calls` read by
+        rows and do not make."""
         run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
             position = run.maker(value)
@@ -226,8 +236,8 @@ class _Growth:
         return makers
 
     def _cut_of_base(self, value: int, rows: Rows) -> dict[int, Rows] | None:
-        """Return value -> rows for `value` and what it is a view of, such that the rows of `value`
-        are `rows`; None if there are none."""
+        """Return value -> rows, for `value` (whose rows are `rows`) and each tensor that it is a
+        view of, down to the base; None if one of these has no such rows."""
         run, cut = self._run, {value: rows}
         while (position := run.views.get(value)) is not None:
             base = run.viewed_by(position)
@@ -250,8 +260,8 @@ class _Growth:
         return cut
 
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
-        """Return '' if the calls are a region: nothing else reads their wide results. Otherwise the
-        reason."""
+        """Return the reason why the calls are no region: another call or the caller reads a wide
+        result. Return '' if none does."""
         run = self._run
         (seed,) = run.made(self._seed)
         if calls.keys() <= {self._seed}:
@@ -266,7 +276,7 @@ class _Growth:
         return ""
 
     def _reason(self, position: int) -> str:
-        """Return words for a call that needs all rows."""
+        """Return words for the call at `position`, which needs all rows at once."""
         recorded = self._run.calls[position]
         is_returned = self._run.storages(self._run.made(position)) & self._run.wanted
         what = "makes what the caller gets of all rows" if is_returned else "reads all rows at once"

@@ -31,7 +31,8 @@ class Rows:
     last: int
 
     def shape(self, whole: Shape, groups: int, share: int) -> Shape:
-        """Return the shape of a part with `share` of `groups` groups; no dimension is dropped."""
+        """Return the shape of a part: that of `whole` with the rows of `share` out of `groups`
+        groups. Of several dimensions of rows the last gets them all, the others size 1."""
         rows = prod(whole[self.first : self.last + 1]) // groups * share
         ones = (1,) * (self.last - self.first)
         return (*whole[: self.first], *ones, rows, *whole[self.last + 1 :])
@@ -116,7 +117,8 @@ _NLL_BACKWARD = "aten.nll_loss_backward.default"
 
 
 def viewed(call: Call, specs: Specs, rows: Rows, groups: Groups) -> Rows | None:
-    """Return the rows of a view of a tensor with `rows`; None if it has none or is no view."""
+    """Return the rows of the result of a view of a tensor with `rows`; None if rows are not kept
+    apart, or the call is no view. specs: value -> spec."""
     op, args = call.op, call.args
     (result,) = call.results if len(call.results) == 1 else (None,)
     if result is None or not isinstance(args[0], ValueRef):
@@ -155,8 +157,8 @@ def _dim(given: Any, dims: int) -> int:
 
 
 def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
-    """Return the rows of a reshaped tensor. before: number of elements per index of the rows'
-    dimensions before the first, that is the product of the dimensions before the rows."""
+    """Return the dimensions that are rows in a tensor reshaped to `made`; None if no dimensions
+    are. before: product of the dimensions before the rows, which reshaping keeps."""
     first = next((i for i in range(len(made)) if prod(made[:i]) == before), None)
     if first is None:
         return None
@@ -172,13 +174,18 @@ def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
 
 
 def row_wise(
-    call: Call, specs: Specs, known: Mapping[int, Rows], groups: Groups, wanted: Rows | None = None
+    call: Call,
+    specs: Specs,
+    known: Mapping[int, Rows],
+    groups: Groups,
+    result_rows: Rows | None = None,
 ) -> RowWise | None:
-    """Return how a call that makes new tensors computes them by parts; None if it cannot. known:
-    value -> rows, for operands that are cut; wanted: rows of its result, if no operand is cut."""
+    """Return how a call that makes new tensors can be computed by parts; None if it mixes rows.
+    specs: value -> spec; known: value -> rows, for operands that are cut; result_rows: rows that
+    its result should have if no operand decides."""
     op = call.op
-    given = list(dict.fromkeys(r.index for r in refs(call)))
-    by_value = {v: known[v] for v in given if v in known}
+    operands = list(dict.fromkeys(r.index for r in refs(call)))
+    by_value = {v: known[v] for v in operands if v in known}
     if not call.results or call.results[0] is None:
         return None
     if op in PRODUCTS:
@@ -186,20 +193,22 @@ def row_wise(
     if op in (NLL, _NLL_BACKWARD):
         return _nll(call, specs, by_value)
     if op in _CREATIONS:
-        return RowWise({}, (wanted,)) if wanted and not given else None
+        return RowWise({}, (result_rows,)) if result_rows and not operands else None
     if op in _ALONG:
-        return _along(call, specs, by_value, wanted)
+        return _along(call, specs, by_value, result_rows)
     if op in _REDUCTIONS or op in ("aten.sum.default", "aten.mean.default"):
         return _reduction(call, specs, by_value)
     if op == "aten.select_backward.default":
         return _select_backward(call, specs, by_value)
     if op in _COPIES or facts.is_pointwise(facts.resolve(op)):
-        return _pointwise(call, specs, by_value, wanted)
+        return _pointwise(call, specs, by_value, result_rows)
     return None
 
 
 def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a matrix product is cut: along rows of the left, or along the summed dimension."""
+    """Return how a matrix product is cut: along rows of the left operand, or along the summed
+    dimension, where parts add up; None if it cannot be. rows_of: value -> rows, for operands that
+    are cut."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
@@ -219,7 +228,8 @@ def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise |
 
 
 def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a two-dimensional nll loss is cut: the loss of a row needs only its target."""
+    """Return how a nll loss of a matrix, or its backward, is cut along rows; None if it cannot be.
+    The loss of a row needs only its target. rows_of: value -> rows, for operands that are cut."""
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
@@ -240,20 +250,21 @@ def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | Non
 
 
 def _along(
-    call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
+    call: Call, specs: Specs, rows_of: Mapping[int, Rows], result_rows: Rows | None
 ) -> RowWise | None:
-    """Return how an operator along one dimension is cut, if that dimension is none of the rows."""
-    rows = _common(rows_of) if rows_of else wanted
-    given = [r.index for r in refs(call)]
+    """Return how an operator along one dimension is cut; None if that dimension is among the rows.
+    rows_of: value -> rows, for operands that are cut; result_rows: rows if no operand is."""
+    rows = _common(rows_of) if rows_of else result_rows
+    operands = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
-    if rows is None or any(len(specs(v).shape) != len(result) for v in given):
+    if rows is None or any(len(specs(v).shape) != len(result) for v in operands):
         return None
     dim = _dim(call.args[_ALONG[call.op]], len(result))
     of_rows = slice(rows.first, rows.last + 1)
-    is_fit = all(specs(v).shape[of_rows] == result[of_rows] for v in given)
+    is_fit = all(specs(v).shape[of_rows] == result[of_rows] for v in operands)
     if rows.holds(dim) or not is_fit:
         return None
-    return RowWise(dict.fromkeys(given, rows), (rows,))
+    return RowWise(dict.fromkeys(operands, rows), (rows,))
 
 
 def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
@@ -263,45 +274,49 @@ def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
 
 
 def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how a reduction is cut: by rows, or, over all rows, as a sum of parts."""
+    """Return how a reduction is cut: by rows, or, over all rows, as a sum of parts; None if it
+    reduces some dimensions of rows only, or parts cannot be added up. rows_of: value -> rows."""
     rows = _common(rows_of)
-    (given,) = (r.index for r in refs(call))
+    (operand,) = (r.index for r in refs(call))
     if rows is None:
         return None
-    dims = len(specs(given).shape)
+    dims = len(specs(operand).shape)
     named: Any = call.args[1] if len(call.args) > 1 else None
     named = (named,) if isinstance(named, int) else named
     reduced = {_dim(d, dims) for d in named} if named else set(range(dims))
     of_rows = set(range(rows.first, rows.last + 1))
     if of_rows <= reduced:
         can_add = call.op in SUMS | MEANS
-        return RowWise({given: rows}, (None,)) if can_add else None
+        return RowWise({operand: rows}, (None,)) if can_add else None
     if of_rows & reduced:
         return None
     place = _REDUCTIONS[call.op]
     keeps = len(call.args) > place and bool(call.args[place])
     made = rows if keeps else rows.moved(-sum(d < rows.first for d in reduced))
-    return RowWise({given: rows}, (made,) * len(call.results))
+    return RowWise({operand: rows}, (made,) * len(call.results))
 
 
 def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
-    """Return how the backward of `select` is cut, if the new dimension is not among the rows."""
+    """Return how the backward of `select` is cut, whose result has one dimension more; None if that
+    is among the rows. rows_of: value -> rows."""
     rows = _common(rows_of)
     if rows is None:
         return None
-    (given,) = (r.index for r in refs(call))
+    (operand,) = (r.index for r in refs(call))
     dim = _dim(call.args[2], len(specs(call.results[0] or 0).shape))
     made = rows.moved(1) if dim <= rows.first else rows
-    return RowWise({given: rows}, (made,)) if not rows.first < dim <= rows.last else None
+    return RowWise({operand: rows}, (made,)) if not rows.first < dim <= rows.last else None
 
 
 def _pointwise(
-    call: Call, specs: Specs, rows_of: Mapping[int, Rows], wanted: Rows | None
+    call: Call, specs: Specs, rows_of: Mapping[int, Rows], result_rows: Rows | None
 ) -> RowWise | None:
-    """Return how an elementwise operator is cut; operands of size 1 along rows are broadcast."""
+    """Return how an elementwise operator is cut; None if operands disagree on rows. Operands of
+    size 1 along rows are broadcast, not cut. rows_of: value -> rows; result_rows: rows if no
+    operand has any."""
     result = specs(call.results[0] or 0).shape
     places = {r.moved(len(result) - len(specs(v).shape)) for v, r in rows_of.items()}
-    places |= {wanted} if wanted else set()
+    places |= {result_rows} if result_rows else set()
     if len(places) != 1 or len(call.results) != 1:
         return None
     (rows,) = places
@@ -328,7 +343,8 @@ def _pointwise(
 def in_part(
     call: Call, tiled: RowWise, specs: Specs, groups: Groups, share: int
 ) -> tuple[tuple[object, ...], tuple[tuple[str, object], ...]]:
-    """Return args and kwargs of the call for a part of `share` groups: only shapes change."""
+    """Return (args, kwargs) of the call for a part of `share` groups: those of the whole call,
+    except for the shape of the result in operators that take one."""
     place = SHAPE_OF_RESULT.get(call.op)
     rows = tiled.results[0]
     if place is None or rows is None:

@@ -41,19 +41,20 @@ MOST_PARTS = 32
 
 
 def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
-    """Return `capture` with its head in parts, or the reason why it has none. parts: how many;
-    None: chosen by size."""
+    """Return `capture` with its head in parts, or the reason why that is impossible. parts: how
+    many; None: chosen by size."""
     reason = ""
     for region in regions_of(capture):
-        made = region if isinstance(region, str) else _written(capture, region, parts)
-        if not isinstance(made, str):
-            return made
-        reason = reason or made
+        result = region if isinstance(region, str) else _written(capture, region, parts)
+        if not isinstance(result, str):
+            return result
+        reason = reason or result
     return reason
 
 
 def _written(capture: Capture, region: Region, parts: int | None) -> Capture | str:
-    """Return the run with this region tiled, or the reason why that is impossible."""
+    """Return the run with this region tiled, or the reason why that is impossible. parts: how many;
+    None: chosen by size."""
     (seed,) = region.run.made(region.seed)
     rows = region.run.spec(seed).shape[0]
     size = _size(region.groups, rows, region.depth, region.widening, parts)
@@ -67,12 +68,13 @@ def _written(capture: Capture, region: Region, parts: int | None) -> Capture | s
 
 
 def _size(groups: Groups, rows: int, depth: int, widening: int, parts: int | None) -> int:
-    """Return the number of groups of a part. depth, widening: as in `Region`."""
+    """Return how many groups of rows a part has. parts: how many parts; None: chosen by size. rows:
+    of the head; depth, widening: as in `Region`."""
     if parts is not None:
         return -(-groups.count // parts)
     least = LEAST_ROWS if widening == 1 else LEAST_SHORT_ROWS
-    wanted = max(depth // (SHARE_OF_DEPTH * widening * least), 1) * least
-    size = max(wanted * groups.count // rows, 1)
+    part_rows = max(depth // (SHARE_OF_DEPTH * widening * least), 1) * least
+    size = max(part_rows * groups.count // rows, 1)
     return max(size, -(-groups.count // MOST_PARTS))
 
 
@@ -111,7 +113,8 @@ class _TiledRun:
         self._in_parts = self._run.storages(made - self._whole)
 
     def capture(self) -> Capture:
-        """Return the tiled run. Raises _NotTiled."""
+        """Return the tiled run: level by level, calls outside the head, then those of the head part
+        by part. Raises _NotTiled if a part cannot be computed as the whole is."""
         for outside, head in self._levels():
             for position in sorted(outside):
                 self._new.calls.append(self._recorded.calls[position])
@@ -136,9 +139,10 @@ class _TiledRun:
     # -- order -----------------------------------------------------------------------------
 
     def _levels(self) -> list[tuple[list[int], list[int]]]:
-        """Return pairs: positions of calls outside the head, and of calls of the head that run
-        after them. A call of the head that needs all rows of another result of the head comes in a
-        later pair. Calls outside the head that are no views stay in their order."""
+        """Return levels in execution order: (positions of calls outside the head, positions of
+        calls of the head that run after them, for each part). A call that needs all rows of a
+        result of the head is in a later level than that. Calls outside the head that are no views
+        stay in their order."""
         levels: list[tuple[list[int], list[int]]] = []
         for phase in Phase:
             by_level: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -168,8 +172,8 @@ class _TiledRun:
         return levels
 
     def _running(self, phase: Phase) -> Iterator[tuple[int, bool]]:
-        """Yield (position, is it a view) of the calls of a phase, without unneeded calls and views
-        of values that exist in parts only."""
+        """Yield (position, whether it is a view) of the calls of a phase, without unneeded calls
+        and views of values that exist in parts only."""
         live = frozenset(self._run.live)
         of_dead = (p for p in range(len(self._run.calls)) if p not in live)
         dead = self._run.storages(
@@ -188,9 +192,9 @@ class _TiledRun:
     # -- one call --------------------------------------------------------------------------
 
     def _add(self, position: int, part: _RowsPart) -> None:
-        """Write a call of the head for a part: operands become rows of the part, shapes those of
-        the part. A result summed over rows is added to that of the parts before; a product is added
-        by `addmm`, and a mean is weighted by the part's share of the rows."""
+        """Write the call of the head at `position` for a part: operands become rows of the part,
+        shapes those of the part. A result summed over rows is added to that of the parts before; a
+        product is added by `addmm`, and a mean is weighted by the part's share of the rows."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
 
@@ -222,8 +226,9 @@ class _TiledRun:
                 self._sum(recorded, result, own_result)
 
     def _loss(self, recorded: RecordedCall, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Write the loss of a part as a sum, and the sum of weights by which the total is divided
-        at the end; both in float32 at least, since 16 bits are too few."""
+        """Write the nll loss of a part as a sum; return its results (sum of losses, sum of the
+        weights by which the total is divided at the end), both in float32 at least, since 16 bits
+        are too few."""
         scores, targets, weight, _, ignored = args
         if self._values[scores.index].spec.dtype in _SHORT:
             scores = self._as(recorded, scores, torch.float32)
@@ -235,7 +240,8 @@ class _TiledRun:
         return ValueRef(made)
 
     def _sum(self, recorded: RecordedCall, result: int, addend: int) -> None:
-        """Add the result of a part to the sum of those before it."""
+        """Add the value `addend` of a part to the sum of the recorded value `result` over the parts
+        before."""
         before = self._sums.get(result)
         if before is not None:
             terms = (ValueRef(before), ValueRef(addend))
@@ -244,7 +250,9 @@ class _TiledRun:
         self._sums[result] = addend
 
     def _part_of(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Return the rows of `value` that belong to a part, sliced or derived if needed."""
+        """Return the value that holds the rows of `value` that belong to a part: made by the part,
+        a view of such a value, or a slice of the whole one. New calls are placed like
+        `recorded`."""
         if (value, rows) in part.made:
             return part.made[value, rows]
         if value in self._region.rows:
@@ -263,7 +271,7 @@ class _TiledRun:
         return made
 
     def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Write the slice of a whole value that is a part's rows; return it. Rows of several
+        """Write the slice of a whole value that is a part's rows; return the slice. Rows of several
         dimensions are first viewed as one dimension, once for all parts."""
         self._sliced.add(value)
         shape = self._run.spec(value).shape
@@ -279,16 +287,18 @@ class _TiledRun:
         return made
 
     def _check(self, made: int, whole: int, rows: Rows, part: _RowsPart) -> None:
-        """Raise _NotTiled if a part has not the shape and dtype that it should have."""
-        wanted = rows.shape(self._run.spec(whole).shape, self._groups.count, part.size)
+        """Raise _NotTiled unless the value `made` has the shape that a part of the value `whole`
+        must have, and its dtype."""
+        shape = rows.shape(self._run.spec(whole).shape, self._groups.count, part.size)
         spec = self._values[made].spec
-        if (spec.shape, spec.dtype) != (wanted, self._run.spec(whole).dtype):
-            raise _NotTiled(f"a part of {wanted} is made as {spec.shape} of {spec.dtype}")
+        if (spec.shape, spec.dtype) != (shape, self._run.spec(whole).dtype):
+            raise _NotTiled(f"a part of {shape} is made as {spec.shape} of {spec.dtype}")
 
     # -- whole values ------------------------------------------------------------------------
 
     def _complete(self, position: int) -> None:
-        """Write the whole results of a call of the head, for readers of all rows."""
+        """Write calls that put the results of the head's call at `position` together from parts,
+        for readers of all rows: sums are complete, others are concatenated."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         if recorded.call.op == NLL and cut.results[0] is None:
             self._divide(recorded)
@@ -308,7 +318,8 @@ class _TiledRun:
                 self._is_now(recorded, result, whole)
 
     def _divide(self, recorded: RecordedCall) -> None:
-        """Divide the summed loss by the weights if it is a mean; cast both as recorded."""
+        """Divide the summed nll loss by the summed weights if it is a mean; cast both to the
+        recorded dtypes. Raises _NotTiled if the call was recorded without one of the two."""
         loss, weights = recorded.call.results
         if loss is None or weights is None:
             raise _NotTiled("the loss has no weights")
@@ -323,8 +334,8 @@ class _TiledRun:
                 self._sums[result] = made.index
 
     def _is_now(self, recorded: RecordedCall, result: int, made: int) -> None:
-        """Let the recorded value `result` be an alias of `made`, in the recorded storage. Raises
-        _NotTiled if their specs differ."""
+        """Let the recorded value `result` be an alias of the value `made`, in the recorded storage.
+        Raises _NotTiled if their specs differ."""
         if self._values[made].spec != self._run.spec(result):
             raise _NotTiled(
                 f"{self._values[made].spec} is made of parts, where eager makes "
@@ -343,7 +354,8 @@ class _TiledRun:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call, placed like `like`; return its results. Raises _NotTiled."""
+        """Write a call, with the module and source line of `like`; return its results. Raises
+        _NotTiled if the operator raises an error."""
         try:
             return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:
