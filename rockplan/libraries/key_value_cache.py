@@ -38,7 +38,8 @@ def is_configuration(kind: type) -> bool:
 
 @contextlib.contextmanager
 def switched_off(module: Any) -> Iterator[None]:
-    """Switch the cache off, inside, in the configurations of all modules in `module`."""
+    """While active, `use_cache` is False in the configurations of all modules in `module`;
+    afterwards True again where it was."""
     configurations = [c for c in _configurations(module) if getattr(c, SWITCH, None) is True]
     for configuration in configurations:
         setattr(configuration, SWITCH, False)
@@ -50,8 +51,8 @@ def switched_off(module: Any) -> Iterator[None]:
 
 
 def switch_off(module: Any) -> tuple[Any, ...]:
-    """Switch the cache off from now on in the configurations of all modules in `module`; return
-    those that had it on."""
+    """Set `use_cache` to False in the configurations of all modules in `module`, and log that;
+    return those that had it on."""
     configurations = tuple(c for c in _configurations(module) if getattr(c, SWITCH, None) is True)
     for configuration in configurations:
         setattr(configuration, SWITCH, False)
@@ -70,7 +71,8 @@ def switch_on(configurations: Iterable[Any]) -> None:
 
 
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
-    """Log that planned calls like this one return no cache, if eager calls would."""
+    """Log a warning that planned calls like this one return no cache, if eager calls would. kwargs:
+    of the call."""
     users = [m for m in module.modules() if _asks_for_one(m)]
     if users and kwargs.get(SWITCH) is None and not any(_has_none(m, kwargs) for m in users):
         _LOGGER.warning(
@@ -110,8 +112,9 @@ _WITHOUT: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], bool]], ...] = (
 
 
 def without(result: Any, kwargs: Mapping[str, Any]) -> Any:
-    """Return the result of a call without its cache, unless an argument asked for one. (peft's
-    prefix tuning passes a cache in, so that learned keys and values are attended to.)"""
+    """Return the result of a call without its key-value cache, unless `use_cache` in `kwargs` asked
+    for one. Results other than a ModelOutput are returned as they are. (peft's prefix tuning passes
+    a cache in, so that learned keys and values are attended to.)"""
     if kwargs.get(SWITCH) or not any(b.__name__ == "ModelOutput" for b in type(result).__mro__):
         return result
     kept = {name: part for name, part in result.items() if not _is_cache(part)}
@@ -137,7 +140,8 @@ def _say_dropped(kind: str) -> None:
 
 
 def _configurations(module: Any) -> Iterable[Any]:
-    """Return the configurations of the modules, and those inside of them (for text, for images)."""
+    """Return the distinct configurations of all modules in `module`, and those inside of them (for
+    text, for images)."""
     waiting = [vars(m).get("config") for m in module.modules()]
     configurations: dict[int, Any] = {}
     while waiting:

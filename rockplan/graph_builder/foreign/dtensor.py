@@ -18,6 +18,8 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
+    """Replace a function by one that runs it outside of the recording."""
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return original(*args, **kwargs)
@@ -26,6 +28,9 @@ def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]
 
 
 def _of_context_parallel(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
+    """Replace the attention that `context_parallel` has put in place of PyTorch's: a call is
+    refused."""
+
     def attention(*args: Any, **kwargs: Any) -> NoReturn:
         recording.refuse(NAMED["context parallel"].text())
 
@@ -33,7 +38,8 @@ def _of_context_parallel(original: Any, recording: RecordingAccess) -> Callable[
 
 
 def patches() -> Iterator[Patch]:
-    """Where DTensor is in use."""
+    """Yield the patches for what is in use of `torch.distributed.tensor`: the attention of
+    context_parallel, and the shape rules of DTensor."""
     attention: Any = nn.functional.scaled_dot_product_attention
     if str(getattr(attention, "__module__", "")).startswith("torch.distributed."):
         yield Patch(

@@ -42,6 +42,8 @@ class _FreeTensors(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Call a function of PyTorch; append tensors among its arguments that are neither known nor
+        results of earlier calls to `free`."""
         for tensor in _tensors((args, kwargs or {})):
             if id(tensor) not in self._known:
                 self._known[id(tensor)] = tensor
@@ -65,6 +67,8 @@ class _InPlaceOfFree(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        """Call a function of PyTorch with the other tensors in place of the free ones."""
+
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return self._others.get(id(tensor), tensor)
 
@@ -79,7 +83,8 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _with_free_tensors(
     function: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return `function` with its free tensors as further arguments; and these tensors."""
+    """Return (`function` with its free tensors as further arguments, these tensors). They are found
+    by one run on `examples`."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with TransformGetItemToIndex(), _FreeTensors(examples) as run:
@@ -95,7 +100,7 @@ def _with_free_tensors(
 
 
 def _operator(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the public function's operator: free tensors become arguments."""
+    """Replace `flex_attention_hop`, the operator that `flex_attention` calls."""
 
     def flex_attention(
         query: torch.Tensor,
@@ -105,6 +110,8 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
         block_mask: tuple[Any, ...],
         *others: Any,
     ) -> Any:
+        """Call the operator with the free tensors of `score_mod` and of the mask as further
+        arguments, as the compiler's front end does."""
         if not recording.is_active():
             return original(query, key, value, score_mod, block_mask, *others)
         *blocks, mask_mod = block_mask
@@ -118,7 +125,8 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _graphs(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the function that traces the derivative of a score function: nothing is recorded."""
+    """Replace `create_fw_bw_graph`, which traces the derivative of a score function: its operators
+    are none of the step, and are not recorded."""
 
     def create_fw_bw_graph(*args: Any) -> Any:
         if not recording.is_active():
@@ -130,9 +138,12 @@ def _graphs(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _in_strides(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the function that changes strides: it makes no copy when the backward calls it."""
+    """Replace `_permute_strides`, which copies a tensor into other strides: for the backward of the
+    dense form it makes an empty tensor, since that is written afterwards as a whole."""
 
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
+        """Return an empty tensor of these strides if the backward of the dense form calls, else
+        what the original returns."""
         caller = sys._getframe(2).f_code
         if not recording.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
             return original(made, strides)

@@ -50,7 +50,8 @@ def new_packet(name: str) -> str:
 
 
 def operators_of(name_of_function: str) -> str:
-    """Define the forward and backward operators of a function; return their common name."""
+    """Define the forward and backward operators of a function; return the name that they share
+    ('NAME' of 'NAME.forward')."""
     packet = new_packet(name_of_function)
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
@@ -86,7 +87,9 @@ def _made_as_known(*args: Any) -> list[torch.Tensor]:
 def _run_forward(
     given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
 ) -> list[torch.Tensor]:
-    """Run the forward for real. given: tensors that it reads; changed: those it writes into."""
+    """Implement the forward operator: run the function for real; return its results in new memory.
+    call: key of what is known; given: tensors that it only reads; changed: those it writes
+    into."""
     known = _known(call)
     assert isinstance(known.call, OpaqueForward)
     read, written = iter(given), iter(changed)
@@ -100,8 +103,8 @@ def _run_backward(given: list[torch.Tensor], call: str, draws: bool) -> list[tor
 
 
 def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Run a known call on `tensors`; return its results in new memory. Raises UnsupportedModel if
-    its outcome or its random draws differ from those recorded."""
+    """Run a known call on `tensors` for real; return its results in new memory. Raises
+    UnsupportedModel if its outcome or its random draws differ from those recorded."""
     before = generator_states(tensors)
     run = known.call.run(tensors)
     if isinstance(known.call, OpaqueBackward) and run.outcome != known.outcome:
@@ -125,8 +128,9 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
 
 
 def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
-    """Return the run with copies of results that are arguments. A backward may return an argument
-    (a saved tensor, if the incoming gradient is one) where it made a new tensor when recorded."""
+    """Return the run with copies of results that are arguments, where a new tensor was recorded;
+    `run` itself if copies do not make it as recorded. A backward may return an argument (a saved
+    tensor, if the incoming gradient is one) where it made a new tensor when recorded."""
     outcome, first = known.outcome, len(run.tensors) - len(run.outcome.made)
     if len(run.results) != len(outcome.results):
         return run
@@ -158,7 +162,8 @@ def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
 
 
 def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return the states, as bytes, of the generators that a call on `tensors` may draw from."""
+    """Return name ('cpu', 'cuda:0') -> state as bytes, for the generators that a call on `tensors`
+    may draw from."""
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     states = {f"cuda:{i}": torch.cuda.default_generators[i].get_state() for i in devices}
     states["cpu"] = torch.get_rng_state()
@@ -224,7 +229,8 @@ def _with_backward(
     setup_context: Callable[..., Any] | None,
     how: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Wrap `function` and its backward into an autograd.Function; return what applies it."""
+    """Make an autograd.Function of `function` and its backward, and register it; return a function
+    that applies it. how: the other arguments of `opaque`."""
     members = {
         "__module__": function.__module__,
         "__qualname__": _name(function),
@@ -239,6 +245,7 @@ def _with_backward(
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
+        """Apply the autograd.Function to arguments given by position or by name."""
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:
@@ -265,8 +272,9 @@ def _register(
     mutates: Sequence[str],
     backward_mutates: Sequence[str],
 ) -> None:
-    """Check and register an autograd.Function. declared: the arguments of `rockplan.opaque` as
-    text, for advice. Raises InvalidInput."""
+    """Check and register an autograd.Function, with operators of its own unless it has some.
+    declared: the arguments of `rockplan.opaque` as text, for advice; others: as in `opaque`. Raises
+    InvalidInput."""
     called = f"{kind.__module__}.{_name(kind)}".replace("<locals>.", "")
     if getattr(kind, "boxed_grads_call", False):
         raise InvalidInput(f"{called} takes its gradients in one list, which is not supported")

@@ -46,9 +46,9 @@ class UnknownCall(Interrupted):
         self.call = call
 
     def find_out(self, before: UnknownCall | None) -> None:
-        """Run the call and remember its outcome. before: the unknown call of the recording before
-        this one. Raises CaptureError if the call fails, does what a plan cannot repeat, or differs
-        each time."""
+        """Run the call and remember its outcome in `KNOWN`. before: the unknown call that ended the
+        recording before this one, None for the first. Raises CaptureError if the call fails, does
+        what a plan cannot repeat, or has other arguments in each recording."""
         place = self.module_path or "", self.source or ""
         if before is not None and (key := key_of(before.call)) not in _MET:
             del KNOWN[key]
@@ -66,7 +66,7 @@ class UnknownCall(Interrupted):
 
 
 def patches() -> Iterator[Patch]:
-    """Yield the patches that replace the members of opaque functions."""
+    """Yield a patch for each member (forward, backward, setup_context) of each opaque function."""
     for kind, function in REGISTERED.items():
         recorded = _Recorded(function)
         yield Patch(kind, "forward", recorded.forward, _WHY)
@@ -104,9 +104,10 @@ class _Recorded:
         self._last: list[_MadeByCall] = []
 
     def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Replace `forward`: record a call of our operator."""
+        """Return what replaces `forward` of the function."""
 
         def forward(*given: Any) -> Any:
+            """Record a call of the function's forward operator; return its results."""
             if not access.is_active():
                 return original(*given)
             if self._function.setup_context is not None:
@@ -118,32 +119,35 @@ class _Recorded:
             ctx, *args = given
             self._refuse_subclass(ctx, access)
             made = self._call(args, access)
-            _tell(ctx, made)
+            _set_on_context(ctx, made)
             return made.result()
 
         return forward
 
     def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Replace `setup_context`: tell autograd's context what the forward's outcome says."""
+        """Return what replaces `setup_context` of the function."""
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            """Set on autograd's context what the last forward set on its own."""
             if not access.is_active():
                 original(ctx, inputs, output)
                 return
             self._refuse_subclass(ctx, access)
-            _tell(ctx, self._last.pop())
+            _set_on_context(ctx, self._last.pop())
 
         return setup_context
 
     def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
-        """Refuse a class that is derived from the opaque function and inherits its members."""
+        """Refuse a call of a class that is derived from the opaque function and inherits its
+        members."""
         kind = type(ctx)._forward_cls
         if kind is not self._function.kind:
             what = {"function": kind.__qualname__, "base": self._function.called}
             access.refuse(NAMED["subclass of an opaque function"].text(**what))
 
     def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
-        """Record a call of the forward operator. Ends the recording if the call is unknown."""
+        """Record a call of the forward operator; return it. Ends the recording if the call is
+        unknown, or has an argument that no key describes."""
         for leaf in pytree.tree_leaves(tuple(args)):
             if not (isinstance(leaf, torch.Tensor) or is_plain(leaf)):
                 what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
@@ -157,20 +161,21 @@ class _Recorded:
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Replace `backward`: record a call of our operator."""
+        """Return what replaces `backward` (or `vjp`) of the function."""
 
         def backward(ctx: Any, *gradients: Any) -> Any:
+            """Record a call of the function's backward operator; return the gradients."""
             if not access.is_active():
                 return original(ctx, *gradients)
             self._refuse_subclass(ctx, access)
             kept: _Kept = ctx._rockplan_kept
             refs = zip(kept.known.outcome.saved, ctx.saved_tensors, strict=True)
             saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}
-            call, given = backward_call(kept.known, kept.attributes | saved, gradients)
+            call, tensors = backward_call(kept.known, kept.attributes | saved, gradients)
             known = _known(call, access)
             operator = self._function.backward_operator
-            fresh = operator(given, key_of(call), known.draws)
-            made = rebuilt(known.outcome, call.kept(given), fresh)
+            fresh = operator(tensors, key_of(call), known.draws)
+            made = rebuilt(known.outcome, call.kept(tensors), fresh)
             return result_of(known, made)
 
         return backward
@@ -187,8 +192,9 @@ def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Kno
     return KNOWN.get(key) or access.stop(UnknownCall(call, *access.place()))
 
 
-def _tell(ctx: Any, made: _MadeByCall) -> None:
-    """Tell autograd's context what the function told its own context."""
+def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
+    """Set on autograd's context what the function set on its own: saved tensors, attributes with
+    tensors, marks."""
     outcome = made.known.outcome
     places = {
         ref.place for _, leaves, _ in outcome.attributes for ref in leaves if isinstance(ref, Ref)
@@ -204,7 +210,8 @@ def _tell(ctx: Any, made: _MadeByCall) -> None:
 
 
 def _differing(before: OpaqueForward | OpaqueBackward, call: OpaqueForward | OpaqueBackward) -> str:
-    """Return in words which argument of two forward calls differs: its class."""
+    """Return in words the class of the first argument that differs between two calls (of backwards:
+    between their forwards); 'tensors' if no plain argument does."""
     both = (c.leaves if isinstance(c, OpaqueForward) else c.forward.leaves for c in (before, call))
     differing = [type(b).__name__ for a, b in zip(*both, strict=False) if text_of(a) != text_of(b)]
     return f"a {differing[0]}" if differing else "tensors"

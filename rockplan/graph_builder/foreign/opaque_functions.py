@@ -82,8 +82,9 @@ class Opaque:
 
 @contextlib.contextmanager
 def _as_in_eager(autocast: Autocast) -> Iterator[None]:
-    """Set the state in which eager runs an autograd.Function: no gradients are recorded, but
-    autograd's kernels are available if the function turns gradients on."""
+    """While active, the state is that in which eager runs an autograd.Function: no gradients are
+    recorded, but autograd's kernels are available if the function turns gradients on. autocast: the
+    state to set."""
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
@@ -123,9 +124,10 @@ class OpaqueForward:
         return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
-        """Run the forward on `tensors`. is_fake: run the function's `fake` instead, if any."""
-        given = self._as_given(tensors)
-        args = pytree.tree_unflatten([taken(x, given) for x in self.leaves], self.structure)
+        """Run the forward on `tensors` (by place); return the run. is_fake: run the function's
+        `fake` instead, if it has one."""
+        arguments = self._as_given(tensors)
+        args = pytree.tree_unflatten([taken(x, arguments) for x in self.leaves], self.structure)
         ctx, function = Context(self.needs), self.function
         with _as_in_eager(self.autocast):
             if is_fake and function.fake is not None:
@@ -135,7 +137,7 @@ class OpaqueForward:
             else:
                 result = function.forward(*args)
                 function.setup_context(ctx, args, result)
-        return run_of(result, given, ctx)
+        return run_of(result, arguments, ctx)
 
     def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors as autograd passes them: requiring a gradient if one is needed."""
@@ -169,17 +171,19 @@ class OpaqueBackward:
         return f"{self.function.called}.{self.function.backward_name}"
 
     def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
-        """Run the backward on `tensors`. is_fake: run `fake_backward`, or make empty gradients."""
-        given = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
+        """Run the backward on `tensors` (by place); return the run, whose outcome refers to tensors
+        that are not copied. is_fake: run `fake_backward` instead, or make empty gradients, if the
+        function has a `fake`."""
+        own = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
-            given[place].requires_grad_()
+            own[place].requires_grad_()
         function, ctx = self.function, Context(self.forward.needs)
-        ctx.saved_tensors = tuple(taken(ref, given) for ref in self.saved)
+        ctx.saved_tensors = tuple(taken(ref, own) for ref in self.saved)
         for name, leaves, structure in self.attributes:
-            real = [taken(leaf, given) for leaf in leaves]
+            real = [taken(leaf, own) for leaf in leaves]
             setattr(ctx, name, pytree.tree_unflatten(real, structure))
-        gradients = [taken(ref, given) for ref in self.gradients]
-        kept = self.kept(given)
+        gradients = [taken(ref, own) for ref in self.gradients]
+        kept = self.kept(own)
         with _as_in_eager(self.autocast):
             if not is_fake or function.fake is None:
                 result = function.backward(ctx, *gradients)
@@ -228,8 +232,8 @@ KNOWN: dict[str, Known] = {}
 
 
 def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
-    """Return the forward call of `function(*args)`, with Refs for tensors; and its distinct
-    tensors."""
+    """Return (the forward call of `function(*args)`, with Refs for tensors; its distinct tensors,
+    by place)."""
     leaves, structure = pytree.tree_flatten(tuple(args))
     refs, tensors = with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
@@ -266,14 +270,15 @@ def backward_call(
     tensors: Mapping[int, torch.Tensor],
     gradients: Sequence[Any],
 ) -> tuple[OpaqueBackward, list[torch.Tensor]]:
-    """Return the call of a backward, and its distinct tensors. tensors: place -> tensor, for what
-    the forward saved."""
+    """Return (the backward call after the forward `forward`, its distinct tensors by place).
+    tensors: place -> tensor, for what the forward saved; gradients: incoming ones, None where there
+    is none. Raises InvalidInput for a wrong name in backward_mutates."""
     call = forward.call
     assert isinstance(call, OpaqueForward)
     outcome, function = forward.outcome, call.function
     kept = [taken(ref, tensors) for ref in outcome.saved]
     flat = [taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
-    refs, given = with_refs([*kept, *flat, *gradients])
+    refs, distinct = with_refs([*kept, *flat, *gradients])
     waiting = iter(refs)
     saved_refs = tuple(next(waiting) for _ in kept)
     attributes = tuple(
@@ -296,12 +301,12 @@ def backward_call(
         saved=saved_refs,
         attributes=attributes,
         gradients=gradient_refs,
-        tensors=Tensors.of(given),
+        tensors=Tensors.of(distinct),
         need=tuple(sorted(need)),
         copied=tuple(sorted(copied)),
         autocast=autocast_state(),
     )
-    return backward, given
+    return backward, distinct
 
 
 def backward_names(
@@ -310,7 +315,8 @@ def backward_names(
     attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
     gradients: Sequence[Any],
 ) -> dict[str, tuple[int, ...]]:
-    """Return name for `backward_mutates` -> places of its tensors."""
+    """Return name as in `backward_mutates` ('saved_tensors[0]', attribute, parameter) -> places of
+    its tensors."""
     named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
     named += [(name, leaves) for name, leaves, _ in attributes]
     names = _positional(function.backward, 1 + len(gradients))[1:]
@@ -337,7 +343,8 @@ _NUMBERED: dict[str, list[Callable[[], Any]]] = {}
 
 
 def numbered(name: str, thing: Any) -> str:
-    """Return a text that tells `thing` from others of that name, by identity."""
+    """Return a text that tells `thing` from other objects of that name by identity, such as
+    'name#1'. Objects are numbered in the order in which they are met in this process."""
     known = _NUMBERED.setdefault(name, [])
     for number, reference in enumerate(known):
         if reference() is thing:
@@ -350,9 +357,9 @@ def numbered(name: str, thing: Any) -> str:
 
 
 def text_of(leaf: Any) -> str:
-    """Return a text that identifies an argument, equal in every process as far as possible. A
-    function that refers to nothing but globals is identified by its code, and a method by function
-    and owner, since both may be new objects in each run of a forward."""
+    """Return a text that identifies an argument that is no tensor, equal in every process as far as
+    possible. A function that refers to nothing but globals is identified by its code, and a method
+    by function and owner, since both may be new objects in each run of a forward."""
     kind = type(leaf)
     if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
         return f"{text_of(kind)} {leaf!r}"
@@ -373,7 +380,7 @@ def _is_code_alone(leaf: Any) -> bool:
 
 
 def key_of(call: OpaqueForward | OpaqueBackward) -> str:
-    """Return the key of a call: equal for calls that do the same."""
+    """Return a key of 16 digits that is equal for calls that do the same."""
     function = call.function
     if isinstance(call, OpaqueForward):
         said: list[Any] = ["forward", function.packet, text_of(function.fake)]

@@ -40,7 +40,10 @@ from rockplan.python_state.object_slots import EVERYBODYS, GENERATOR
 
 
 def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
-    """Run `call`; remember its outcome in `KNOWN`. place: (module path, source line) for errors."""
+    """Run `call` on made-up tensors (fake ones if the function has a `fake`); remember its outcome
+    in `KNOWN` and return the run. place: (module path, source line), for errors. Raises
+    CaptureError for what a plan cannot do: undeclared writes, unknown draws, views of another
+    kind."""
     is_fake = call.function.fake is not None
     undeclared: list[str] = []
     if is_fake:
@@ -71,7 +74,8 @@ def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
-    """Put the generators of devices, Python and numpy back at the end."""
+    """While active, draws go on as usual; afterwards the generators of devices, Python and numpy
+    have their states from before. call: names the CUDA devices."""
     devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
     states = [(one, GENERATOR.elements(one)) for one in EVERYBODYS.values()]
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -85,8 +89,8 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
 def _real_run(
     call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: tuple[str, str]
 ) -> tuple[OpaqueRun, bool, list[str]]:
-    """Return the run, whether it drew random numbers, and the names of tensors that it wrote into
-    without a declaration."""
+    """Return (the run, whether it drew random numbers, names of tensors that it wrote into without
+    a declaration). Raises CaptureError for draws that a plan could not repeat."""
     declared = call.changed if isinstance(call, OpaqueForward) else ()
     before = [_bytes(t).clone() for t in tensors]
     states = _all_generator_states(tensors)
@@ -100,7 +104,7 @@ def _real_run(
     drawn = moved(states, _all_generator_states(tensors))
     if not drawn <= {device_of_draws(run.fresh())}:
         raise NAMED["draws of an opaque function"].at(*place, function=call.called)
-    return run, bool(drawn), _called(call, written)
+    return run, bool(drawn), _names_of_places(call, written)
 
 
 def _run(
@@ -109,7 +113,8 @@ def _run(
     is_fake: bool,
     place: tuple[str, str],
 ) -> OpaqueRun:
-    """Run a call; raise CaptureError with its place if it fails."""
+    """Run a call on `tensors`. Raises CaptureError with the place (module path, source line) if it
+    fails."""
     try:
         return call.run(tensors, is_fake)
     except RockplanError:
@@ -120,8 +125,9 @@ def _run(
         ) from error
 
 
-def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """Return the names by which writes into `places` are declared, one for each storage."""
+def _names_of_places(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
+    """Return the names by which a user declares writes into the tensors at `places`, one for each
+    storage."""
     if isinstance(call, OpaqueForward):
         names = argument_names(call.function, len(call.args))
         named = {
@@ -140,7 +146,8 @@ def _called(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list
 def _refuse_writes(
     known: Known, run: OpaqueRun, undeclared: Sequence[str], place: tuple[str, str]
 ) -> NoReturn:
-    """Raise CaptureError with the line that declares the writes, the backward's included."""
+    """Raise CaptureError with the line that declares the writes, the backward's included if it can
+    be tried. undeclared: names of tensors that the call writes into."""
     call = known.call
     if isinstance(call, OpaqueForward):
         of_backward: list[str] = []
@@ -158,8 +165,8 @@ def _refuse_writes(
 def _tensors_for(
     call: OpaqueForward | OpaqueBackward, place: tuple[str, str]
 ) -> list[torch.Tensor]:
-    """Return made-up tensors for a call; for a backward, the tensors that a run of the forward
-    saves, and made-up gradients."""
+    """Return made-up tensors for a call, by place. For a backward they are those that a run of the
+    forward saves, and made-up gradients."""
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
     is_fake = call.function.fake is not None
@@ -181,7 +188,8 @@ def _tensors_for(
 
 
 def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
-    """Return the backward call in which all results get a contiguous gradient in new memory."""
+    """Return the backward call in which all results that are tensors get a contiguous gradient in
+    new memory. run: of the forward."""
     made = result_of(known, run.tensors)
     results = made if isinstance(made, tuple) else (made,)
     gradients = [
@@ -194,7 +202,8 @@ def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """Return tensors of these specs and sharing: numbers in [0, 1), zeros for integers."""
+    """Return tensors of these specs, which share storages as they say: numbers in [0, 1), zeros for
+    integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)

@@ -53,7 +53,8 @@ def taken(leaf: Any, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor
 
 
 def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return `leaves` with Refs for tensors, and the distinct tensors."""
+    """Return (`leaves` with a Ref for each tensor, the distinct tensors in order of first
+    occurrence)."""
     numbers: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
@@ -94,7 +95,7 @@ class Outcome:
     materializes: bool = True
 
     def differs(self, other: Outcome) -> str:
-        """Return in words where two outcomes differ."""
+        """Return in words how `other` differs from this outcome, in the first respect that does."""
         if self.attributes != other.attributes:
             a, b = ({name: rest for name, *rest in o.attributes} for o in (self, other))
             names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
@@ -147,7 +148,7 @@ class _Finder:
         self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
-        """Return a Ref for a tensor, whose place is new if it was not met before; a description of
+        """Return a Ref for a tensor, to a new place if it was not met before; a description of
         anything else."""
         if not isinstance(leaf, torch.Tensor):
             return described(leaf)
@@ -165,22 +166,25 @@ class _Finder:
         self.tensors.append(leaf)
         return Ref(len(self.tensors) - 1)
 
-    def places(self, told: Sequence[Any] | None) -> frozenset[int]:
-        """Return the places of the tensors that a context was told of."""
-        refs = (self.place(t) for t in told or () if isinstance(t, torch.Tensor))
+    def places(self, marked: Sequence[Any] | None) -> frozenset[int]:
+        """Return the places of the tensors among `marked`; none for None."""
+        refs = (self.place(t) for t in marked or () if isinstance(t, torch.Tensor))
         return frozenset(ref.place for ref in refs)
 
 
 def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> OpaqueRun:
-    """Return the run that returned `result`. given: its tensors; ctx: of a forward, else None."""
+    """Return the run that returned `result`. given: its tensor arguments, by place; ctx: what a
+    forward saved and set, None for a backward."""
     finder = _Finder(given)
     leaves, structure = pytree.tree_flatten(result)
     results = tuple(map(finder.place, leaves))
-    told = {} if ctx is None else vars(ctx)
-    saved = tuple(map(finder.place, told.get("to_save") or ()))
-    flat = {n: pytree.tree_flatten(told[n]) for n in sorted(told.keys() - _OF_AUTOGRAD)}
+    context = {} if ctx is None else vars(ctx)
+    saved = tuple(map(finder.place, context.get("to_save") or ()))
+    flat = {n: pytree.tree_flatten(context[n]) for n in sorted(context.keys() - _OF_AUTOGRAD)}
     places = {name: tuple(map(finder.place, tensors)) for name, (tensors, _) in flat.items()}
-    dirty, constant = (finder.places(told.get(n)) for n in ("dirty_tensors", "non_differentiable"))
+    dirty, constant = (
+        finder.places(context.get(n)) for n in ("dirty_tensors", "non_differentiable")
+    )
     outcome = Outcome(
         made=tuple(finder.made),
         results=results,
@@ -189,7 +193,7 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
         attributes=tuple((n, tensors, str(flat[n][1])) for n, tensors in places.items()),
         dirty=dirty,
         constant=constant,
-        materializes=bool(told.get("materialize_grads", True)),
+        materializes=bool(context.get("materialize_grads", True)),
     )
     return OpaqueRun(
         outcome,
@@ -209,7 +213,8 @@ def _themselves(places: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]
 def rebuilt(
     outcome: Outcome, given: Sequence[torch.Tensor], fresh: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the arguments and all results of a call, given the results in new memory."""
+    """Return the arguments of a call, then all tensors that it makes, by place. given: the
+    arguments; fresh: results in new memory, of which the others are views."""
     tensors, waiting = list(given), iter(fresh)
     for made in outcome.made:
         if made.base is None:

@@ -67,7 +67,8 @@ class Launch:
     changed: tuple[int, ...]
 
     def run(self, read: Sequence[torch.Tensor], changed: Sequence[torch.Tensor]) -> None:
-        """Launch the kernel. read: other tensors; changed: one tensor for each changed storage."""
+        """Launch the kernel. read: tensors in storages that it does not write into, in order;
+        changed: one tensor for each changed storage."""
         waiting, written = iter(read), dict(zip(self.changed, changed, strict=True))
         tensors = [
             self._on(written[s], place) if s in written else next(waiting)
@@ -88,7 +89,8 @@ class Launch:
         return storage.as_strided(spec.shape, spec.stride, storage.storage_offset() + spec.offset)
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
-        """Return the grid for the chosen configuration. Raises StalePlan if it is unknown."""
+        """Return the grid for the arguments that the autotuner has chosen. Raises StalePlan if it
+        is unknown."""
         for settings, grid in self.grids:
             if all(
                 chosen.get(name) is value or chosen.get(name) == value for name, value in settings
@@ -105,15 +107,15 @@ class Launch:
         return _sizes(self.grid(chosen))
 
     def key(self) -> str:
-        """Return a text that is equal for launches that do the same."""
+        """Return a key of 16 digits that is equal for launches that do the same."""
         function = plain_function(self.kernel)
         name = f"{function.__module__}.{function.__qualname__}"
-        said = [numbered(name, self.kernel), str(self.structure)]
-        said += [text_of(_constant(leaf)) for leaf in self.leaves]
-        said += [f"{name}={text_of(_constant(value))}" for name, value in self.options]
-        said += [str([grid for _, grid in self.grids]), repr(self.tensors), repr(self.changed)]
-        said += [str(self.positional), "" if self.grid is None else _text_of_grid(self.grid)]
-        return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        parts = [numbered(name, self.kernel), str(self.structure)]
+        parts += [text_of(_constant(leaf)) for leaf in self.leaves]
+        parts += [f"{name}={text_of(_constant(value))}" for name, value in self.options]
+        parts += [str([grid for _, grid in self.grids]), repr(self.tensors), repr(self.changed)]
+        parts += [str(self.positional), "" if self.grid is None else _text_of_grid(self.grid)]
+        return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
 
 
 LAUNCHES: dict[str, Launch] = {}
@@ -128,9 +130,12 @@ def patches() -> Iterator[Patch]:
 
 
 def _launcher(original: Any, access: RecordingAccess) -> Any:
-    """Replace `kernel[grid]`: record the launch."""
+    """Replace `KernelInterface.__getitem__` of Triton, `kernel[grid]`."""
 
     def __getitem__(kernel: Any, grid: Any) -> Any:
+        """Return a function that records a launch, or launches the kernel outside of a
+        recording."""
+
         def launch(*args: Any, **kwargs: Any) -> Any:
             if access.is_active():
                 return _launch(kernel, grid, args, kwargs, access)
@@ -148,8 +153,9 @@ def _launch(
     kwargs: dict[str, Any],
     access: RecordingAccess,
 ) -> None:
-    """Record a launch: find what the kernel writes, describe the launch, and call its operator.
-    Refuses a kernel whose writes are unknown, and arguments that a key cannot describe."""
+    """Record a launch of `kernel[grid](*args, **kwargs)`: find what the kernel writes, describe the
+    launch, and call its operator. Refuses a kernel whose writes are unknown, and arguments that a
+    key cannot describe."""
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)
@@ -229,7 +235,7 @@ def _configurations(kernel: Any) -> list[Any]:
 
 def _written(kernel: Any, named: Mapping[str, Any]) -> set[str]:
     """Return the names of arguments that a launch may write into, in the kernel or before it.
-    Raises UnknownWrites."""
+    named: the arguments by name. Raises UnknownWrites."""
     written: set[str] = set()
     for layer in _layers(kernel):
         written |= {*getattr(layer, "reset_to_zero", ()), *getattr(layer, "restore_value", ())}
@@ -258,7 +264,8 @@ def _has_tensors(value: Any) -> bool:
 def _grids(
     kernel: Any, grid: Any, named: Mapping[str, Any]
 ) -> Iterator[tuple[tuple[tuple[str, Any], ...], Grid]]:
-    """Yield (arguments set by a configuration, grid for these) for each configuration."""
+    """Yield (arguments that a configuration of the autotuner sets, grid for these) for each
+    configuration; one pair without an autotuner. named: the arguments by name."""
     parameters = inspect.signature(plain_function(kernel)).parameters
     given = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(named)
     for settings in [dict(one.all_kwargs()) for one in _configurations(kernel)] or [{}]:
@@ -276,11 +283,9 @@ def _sizes(blocks: Any) -> Grid:
 
 
 def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
-    """Return the grid function with its closure frozen, for autotuner configurations that appear
-    later.
-
-    Returns None if there is no such function, or if it refers to more than numbers and shapes.
-    """
+    """Return the grid function with its closure frozen and fake tensors for tensors, for autotuner
+    configurations that appear later. Return None if there is no such function, or if it refers to
+    more than numbers and shapes."""
     if not isinstance(grid, types.FunctionType) or not _configurations(kernel):
         return None
     leaves, structure = pytree.tree_flatten(_referred(grid))

@@ -68,8 +68,8 @@ class _Analysis:
         return frozenset(self.of(function, constants).written)
 
     def of(self, function: Any, constants: dict[str, Any]) -> _Effects:
-        """Return the effects of a function, by iterating until they no longer grow. A recursive
-        call gets the effects found so far."""
+        """Return the effects of a function, by iterating until they no longer grow. constants:
+        parameters that are known -> value. A recursive call gets the effects found so far."""
         key = function, tuple(sorted((n, id(c)) for n, c in constants.items() if _is_jit(c)))
         if key in self._running:
             return self._running[key]
@@ -99,7 +99,8 @@ class _Function(ast.NodeVisitor):
         self._local = {*self._made_of, *_assigned(self._definition)}
 
     def visit_all(self) -> None:
-        """Visit all statements until nothing more is found."""
+        """Visit all statements until no more dependences, writes and returned parameters are
+        found."""
         while True:
             before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
@@ -146,7 +147,8 @@ class _Function(ast.NodeVisitor):
             raise UnknownWrites(f"it has `{ast.unparse(node).splitlines()[0]}`")
 
     def _assign(self, target: ast.expr, made_of: Names) -> None:
-        """Note that `target` may be computed from `made_of`."""
+        """Note that the variables in `target` may be computed from the parameters `made_of`. Raises
+        UnknownWrites for an assignment to something else than variables."""
         if isinstance(target, ast.Tuple | ast.List):
             for element in target.elts:
                 self._assign(element, made_of)
@@ -160,7 +162,8 @@ class _Function(ast.NodeVisitor):
     # Expressions
 
     def _of(self, node: ast.expr) -> Names:
-        """Return the parameters that the value may be computed from; note what it writes."""
+        """Return the parameters that the value of an expression may be computed from; note what it
+        writes into."""
         if isinstance(node, ast.Name):
             return self._made_of.get(node.id, _NOTHING)
         if isinstance(node, ast.Call):
@@ -177,15 +180,16 @@ class _Function(ast.NodeVisitor):
         return frozenset().union(*parts)
 
     def _of_call(self, node: ast.Call) -> Names:
-        """Return the parameters that the result of a call may be computed from; note what it
-        writes. Raises UnknownWrites for an unknown function."""
-        given = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
-        positional = [self._of(a) for a in given]
+        """Return the parameters that the result of a call may be computed from; note what it writes
+        into. Raises UnknownWrites for a function that is neither Triton's, Python's nor
+        readable."""
+        arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
+        positional = [self._of(a) for a in arguments]
         named = {k.arg: self._of(k.value) for k in node.keywords}
         everything = frozenset().union(*positional, *named.values())
         callee = self._value(node.func)
         if _is_jit(callee) and not _is_of_triton(plain_function(callee)):
-            if len(given) != len([a for a in node.args if not isinstance(a, ast.Starred)]):
+            if len(arguments) != len([a for a in node.args if not isinstance(a, ast.Starred)]):
                 raise UnknownWrites(f"it calls `{ast.unparse(node.func)}` with any arguments")
             return self._of_function(plain_function(callee), node, positional, named)
         if isinstance(node.func, ast.Attribute) and callee is _UNKNOWN:
@@ -205,19 +209,21 @@ class _Function(ast.NodeVisitor):
         self, function: Any, node: ast.Call, positional: list[Names], named: dict[Any, Names]
     ) -> Names:
         """Return the parameters that the result of a call of another jit function may be computed
-        from; note what that writes."""
+        from; note what that writes into. positional, named: for each argument the parameters it is
+        made of."""
         names = list(inspect.signature(function).parameters)
         made_of = dict(zip(names, positional, strict=False)) | named
-        given = dict(zip(names, node.args, strict=False))
-        given |= {k.arg: k.value for k in node.keywords if k.arg is not None}
-        values = {n: self._value(a) for n, a in given.items()}
+        arguments = dict(zip(names, node.args, strict=False))
+        arguments |= {k.arg: k.value for k in node.keywords if k.arg is not None}
+        values = {n: self._value(a) for n, a in arguments.items()}
         constants = {n: value for n, value in values.items() if _is_jit(value)}
         effects = self._analysis.of(function, constants)
         self._effects.written |= {p for n in effects.written for p in made_of.get(n, _NOTHING)}
         return frozenset(p for n in effects.returned for p in made_of.get(n, _NOTHING))
 
     def _value(self, node: ast.expr) -> Any:
-        """Return what a name, or an attribute of one, stands for, if that is known."""
+        """Return what a name, or an attribute of a module or class, stands for; `_UNKNOWN` for
+        variables and other expressions."""
         if isinstance(node, ast.Name):
             if node.id in self._constants:
                 return getattr(self._constants[node.id], "value", self._constants[node.id])
@@ -232,7 +238,8 @@ class _Function(ast.NodeVisitor):
 
 
 def _definition(function: Any) -> ast.FunctionDef:
-    """Return the AST of a function's definition. Raises UnknownWrites without its source."""
+    """Return the AST of a function's definition. Raises UnknownWrites if its source cannot be
+    read."""
     try:
         text = textwrap.dedent("".join(inspect.getsourcelines(function)[0]))
         tree = ast.parse(text)
