@@ -45,7 +45,9 @@ class BlockKind:
     incoming_bytes: int
 
     def of(self, graph: CDGraph) -> BlockKind:
-        """Return the kind for the same graph on another device, or in other process groups."""
+        """Return the kind for blocks whose graph is `graph`: the same operations, perhaps on
+        another device or in other process groups. The prices (times, bytes) of this kind hold for
+        them."""
         own = self.problem.graph
         if graph.values == own.values and graph.groups == own.groups:
             return self
@@ -79,8 +81,8 @@ class BlockSequence:
         return step_peak_bytes(self.moments, options) + self.others.needed_bytes(options)
 
     def budget_bytes(self, wanted: Budget) -> int:
-        """Return the budget in bytes; for the smallest budget the least for which there is a
-        choice."""
+        """Return the budget in bytes. For the smallest budget that is the least for which there is
+        a choice; a share is one of the peak with all blocks unplanned."""
         least_bytes = least_budget(self.families, self.moments, self.others)
         return wanted.within(self.eager_peak_bytes) or least_bytes
 
@@ -89,8 +91,8 @@ class BlockSequence:
         return fastest_options(self.families, self.moments, budget_bytes, self.others)
 
     def left_bytes(self, budget_bytes: int) -> int:
-        """Return the bytes left for the call that runs, if other calls in flight save what they do
-        in the fastest choice (if there is no choice, the least they can)."""
+        """Return the bytes of `budget_bytes` left for the call that runs, if other calls in flight
+        save what they do in the fastest choice (if there is no choice, the least they can)."""
         chosen = self.fastest(budget_bytes) or [thrifty(family) for family in self.families]
         return budget_bytes - self.others.needed_bytes(chosen)
 
@@ -101,7 +103,8 @@ class BlockSequence:
         return chosen
 
     def with_options_for(self, budget_bytes: int, options: Options) -> BlockSequence:
-        """Return the sequence with more options for this budget.
+        """Return the sequence with more options for this budget; itself if the fastest options of
+        all fit.
 
         For each limit of a block's saved bytes, the fastest option is searched with the peak that
         remains if all blocks of its kind save as much; then, if there is something to gain, the
@@ -127,8 +130,9 @@ class BlockSequence:
     def _extended(
         self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
     ) -> BlockSequence:
-        """Return the sequence with an option for each limit of saved bytes of a kind, if the
-        remaining peak is below that of the known options."""
+        """Return the sequence with an option searched for each limit, if it might beat the known
+        ones. limits: kind -> limits of the bytes that a block saves between its phases;
+        budget_bytes: for the blocks of the call that runs."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(o.peak_bytes for o in kind.family)
@@ -151,8 +155,8 @@ class BlockSequence:
         return replace(self, kinds=kinds)
 
     def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
-        """Return the peak left for a block of a kind if all blocks of this kind save `saved_bytes`,
-        and the others as little as they can."""
+        """Return the peak in bytes left for a block of the kind `key` if all blocks of this kind
+        save `saved_bytes`, and the others as little as they can."""
         saved = [
             saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
             for b, family in zip(self.blocks, self.families, strict=True)
@@ -166,7 +170,8 @@ class BlockSequence:
         )
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        """Return the error for a budget that is too small."""
+        """Return the error for a budget that is too small, with the least budget and the owners of
+        its peak."""
         least_bytes = least_budget(self.families, self.moments, self.others)
         chosen = self.least()
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
@@ -186,7 +191,8 @@ class BlockSequence:
         )
 
     def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
-        """Say how much other calls in flight hold, '' if there are none."""
+        """Say how many bytes other calls in flight hold with these options; '' if there are
+        none."""
         if not self.others.count:
             return ""
         held = format_bytes(self.others.needed_bytes(chosen))
@@ -209,7 +215,8 @@ def _kept(family: Iterable[BoundedOption]) -> list[int]:
 
 
 def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
-    """Return the middle between each of `used` and its neighbours among `limits` (ascending)."""
+    """Return the middles between each of `used` and its neighbours among `limits`, ascending.
+    limits: ascending; a value of `used` that is not among them has no neighbours."""
     positions = {
         (limits[i] + limits[j]) // 2
         for i in (limits.index(u) for u in used if u in limits)

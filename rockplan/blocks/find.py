@@ -35,7 +35,9 @@ _REMEDY = (
 
 
 def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """Return the submodules that `blocks` names. Raises InvalidInput with a remedy."""
+    """Return path -> submodule for what `blocks` names, in the order of the model. Raises
+    InvalidInput with a remedy for none, the whole model, overlaps, and blocks that `solve`
+    planned."""
     if blocks is None:
         paths: Iterable[str] = _found(model)
     else:
@@ -44,8 +46,8 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
             raise InvalidInput(f"blocks is a {type(blocks).__name__}; {_REMEDY}")
         named = itertools.chain.from_iterable(_paths(model, one) for one in several)
         paths = itertools.chain.from_iterable(opened(model, path) for path in named)
-    wanted = {id(model.get_submodule(path)) for path in paths}
-    chosen = {path: m for path, m in model.named_modules() if id(m) in wanted}
+    identities = {id(model.get_submodule(path)) for path in paths}
+    chosen = {path: m for path, m in model.named_modules() if id(m) in identities}
     if not chosen:
         raise InvalidInput(f"blocks is empty; {_REMEDY}")
     _refuse_whole(chosen)
@@ -61,25 +63,26 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
 def called_blocks(
     model: nn.Module, found: Mapping[str, nn.Module], called: Collection[int]
 ) -> dict[str, nn.Module]:
-    """Return `found` with modules that were never called, only their parts (a Sequential used as a
-    list), replaced by the outermost parts that were called and have parameters. A module that was
-    not called at all is left out if no other of its list was called. called: identities of
-    modules."""
+    """Return path -> submodule like `found`, in which a module that was never called, only parts of
+    it (a Sequential used as a list), is replaced by the outermost parts that were called and have
+    parameters. A module of which nothing was called is left out if no other of its list was called;
+    if that leaves nothing, `found` is returned. called: identities of modules."""
     lists = {path.rpartition(".")[0] for path, module in found.items() if id(module) in called}
-    wanted: dict[str, nn.Module] = {}
+    result: dict[str, nn.Module] = {}
     for path, module in found.items():
         inner = [] if id(module) in called else [*_outermost(path, module, called)]
         if inner:
-            wanted.update(inner)
+            result.update(inner)
         elif path.rpartition(".")[0] in lists:
-            wanted[path] = module
-    return wanted or dict(found)
+            result[path] = module
+    return result or dict(found)
 
 
 def _outermost(
     path: str, module: nn.Module, called: Collection[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the outermost called submodules with parameters."""
+    """Yield (path, submodule) for the outermost submodules of `module` that were called and have
+    parameters. path: of `module`; called: identities of modules."""
     for name, child in module.named_children():
         if id(child) in called and has_parameters(child):
             yield f"{path}.{name}", child
@@ -88,7 +91,7 @@ def _outermost(
 
 
 def _found(model: nn.Module) -> tuple[str, ...]:
-    """Return the repeated blocks. Raises InvalidInput if there are none."""
+    """Return the paths of the repeated blocks. Raises InvalidInput if there are none."""
     paths = repeated_blocks(model)
     if not paths:
         raise InvalidInput(
@@ -100,7 +103,8 @@ def _found(model: nn.Module) -> tuple[str, ...]:
 
 
 def _paths(model: nn.Module, one: object) -> list[str]:
-    """Return the paths that one name or module stands for. Raises InvalidInput."""
+    """Return the paths that one pattern, path or module stands for. Raises InvalidInput if it names
+    none."""
     if isinstance(one, nn.Module):
         paths = [path for path, m in model.named_modules() if m is one]
         if not paths:
@@ -133,7 +137,7 @@ def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
 
 
 def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if a block lies in another."""
+    """Raise InvalidInput if a block lies in another. chosen: path -> block."""
     paths = {id(module): path for path, module in chosen.items()}
     for path, outer in chosen.items():
         inner = (paths[id(m)] for m in outer.modules() if m is not outer and id(m) in paths)

@@ -50,7 +50,8 @@ class SampleCall:
 
     @contextlib.contextmanager
     def as_called(self) -> Iterator[None]:
-        """Put the contents that the arguments had in the call back, inside."""
+        """While active, lists and objects among the arguments have the contents that they had in
+        the call; afterwards those from before."""
         since = [(held, held.elements) for held, _ in self.held]
         _write(self.held)
         try:
@@ -97,13 +98,19 @@ def sample_run(
     kwargs: dict[str, Any],
     loss: Loss | None = None,
 ) -> SampleRun:
-    """Run the sample once. Raises InvalidInput for a block under a transform of torch.func, or
-    through which the forward runs a backward pass of its own."""
+    """Run the sample once, with the loss if there is one; return the calls of `blocks` (path ->
+    block). Raises InvalidInput for a block under a transform of torch.func, or through which the
+    forward runs a backward pass of its own."""
     run = SampleRun()
     shared: dict[Any, SampleCall] = {}
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a function that notes a call of the block at `path` and runs its `forward`, of
+        which nothing is saved for backward."""
+
         def note(*given: Any, **named_given: Any) -> Any:
+            """Run the block's forward; add its call to `run`, alike calls with the arguments of the
+            first."""
             own, named = waited_with_history((given, named_given))
             try:
                 refuse_transforms()
@@ -139,7 +146,7 @@ def sample_run(
 
 
 def refuse_missing(run: SampleRun) -> None:
-    """Raise InvalidInput for a block that is not called."""
+    """Raise InvalidInput if a block is not called by the sample."""
     if run.missing:
         several = f" and {len(run.missing) - 1} more" if run.missing[1:] else ""
         raise InvalidInput(
@@ -150,7 +157,7 @@ def refuse_missing(run: SampleRun) -> None:
 
 
 def refuse_repeated(run: SampleRun) -> None:
-    """Raise InvalidInput for a block that is called several times."""
+    """Raise InvalidInput if a block is called several times in one forward."""
     for path in run.repeated:
         raise InvalidInput(
             f"block '{path}' is called several times in one forward, and would be planned "
@@ -161,8 +168,8 @@ def refuse_repeated(run: SampleRun) -> None:
 def without_history(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return the arguments with computed tensors replaced by leaves, at which a backward pass
-    ends."""
+    """Return (args, kwargs) with computed tensors replaced by leaves that require a gradient, at
+    which a backward pass ends; such a leaf shares the tensor's memory."""
     leaves, spec = trees.tree_flatten((args, kwargs))
     detached: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
         [_without_history(leaf) for leaf in leaves], spec
@@ -185,7 +192,8 @@ def _reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """Give the module another forward inside, within its hooks."""
+    """While active, the module's forward is `forward`, which its hooks run around; afterwards its
+    own."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:
@@ -198,8 +206,8 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def _nothing_saved(path: str) -> Iterator[None]:
-    """Drop the tensors that autograd saves inside. A backward pass through them raises
-    _BackwardThroughBlock."""
+    """While active, tensors that autograd saves are dropped. A backward pass through them raises
+    _BackwardThroughBlock. path: of the block that runs."""
 
     def refuse(saved: None) -> torch.Tensor:
         raise _BackwardThroughBlock(

@@ -51,8 +51,8 @@ class Allowance:
     eager_bytes: int = 0
 
     def of(self, eager: BoundedOption) -> tuple[int, int]:
-        """Return the saved bytes and the peak allowed to a call whose unplanned option is
-        `eager`."""
+        """Return (saved bytes, peak bytes) allowed to a call whose unplanned option is `eager`:
+        more in proportion if it saves more than `eager_bytes` unplanned."""
         if not 0 < self.eager_bytes < eager.saved_bytes:
             return self.saved_bytes, self.peak_bytes
         ratio = eager.saved_bytes / self.eager_bytes
@@ -92,7 +92,8 @@ def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
 
 
 def _of_a_step(graph: CDGraph) -> CDGraph:
-    """Return `graph` without its results and its loss, which the step counts."""
+    """Return `graph` with the results not held and a loss of the caller's of 0 bytes: the step
+    counts these."""
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
@@ -103,8 +104,8 @@ def _of_a_step(graph: CDGraph) -> CDGraph:
 
 
 def block_problem(block: CapturedBlock, options: Options) -> Problem:
-    """Return the problem of a block with prices. (It has no loss of the caller's and no blocks
-    inside.)"""
+    """Return the problem of a block, its graph with measured times and bytes. (It has no loss of
+    the caller's and no blocks inside.)"""
     with PLANNING:
         problem = measured(block.source.lowered, options, block.source.waits)
     return replace(problem, constrained=problem.graph, blocks=())
@@ -119,7 +120,8 @@ def built_block(
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
-    """Return `program` for another block of its kind: the same code, with its own constants."""
+    """Return `program` for another block of its kind: the same code, with constants, structure of
+    results and description of the call of its own."""
     source = block.source
     call = block.call
     forward = original_forward(call.module)
@@ -156,7 +158,8 @@ class BlockPrograms:
         return tuple(program for key, program in self.known.items() if key[-1] == allowance)
 
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
-        """Return the program of another block, if this block has the same interface; else None."""
+        """Return the program of a block of the same kind under this allowance, made for this block;
+        None if there is none, if interfaces differ, or if a call assigns Python attributes."""
         known = self.known.get((*block.kind, allowance))
         interface = block.source.lowered.interface
         # Assignments of a call belong to one block.
@@ -165,8 +168,8 @@ class BlockPrograms:
         return _shared(known, block) if known.interface == interface else None
 
 
-def say_block(error: CaptureError, path: str) -> None:
-    """Make `error` name the block, and what to do."""
+def name_block_in(error: CaptureError, path: str) -> None:
+    """Put the path of the block, and what to do, into the message of `error`."""
     error.args = (
         f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') leaves it as it "
         "is; or name parts of it as the blocks, such as its attention)",
@@ -182,15 +185,18 @@ class BlockMaker:
     allowance: Allowance
 
     def __call__(self, call: ModuleCall) -> PlannedProgram:
+        """Return a program for one more kind of call. Raises CaptureError, naming the block, if it
+        cannot be planned; the reason is noted in `programs.refused`."""
         try:
             return program_in_training(call, make=self._make)
         except CaptureError as error:
             self.programs.refused[self.path] = str(error)
-            say_block(error, self.path)
+            name_block_in(error, self.path)
             raise
 
     def _make(self, call: ModuleCall) -> PlannedProgram:
-        """Return a known program, an adapted one, or a new one."""
+        """Return a program for the call: that of an equal block, one adapted from a known plan, or
+        a new one."""
         options = self.programs.options
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
@@ -207,9 +213,9 @@ class BlockMaker:
 def _adapted(
     problem: Problem, allowance: Allowance, known: Sequence[PlannedProgram]
 ) -> BoundedOption | None:
-    """Return the option of a known plan for a call that differs in few operations, or none (a
-    trainer passes its layers a number that they do not read); None if none fits. Nothing is
-    searched."""
+    """Return the option of a known plan carried over to this problem, which differs in few
+    operations or none (a trainer passes its layers a number that they do not read); None if none
+    fits the allowance or is too slow. Nothing is searched."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     for program in known:
         schedule = carried_over(program.plan, problem.graph)
@@ -227,8 +233,9 @@ def _adapted(
 
 
 def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
-    """Return the fastest option found within the allowance. Raises InfeasibleBudget, or warns and
-    returns the smallest one, as the options say."""
+    """Return the fastest option found within the allowance. If none fits, the smallest option found
+    is returned with a warning where options or allowance say so; otherwise InfeasibleBudget is
+    raised."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     everything = option_with(problem, keep_all(problem.graph))
     if everything.saved_bytes <= saved_bytes and everything.peak_bytes <= peak_bytes:

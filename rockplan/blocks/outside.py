@@ -45,8 +45,8 @@ def measured_step(
     written: Collection[torch.Tensor],
     device: torch.device,
 ) -> MeasuredStep:
-    """Measure one `step`, in which block i runs as options[i] says and gets gradients of
-    incoming_bytes[i]; another step runs before.
+    """Measure a `step`, after one that is not measured. Block i runs as options[i] says and gets
+    gradients of incoming_bytes[i].
 
     call: (args, kwargs, loss) of the model; written: tensors beside buffers that a step writes to.
     If gradients wait to be exchanged (`set_requires_gradient_sync(False)`), a step that keeps them
@@ -99,8 +99,8 @@ def _with_more(stretch: Stretch, more_bytes: int) -> Stretch:
 
 
 def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    """Return the largest figures of each stretch, over the steps with the same marks as the last
-    one."""
+    """Return for each stretch of the last step the largest bytes of any step that has the same
+    marks in the same order. courses: the stretches of each step."""
     marks = [stretch.mark for stretch in courses[-1]]
     alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
     return [
@@ -110,8 +110,8 @@ def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
 
 
 def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
-    """Run `step`, with marks where blocks begin and end. The mark comes before other hooks on a
-    block's result, since one may replace the result."""
+    """Run `step`, and call `mark` where the model returns and where blocks begin and end a phase.
+    The mark comes before other hooks on a block's result, since one may replace the result."""
     returned = functools.partial(_returned, mark)
     handles: list[RemovableHandle] = [model.register_forward_hook(returned)]
     for number, block in enumerate(blocks):
@@ -149,11 +149,12 @@ def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
 def _after(
     mark: Mark, number: int, module: nn.Module, args: object, kwargs: object, result: object
 ) -> None:
-    """Mark the end of a block's forward, and arrange for the marks of its backward."""
+    """Mark the end of a block's forward, and register marks of begin and end of its backward.
+    Results that are arguments, or that no plan made, have no such marks."""
     mark(Border(number, is_backward=False, begins=False))
-    given = {id(leaf) for leaf in trees.tree_leaves((args, kwargs))}
+    argument_ids = {id(leaf) for leaf in trees.tree_leaves((args, kwargs))}
     for leaf in trees.tree_leaves(result):
-        is_own = isinstance(leaf, torch.Tensor) and id(leaf) not in given
+        is_own = isinstance(leaf, torch.Tensor) and id(leaf) not in argument_ids
         nodes = ends_of_backward(leaf) if is_own else None
         if nodes is not None:
             first, last = nodes
@@ -161,7 +162,7 @@ def _after(
                 lambda gradients: mark(Border(number, is_backward=True, begins=True))
             )
             last.register_hook(
-                lambda made, given: mark(Border(number, is_backward=True, begins=False))
+                lambda made, argument_ids: mark(Border(number, is_backward=True, begins=False))
             )
             return
 
@@ -169,7 +170,8 @@ def _after(
 def moments_of(
     seen: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
 ) -> Iterator[StepMoment]:
-    """Yield a moment for each stretch: the bytes that the blocks do not account for."""
+    """Yield a moment for each stretch (from one mark to the next): the bytes that are not the
+    blocks' own. seen: stretches of a step; options, incoming_bytes: of each block, by number."""
     keep: set[int] = set()
     for stretch in seen:
         border: Border | None = None if stretch.mark == RETURNED else stretch.mark

@@ -119,7 +119,7 @@ class BlocksPlan:
         return [f"others          {held} held by {self.others.count} more calls in flight"]
 
     def _rows(self) -> list[str]:
-        """Return a line for blocks that differ only in numbers of layers."""
+        """Return a line for each set of blocks that differ only in numbers in their paths."""
         rows = Counter(
             (re.sub(r"\d+", "*", block.path), block.kind, block.option, block.eager.time_ns)
             for block in self.blocks
@@ -134,7 +134,8 @@ class BlocksPlan:
 
 
 def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:
-    """Return the owners of the moment with the most bytes alive."""
+    """Return the owners of the bytes at the moment with the most bytes alive; of no moments, zero
+    bytes."""
     options = [block.option for block in blocks]
     if not moments:
         return StepBytes(0, 0)

@@ -39,7 +39,7 @@ from rockplan.blocks.kinds import (
     block_problem,
     built_block,
     captured_block,
-    say_block,
+    name_block_in,
 )
 from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
@@ -134,7 +134,8 @@ def _plan_blocks(
     *,
     are_found: bool,
 ) -> None:
-    """Find the calls of the blocks, and plan them. are_found: the user has not named the blocks."""
+    """Find the calls of the blocks in a run of the sample, and plan the blocks within `wanted`.
+    named: path -> block; are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.warned.add(SHARDING)
@@ -164,8 +165,8 @@ def _is_divided(model: nn.Module) -> bool:
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if other processes have other parameters or other blocks: exchanging what
-    belongs to these would fail."""
+    """Raise InvalidInput if other processes have other parameters or other blocks (`named`):
+    exchanging what belongs to these would fail."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     others = agreed.gathered("model", (own, [*named]))
     different = [rank for rank, (theirs, _) in others.items() if theirs != own]
@@ -185,8 +186,8 @@ def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Modu
 def _as_a_whole(
     model: nn.Module, call: SizedCall, options: Options, error: InfeasibleBudget
 ) -> str:
-    """Say what `solve` would need, which plans the rest of the model as well; '' if that is no
-    less, or fails."""
+    """Return a sentence with the bytes that `solve`, which plans the rest of the model as well,
+    would need; '' if these are no fewer than `error` says, or if that fails."""
     limited = replace(options, time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     needed_bytes = least_bytes(call.of(model), limited)
     if needed_bytes is None or needed_bytes >= error.minimum_bytes:
@@ -208,11 +209,12 @@ def _blocks_called(
     loss: Loss | None,
     are_found: bool,
 ) -> tuple[dict[str, nn.Module], SampleRun, Left]:
-    """Return the blocks, a run of the sample, and the blocks that this run shows cannot be planned.
+    """Run the sample; return (path -> block, the run, blocks that it shows cannot be planned).
     are_found: the user has not named the blocks, so that they may be replaced by those that the
     forward calls.
 
-    Raises InvalidInput.
+    Raises InvalidInput for blocks that are not called, and for named ones that are called several
+    times.
     """
     run = sample_run(model, named, call.args, call.kwargs, loss)
     left: Left = ()
@@ -249,7 +251,8 @@ _NONE_PLANNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictio
 
 
 def restore_blocks(model: nn.Module) -> nn.Module:
-    """Undo `solve_blocks`; return `model`."""
+    """Undo `solve_blocks`: blocks are unplanned, `use_cache` of configurations is what it was.
+    Return `model`."""
     _NONE_PLANNED.pop(model, None)
     for block in [*model.modules()]:
         if is_in_place(block):
@@ -292,8 +295,9 @@ class _Job:
         wanted: Budget,
         left: Left,
     ) -> None:
-        """Plan the blocks `named` as far as possible, within `wanted`. left: blocks that are not
-        planned."""
+        """Plan the blocks `named` (path -> block) within `wanted`; leave out those that cannot be
+        planned, as the options say, and begin again without them. left: blocks that were left out
+        before."""
         captured, own = self._captured(named, calls)
         refused = self._refused_by_any(own)
         captured = {p: b for p, b in captured.items() if p not in dict(refused)}
@@ -313,7 +317,7 @@ class _Job:
                 return
             left = (*left, *refused)
             captured = {p: b for p, b in captured.items() if p not in dict(refused)}
-        whys = _said(left)
+        whys = _reasons(left)
         if self.options.on_refused == "error":
             raise InvalidInput(f"there is no block to plan: {whys}; name blocks that are trained")
         _NONE_PLANNED[self.model] = whys
@@ -329,7 +333,8 @@ class _Job:
         left: Left,
     ) -> None:
         """Measure a step, choose an option for each block so that the step fits, and install the
-        programs. On any error the blocks are restored."""
+        programs. left: (path, why) of blocks without a plan, for the report. On any error the
+        blocks are restored."""
         try:
             step, captured, kinds = self._measured(captured, calls)
             moments = step.moments
@@ -357,7 +362,7 @@ class _Job:
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
         """Return (path, why) of all blocks of the kinds that could be planned alone, but not as a
-        step calls them."""
+        step calls them; log each."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
@@ -368,7 +373,8 @@ class _Job:
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
     ) -> tuple[dict[str, CapturedBlock], Left]:
-        """Return the captured blocks by path, and (path, why) of those that cannot be captured."""
+        """Return (path -> captured block, (path, why) of those that cannot be captured). Raises
+        CaptureError for one of the latter if the options say so, after all blocks were gathered."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         failure: CaptureError | None = None
@@ -383,7 +389,7 @@ class _Job:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
                 if self.options.on_refused == "error":
-                    say_block(error, path)
+                    name_block_in(error, path)
                     failure = error
                     continue
                 left.append((path, str(error)))
@@ -393,8 +399,8 @@ class _Job:
         return captured, tuple(left)
 
     def _refused_by_any(self, own: Left) -> Left:
-        """Return (path, why) of the blocks that any process of those that plan together leaves: all
-        exchange what belongs to a block, in a measurement as in a step. own: of this process."""
+        """Return (path, why) of the blocks that any process leaves unplanned, if processes exchange
+        what belongs to a block; else of `own`, those of this process."""
         others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
         left = dict(own)
         for rank, theirs in others.items():
@@ -414,8 +420,9 @@ class _Job:
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
-        """Measure a step. If backward starts from other results of a block than assumed, capture
-        that block again, and measure once more. Returns the step, the blocks, and their kinds."""
+        """Measure a step; return (it, path -> captured block, key of a kind -> kind). If backward
+        starts from other results of a block than assumed, that block is captured again, and the
+        step measured once more."""
         first = self._measured_once(captured, calls)
         if not first.others:
             return first.step, captured, first.kinds
@@ -430,7 +437,8 @@ class _Job:
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> _Measured:
-        """Install the thriftiest options, measure a step, and restore the blocks."""
+        """Install for each block the option that saves least, measure a step, and restore the
+        blocks."""
         kinds = self._kinds(captured.values())
         step = self._step_of(captured, calls, kinds)
         latest = {path: latest_of(block.call.module) for path, block in captured.items()}
@@ -448,8 +456,9 @@ class _Job:
         calls: dict[str, SampleCall],
         kinds: dict[Any, BlockKind],
     ) -> MeasuredStep:
-        """Measure a step in which each block saves as little as possible. Calls of another kind
-        than assumed have no limit; they are measured a second time."""
+        """Measure a step in which each block runs with the option that saves least. Calls of
+        another kind than assumed have no limit; the caller measures them a second time. Raises
+        `_Unreached` for blocks that no gradient reaches."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
         allowances = [UNLIMITED] * len(options)
         self._install(captured, calls, kinds, options, allowances)
@@ -468,8 +477,8 @@ class _Job:
         return self._most_of_all(step)
 
     def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
-        """Return the step with the largest figures of any process whose step has the same
-        moments."""
+        """Return the step with the largest bytes of any process whose step has the same moments in
+        order."""
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
         own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
         every = self.agreed.gathered(("moments", courses), own).values()
@@ -486,7 +495,8 @@ class _Job:
             incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
-        """Return the kinds of the blocks; one process decides for all with the same blocks."""
+        """Return key of a kind -> measured and solved kind, for the kinds of these blocks; one
+        process decides for all with the same blocks."""
         blocks = {block.kind: block for block in captured}
 
         def key() -> object:
@@ -498,7 +508,7 @@ class _Job:
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
-        """Measure and solve one kind of block."""
+        """Measure one kind of block, and solve it for a first family of options."""
         problem = block_problem(block, self.options)
         graph = problem.graph
         incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
@@ -508,7 +518,7 @@ class _Job:
         return BlockKind(problem, eager_option(graph), family, sum(incoming))
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Return options of all blocks, from the known ones and those searched for just this
+        """Return the option of each block, from the known ones and those searched for just this
         budget; one process decides for all."""
 
         def key() -> object:
@@ -520,7 +530,8 @@ class _Job:
         return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes))
 
     def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Choose options in this process. Raises InfeasibleBudget, or warns, as the options say."""
+        """Return the option of each block, chosen in this process. Raises InfeasibleBudget, or
+        warns and returns the smallest plan, as the options say."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is not None:
@@ -543,8 +554,8 @@ class _Job:
         chosen: Sequence[BoundedOption],
         allowances: Sequence[Allowance],
     ) -> None:
-        """Make each block run as its option says, and plan calls of other kinds within its
-        allowance."""
+        """Make each block run as its option (`chosen`, in order) says, and plan calls of other
+        kinds within its allowance when they come. calls: path -> call of the sample."""
         report("writing the code")
         self.programs.known.clear()
         rows = zip(captured.items(), chosen, allowances, strict=True)
@@ -567,8 +578,8 @@ class _Job:
                 )
 
 
-def _said(left: Left) -> str:
-    """Return each reason once, with the first block that it holds for."""
+def _reasons(left: Left) -> str:
+    """Return each reason once, with the first block that it holds for and the number of others."""
     paths: dict[str, list[str]] = {}
     for path, why in left:
         paths.setdefault(why, []).append(path)
@@ -593,8 +604,8 @@ _UNREACHED = "no gradient reaches it in the measured step"
 
 
 def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
-    """Raise `_Unreached` if a block has not run backward: the prediction would miss what it needs
-    there."""
+    """Raise `_Unreached` if a block has not run backward in the measured step: the prediction would
+    miss what it needs there. paths: of the blocks, by number."""
     reached = {m.running for m in moments if m.is_backward}
     missing = [path for number, path in enumerate(paths) if number not in reached]
     if missing:
@@ -602,7 +613,7 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
 
 
 def _check_options(options: Options) -> None:
-    """Raise InvalidInput for options that do not apply to blocks."""
+    """Raise InvalidInput for options that do not apply to blocks, or are not valid at all."""
     check_options(options)
     for name in ("differentiated", "released", "only_loss", "keep", "recompute", "tile"):
         if getattr(options, name):
