@@ -505,9 +505,9 @@ def _acts(node: ComputeNode) -> bool:
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
     """Return value -> operator for the results of a node that are in storages that it makes or
     changes, without views."""
-    results = ((r, c.op) for c in node.calls for r in c.results)
+    made = ((r, c.op) for c in node.calls for r in c.made)
     return {
-        r: op for r, op in results if graph.values[r].data in node.writes and not _is_view(graph, r)
+        r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
     }
 
 

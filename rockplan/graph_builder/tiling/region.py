@@ -230,7 +230,9 @@ class _Growth:
                 continue
             of_views = self._cut_of_base(value, rows)
             call = run.calls[position].call
-            cut = of_views and row_wise(call, run.spec, {}, self._groups, wanted=of_views[base])
+            cut = of_views and row_wise(
+                call, run.spec, {}, self._groups, result_rows=of_views[base]
+            )
             if of_views and cut:
                 makers[position] = _WideMaker(cut, of_views)
         return makers
