@@ -21,8 +21,8 @@ def names_in(code: types.CodeType) -> frozenset[str]:
 
 @functools.cache
 def global_names_in(code: types.CodeType) -> frozenset[str]:
-    """Return the names of global variables in `code`; all of `names_in` where the code may look up
-    any variable by its text."""
+    """Return the names of global variables that `code` and its inner functions read, set or delete;
+    all of `names_in` where the code may look up any variable by its text (`globals()`, `eval`)."""
     names = names_in(code)
     if names & _BY_TEXT:
         return names
@@ -71,8 +71,8 @@ def files_of(name: str, package: str) -> Iterable[dict[str, Any]]:
 
 @functools.cache
 def compares_objects(code: types.CodeType) -> bool:
-    """True if the code says `a is b` or `id(a)`, other than `a is None` and comparisons with
-    constants."""
+    """True if the code or an inner function says `a is b` or `id(a)`, other than `a is None` and
+    comparisons with constants."""
     before = ""
     for instruction in dis.get_instructions(code):
         if instruction.opname == "IS_OP" and before != "LOAD_CONST":

@@ -114,8 +114,9 @@ class Contents:
 
 
 def described(argument: object) -> Any:
-    """Return a hashable value for an argument that is no tensor. Arguments with the same contents
-    get equal values; parts that cannot be looked into compare by identity."""
+    """Return a hashable value for an argument that is no tensor, equal for arguments with the same
+    contents. Parts that cannot be looked into compare by identity, as does an argument none of
+    which can."""
     try:
         contents = _hashable(_Reading(None).value(argument, strict=False))
         hash(contents)  # a class of the user's may define == alone
@@ -125,8 +126,8 @@ def described(argument: object) -> Any:
 
 
 def _hashable(frozen: Any) -> Any:
-    """Turn lists into tuples, sets into frozen sets, and identities into those of the caller's
-    objects."""
+    """Return contents as a hashable value: lists as tuples, sets as frozen sets, identities as
+    those of the caller's objects."""
     if isinstance(frozen, list | tuple):
         return type(frozen), tuple(map(_hashable, frozen))
     if isinstance(frozen, set):
@@ -150,7 +151,8 @@ def _read(value: object) -> Any:
 
 def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
     """Return the contents of a collection, an array, an object with attributes (a configuration) or
-    a function; None if they cannot change, or cannot be looked into."""
+    a function; None if they cannot change, or cannot be looked into. constants: tensors that may
+    occur in them, compared by identity."""
     if _is_value(container) or isinstance(container, torch.Tensor) or _is_plain_tuple(container):
         return None
     for read in (_everything, _plain_attributes):
@@ -191,8 +193,9 @@ class _Reading:
         self._functions = 0
 
     def value(self, value: object, strict: bool) -> Any:
-        """Return the contents of any object. strict: raise _Unknown for an object that cannot be
-        looked into; else the object compares by identity."""
+        """Return the contents of any object: a plain value as itself with its type. strict: raise
+        _Unknown for an object that cannot be looked into; else such an object compares by
+        identity."""
         kind = type(value)
         if kind is str or kind is int or value is None:
             return value
@@ -213,8 +216,9 @@ class _Reading:
             return _Identity(value)
 
     def plain_attributes(self, value: object) -> Any:
-        """Return the class of an object that cannot be looked into as a whole, and those of its
-        public attributes that are plain values. Raises _Unknown for an object of a library."""
+        """Return (class, (name, contents) of each public attribute that is a plain value, function,
+        tensor or array), for an object that cannot be looked into as a whole. Raises _Unknown for
+        an object of a library."""
         if _is_of_library(type(value)):
             raise _Unknown
         attributes = []
@@ -226,8 +230,8 @@ class _Reading:
         return type(value), attributes
 
     def inside(self, value: object, strict: bool) -> Any:
-        """Return the contents of an object that is not plain; raises _Unknown beyond
-        `_MAXIMUM_DEPTH`."""
+        """Return the contents of an object that is not plain. Raises _Unknown deeper than
+        `_MAXIMUM_DEPTH` objects."""
         if len(self._path) > _MAXIMUM_DEPTH:
             raise _Unknown
         self._path.append(id(value))
@@ -237,8 +241,9 @@ class _Reading:
             self._path.pop()
 
     def _inside(self, value: object, strict: bool) -> Any:
-        """Return the contents by the kind of object: elements, bytes, what a function refers to, or
-        attributes."""
+        """Return (class, contents) by the kind of object: elements, bytes, what a function refers
+        to, or attributes. Raises _Unknown for what cannot be looked into, such as a tensor that is
+        no constant."""
         if isinstance(value, _READABLE):
             return type(value), self._elements(value, strict)
         if isinstance(value, _BUFFERS):
@@ -257,8 +262,8 @@ class _Reading:
         return type(value), self._named(_attributes(value), strict=True)
 
     def _function(self, function: Any) -> Any:
-        """Return the contents of what a function refers to; the function itself if none of it can
-        change."""
+        """Return (class, contents of what a function refers to); the function itself if none of it
+        can change."""
         state = _referred(function)
         if not state:
             return _leaf(function)
@@ -269,7 +274,9 @@ class _Reading:
             self._functions -= 1
 
     def _elements(self, value: Any, strict: bool) -> Any:
-        """Return the elements of a collection, and the attributes of one of a derived class."""
+        """Return the elements of a collection, and the attributes of one of a derived class. Raises
+        _Unknown for more than `_MAXIMUM_LENGTH` elements where a function refers to the
+        collection."""
         if self._functions and len(value) > _MAXIMUM_LENGTH:
             raise _Unknown
         if isinstance(value, set | frozenset):
@@ -291,7 +298,8 @@ class _Reading:
         return [(name, self.value(v, strict)) for name, v in attributes]
 
     def _buffer(self, value: bytearray | array[Any] | numpy.ndarray) -> Any:
-        """Return the kind, shape and bytes of an array; a large array compares by identity."""
+        """Return the kind, shape and bytes of an array; of an array of objects its shape and
+        elements; a large array compares by identity."""
         if isinstance(value, numpy.ndarray) and value.dtype == object:
             return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
         if not is_small(value):
@@ -336,8 +344,8 @@ def _root(value: Any) -> str:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a value that only the same plain value equals: 2, 2.0 and True differ, 0.0 and -0.0
-    differ, and NaN equals NaN."""
+    """Return a key that only the same plain value has: 2, 2.0 and True differ, 0.0 and -0.0 differ,
+    and NaN equals NaN."""
     kind = type(value)
     if kind is str or kind is int or value is None:
         return value
@@ -391,7 +399,8 @@ def data_in(value: object) -> Any:
 
 
 def _data(frozen: Any) -> Any:
-    """Return the plain data among the contents `frozen`, `_NOTHING` if there is none."""
+    """Return the plain data among contents (as `_Reading.value` returns them), `_NOTHING` if there
+    is none."""
     if frozen is None or isinstance(frozen, _Identity) or callable(frozen):
         return _NOTHING
     if isinstance(frozen, list):

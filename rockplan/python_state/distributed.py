@@ -76,9 +76,9 @@ def distributed(local: torch.Tensor, spec: Any) -> torch.Tensor:
 
 
 def own_ways() -> tuple[frozenset[tuple[Any, int]], bool]:
-    """Return what decides, beside specs, what DTensor makes of operators: (operator, identity of
-    its handler) of those that are handled otherwise now than by default, as under `loss_parallel`;
-    whether other tensors count as replicated."""
+    """Return what decides, beside specs, what DTensor makes of operators: ((operator, identity of
+    its handler) for those that are handled otherwise now than by default, as under `loss_parallel`;
+    whether other tensors count as replicated)."""
     kind = getattr(sys.modules.get(_TENSOR), "DTensor", None)
     dispatcher = getattr(kind, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
@@ -139,7 +139,7 @@ def _parts(spec: Any) -> list[int]:
 
 
 def why_not_shown(spec: Any) -> str:
-    """Say what of DTensors with this spec cannot be planned; '' if they can."""
+    """Return why DTensors with this spec cannot be planned, for a message; '' if they can."""
     kinds = {type(placement).__name__ for placement in spec.placements}
     if other := sorted(kinds - {"Shard", "Replicate", "Partial"}):
         return f"is placed by {', '.join(other)}"

@@ -14,8 +14,8 @@ import torch
 
 @contextlib.contextmanager
 def gradients_aside(tensors: Iterable[object]) -> Iterator[None]:
-    """Take the gradients off the leaves among `tensors`, and put them back on exit. (Autograd would
-    add to a gradient in place.)"""
+    """While active, `.grad` of the leaves among `tensors` is None; afterwards it is the former
+    tensor. (Autograd would add to a gradient in place.)"""
     leaves = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.is_leaf}
     before = [(t, t.grad) for t in leaves.values() if t.requires_grad or t.grad is not None]
     try:

@@ -112,8 +112,8 @@ class Place:
         return self.module is not None or self.is_callers or self.is_guarded
 
     def inside(self, text: str, step: str | None, key: Any) -> Place:
-        """Return the place of an element of this place. step: 'attribute' or 'item'; None if no
-        address leads there."""
+        """Return the place of an element of this place, named `text` in messages. step: 'attribute'
+        or 'item', by which `key` finds the element again; None if no address leads there."""
         address = self.address
         if address is not None:
             kind, root, steps = address
@@ -162,8 +162,8 @@ class Held(Holder):
 
 
 def holder_at(owner: Any, step: str, key: Any) -> Holder:
-    """Return the holder of `owner` that has the element of this step ('attribute' or 'item') and
-    key. Raises LookupError."""
+    """Return the holder by which `owner` has the element of this step ('attribute' or 'item') and
+    key. Raises LookupError if it has none."""
     if isinstance(owner, types.ModuleType):
         return Holder(vars(owner), ITEMS)
     if isinstance(owner, type):
@@ -231,7 +231,8 @@ _ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
 
 @once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
-    """List the rows by which objects of a class hold elements, other than attributes."""
+    """Return the rows of `object_slots` by which objects of a class hold elements, other than
+    attributes."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
         (types.CellType, CELL),
         (contextvars.ContextVar, CONTEXT),
@@ -255,8 +256,8 @@ def is_function_cache(value: object) -> bool:
 
 
 def cached_in(cache: Any) -> Iterator[Any]:
-    """Yield the results that a functools.lru_cache keeps, and the elements of tuples, lists and
-    dictionaries among them."""
+    """Yield the arguments and results that a functools.lru_cache keeps, and the elements of tuples,
+    lists and dictionaries among them."""
     waiting: list[Any] = gc.get_referents(cache) if cache.cache_info().currsize else []
     seen: set[int] = set()
     while waiting:
@@ -309,8 +310,8 @@ _CONTENT = (Bytes, str, bytes, int)
 
 
 def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-    """Return `value` with each tensor replaced by `of(tensor)`: itself, in tuples, behind a weak
-    reference. Returns `value` itself if `of` returns None for all."""
+    """Return `value` with each tensor replaced by `of(tensor)`, if that is not None: itself, in
+    tuples, behind a weak reference. Returns `value` itself if nothing is replaced."""
     if isinstance(value, torch.Tensor):
         other = of(value)
         return value if other is None else other
@@ -337,7 +338,7 @@ def _is_of_nodes(kind: type) -> bool:
 
 def tensors_in(value: Any) -> Iterable[Any]:
     """Yield the tensors and autograd nodes that `value` is, holds in tuples and frozen sets, or
-    refers to weakly."""
+    refers to by a weak reference."""
     if isinstance(value, torch.Tensor) or _is_of_nodes(type(value)):
         yield value
     elif isinstance(value, tuple | frozenset):

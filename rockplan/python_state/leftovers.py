@@ -48,8 +48,8 @@ class Leftovers:
 
     @contextlib.contextmanager
     def forgotten_by_errors(self) -> Iterator[None]:
-        """Clear the frames that an error has left, so that the error keeps no tensor of the
-        recording alive."""
+        """While active, an error that leaves the block is stripped: the frames that it has passed
+        are cleared, so that it keeps no tensor of the recording alive."""
         try:
             yield
         except BaseException as error:
@@ -58,7 +58,8 @@ class Leftovers:
             raise
 
     def _empty_closures(self, frames: list[types.FrameType]) -> None:
-        """Empty the cells that keep a tensor of the recording alive through a cleared frame.
+        """Empty the cells that keep a tensor of the recording alive through one of `frames`, which
+        are cleared.
 
         A cleared frame keeps its function, and with it variables of the functions around: PyTorch
         has arguments of modules with hooks there. A function or cell that another object refers to
@@ -72,7 +73,7 @@ class Leftovers:
                     del cell.cell_contents
 
     def remove(self) -> str | None:
-        """Remove tensors of the recording from whatever still holds them. Returns the name of the
+        """Remove tensors of the recording from whatever still holds them. Return the name of the
         first holder, None if there was none.
 
         Function caches are emptied and not named: they fill themselves.
@@ -96,7 +97,7 @@ class Leftovers:
 
     def _remove_others(self) -> str | None:
         """Remove the tensors from holders, level by level (up to `_DEEPEST`), until none is alive.
-        Returns the name of the first holder."""
+        Return the name of the first holder, None without one."""
         first: str | None = None
         for _ in range(_DEEPEST):
             alive = self.alive()
@@ -133,7 +134,7 @@ def _is_cleared(frame: types.FrameType) -> bool:
 
 
 def _held_once(things: list[Any]) -> list[Any]:
-    """Return the objects that exactly one other object refers to."""
+    """Return the objects of the list that exactly one other object refers to."""
     example = [object()]
     one_other = [*example]
     (most,) = map(sys.getrefcount, example)
@@ -158,8 +159,8 @@ def _function_caches() -> Iterator[Any]:
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
-    """Take these tensors from all objects that hold them, directly or through objects that cannot
-    be changed. Returns the name of the first holder, None if there is none.
+    """Take the tensors `ours` from all objects that hold them, directly or through objects that
+    cannot be changed. Return the name of the first holder, None if there is none.
 
     All objects of a level are looked up at once: each look-up goes through every object of the
     process.
@@ -189,8 +190,8 @@ def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
 
 
 def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, Any]]:
-    """Remove the objects of these identities from the holders of `referrer`. Returns (referrer,
-    kind, key of the first object) for each holder that was changed."""
+    """Remove the objects of these identities from the holders of `referrer`. Return (referrer, row
+    of `object_slots`, key of the first object) for each holder that was changed."""
     if isinstance(referrer, torch.Tensor | tuple | frozenset):
         return []
     dropped = []
@@ -210,8 +211,8 @@ def _is_one(element: Element, identities: frozenset[int]) -> bool:
 
 
 def _described(owner: Any) -> str:
-    """Name an object for a message: a dictionary of variables by its module or object, another
-    object by the global variable that it is, else by its class."""
+    """Return a name for an object, for messages: of a dictionary of variables the module or object,
+    of another object the global variable that it is, else its class."""
     if isinstance(owner, dict) and isinstance(owner.get("__name__"), str) and "__spec__" in owner:
         return f"the module {owner['__name__']}"
     for referrer in gc.get_referrers(owner):

@@ -48,7 +48,7 @@ def put_back(contents: Iterable[Content]) -> None:
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a key of the storage of a tensor: tensors that share memory have the same. Of a
-    wrapper (DTensor), the keys of the tensors inside."""
+    wrapper (DTensor) it has the keys of the tensors inside; it is () where there is no storage."""
     if is_wrapper(tensor):
         flatten: Any = tensor
         inside = (getattr(tensor, name) for name in flatten.__tensor_flatten__()[0])

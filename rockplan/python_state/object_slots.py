@@ -86,7 +86,8 @@ def _one(
     step: str | None = None,
     clear: Callable[[Any], object] = lambda owner: None,
 ) -> Kind:
-    """Make the row of owners of one value. read: returns `_NOTHING` for an empty owner."""
+    """Return the row of owners of one value. read: returns it, `_NOTHING` for an empty owner; put:
+    sets it; clear: empties the owner; named, key, step: as in `Kind`."""
 
     def elements(owner: Any) -> list[Element]:
         value = read(owner)
@@ -107,9 +108,11 @@ def _each(
     drop: Callable[[Any, Any], object],
     named: Callable[[str, Any], str],
 ) -> Kind:
-    """Make the row of owners of attributes that are set one by one."""
+    """Return the row of owners of attributes that are set one by one. put(owner, key, value);
+    drop(owner, key)."""
 
     def write(owner: Any, wanted: list[Element]) -> None:
+        """Drop elements that are not in `wanted`, and set those whose value is another object."""
         now, others = dict(elements(owner)), dict(wanted)
         for key in now.keys() - others.keys():
             drop(owner, key)
@@ -121,7 +124,7 @@ def _each(
 
 
 def _sequence(base: Any) -> Kind:
-    """Make the row of lists or deques, which are cleared and filled again."""
+    """Return the row of lists or deques (`base`), which are cleared and filled again."""
 
     def elements(owner: Any) -> list[Element]:
         return [*enumerate(base.__iter__(owner))]
@@ -198,8 +201,8 @@ def _slot(slot: types.MemberDescriptorType, owner: Any) -> Any:
 
 @once_for_each_class
 def slots(kind: type) -> dict[Any, types.MemberDescriptorType]:
-    """Return the `__slots__` of a class: name -> slot. A slot whose name a derived class uses for
-    something else has itself as the key."""
+    """Return the `__slots__` of a class and its bases: name -> slot. A slot whose name a derived
+    class uses for something else has itself as the key."""
     found: dict[Any, types.MemberDescriptorType] = {}
     taken: set[str] = set()
     for base in kind.__mro__:
@@ -262,7 +265,8 @@ EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
 
 
 def _state(owner: Any) -> Any:
-    """Return the state of a generator as bytes, `_NOTHING` for random.SystemRandom."""
+    """Return the state of a random generator as bytes, `_NOTHING` for random.SystemRandom, which
+    has none."""
     if isinstance(owner, random.SystemRandom):
         return _NOTHING
     if isinstance(owner, random.Random):

@@ -85,11 +85,8 @@ def reached(
     kwargs: Mapping[str, Any] | None = None,
     real: Mapping[int, torch.Tensor] | None = None,
 ) -> Reached:
-    """Collect everything that `forward(*args, **kwargs)`, a forward of `module`, can reach by
-    names.
-
-    real: identity of a stand-in -> the tensor whose attributes it has.
-    """
+    """Return everything that `forward(*args, **kwargs)`, a forward of `module`, can reach by names.
+    real: identity of a stand-in -> the tensor whose attributes it has."""
     walk = _Walk(real or {}, frozenset(map(id, module.modules())))
     for name, generator in EVERYBODYS.items():
         walk.meet(generator, Place(name, is_guarded=True))
@@ -107,8 +104,8 @@ def reached(
 def named_arguments(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> list[tuple[str, Any]]:
-    """List (name, argument) by the signature of `forward`; arguments that it does not name are
-    numbered."""
+    """Return (name, argument) pairs by the signature of `forward`; positional arguments that it
+    does not name are numbered ('args[0]')."""
     parameters: list[inspect.Parameter] = []
     with contextlib.suppress(TypeError, ValueError):
         parameters = list(inspect.signature(forward).parameters.values())
@@ -144,8 +141,8 @@ class _Walk:
     shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
-        """Queue an object at its first place. A container of the arguments that is met again is
-        shared."""
+        """Queue an object to be looked into, at its first place. A container of the arguments that
+        is met again is noted in `shared`."""
         if id(type(value)) in PLAIN:
             return
         if id(value) in self.seen:
@@ -163,7 +160,7 @@ class _Walk:
             self._look_into(value, place)
 
     def found(self) -> Reached:
-        """Return all that was reached, with one holder for the global variables of each file."""
+        """Return all that was reached; the global variables of each file have one holder."""
         for variables, names in self.variables.values():
             place = _file(variables)
             self.holders.append(Held(Namespace(variables, frozenset(names)), NAMESPACE, place))
@@ -196,8 +193,8 @@ class _Walk:
         self._hold(self.real.get(id(value), value), place.guarded())
 
     def _fixed(self, value: Any, place: Place) -> None:
-        """Look into an object that always refers to the same others: a tuple, a weak reference, a
-        view of a dictionary."""
+        """Meet what an object always refers to: a tuple, a frozen set, a weak reference, a view of
+        a dictionary; list the object's attributes."""
         if isinstance(value, types.MappingProxyType):
             self._beyond(gc.get_referents(value), place)
         elif isinstance(value, weakref.ref):
@@ -221,7 +218,8 @@ class _Walk:
         return id(value) in self.of_arguments and isinstance(value, _CONTAINERS)
 
     def _hold(self, value: Any, place: Place) -> None:
-        """List an object among the holders, and meet its elements and keys."""
+        """Add a holder for each way in which the object holds elements, and meet these and their
+        keys."""
         for owner, kind in kinds_of(value):
             held = Held(owner, kind, place)
             if owner is not value:
@@ -240,7 +238,9 @@ class _Walk:
                 self.meet(element, place.inside(f"{place.text}[{key}]", None, key))
 
     def _module(self, module: nn.Module, place: Place) -> None:
-        """Look into a module. Its parameters, buffers and submodules are named like attributes."""
+        """Look into a module: meet its class and attributes. Its parameters, buffers and submodules
+        are named like attributes. A module outside of the planned tree is the user's state
+        (`guarded`)."""
         self.meet(type(module), place)
         if id(module) not in self.tree:
             place = place.guarded()
@@ -255,7 +255,8 @@ class _Walk:
                     self.meet(element, held.element(name))
 
     def _registry(self, registry: Any, kind: Kind, place: Place) -> None:
-        """Look into `_parameters`, `_buffers` or `_modules` of the module at `place`."""
+        """Look into `_parameters`, `_buffers` or `_modules` of the module at `place`. kind: row of
+        the module's attributes."""
         if id(registry) in self.seen or not isinstance(registry, dict):
             return
         self.seen.add(id(registry))
@@ -267,7 +268,8 @@ class _Walk:
 
     def _class(self, kind: type) -> None:
         """Look into a class: its bases, its attributes, and methods whose name some reached code
-        has. Of a library's modules, only attributes that are neither methods nor descriptors."""
+        has (others wait for that). Of PyTorch's module classes, only attributes that are neither
+        methods nor descriptors."""
         # A user may have put attributes on PyTorch's module classes.
         is_users = issubclass(kind, nn.Module) or not is_library(kind.__module__)
         place = Place(kind.__qualname__, address=("class", kind, ()), is_guarded=is_users)
@@ -292,8 +294,8 @@ class _Walk:
 
     def _function(self, function: Any, place: Place) -> None:
         """Look into a function: what it wraps, its attributes and defaults, its cells, and the
-        global variables that its code names. Then follow class members that waited for names of
-        this code."""
+        global variables that its code names. Then meet class members that waited for names of this
+        code."""
         self._beyond(_wrapped(function), place)
         if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
             return
@@ -322,8 +324,8 @@ class _Walk:
     def _global_variables(
         self, variables: dict[str, Any], names: frozenset[str], attributes: frozenset[str]
     ) -> None:
-        """Meet global variables of a file. names: of the variables; attributes: names that are
-        looked up in modules among the variables."""
+        """Meet the global variables `names` of a file (its dictionary `variables`), and, of modules
+        among them, their variables `attributes`. Files of closed packages are not looked into."""
         if str(variables.get("__name__", "?")).partition(".")[0] in _CLOSED:
             return
         _, known = self.variables.setdefault(id(variables), (variables, set()))
@@ -351,7 +353,7 @@ def _file(variables: dict[str, Any]) -> Place:
 @functools.cache
 def is_library(name: str | None) -> bool:
     """True if the module of that name is an installed one or of the standard library, not the
-    user's."""
+    user's; False for None."""
     if name is None:
         return False
     path = str(getattr(sys.modules.get(name), "__file__", None) or "")
@@ -393,7 +395,8 @@ _CONTAINERS = (list, dict, set, deque)
 
 
 def _wrapped(function: Any) -> Iterable[Any]:
-    """Return what a function, or a member of a class, calls and the arguments that it passes on."""
+    """Return what a function, or a member of a class, calls, and the arguments that it passes on;
+    () for a plain function."""
     if isinstance(function, types.MethodType):
         return function.__func__, function.__self__
     if isinstance(function, functools.partial | functools.partialmethod):

@@ -34,7 +34,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shards(module: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that are shards now, and are gathered before a forward reads
+    """Yield the names of parameters that are shards now: a forward gathers them before it reads
     them."""
     whole = {
         id(getattr(p, "_unsharded_param", None)) for g in _groups(module) for p in g.fsdp_params
@@ -48,8 +48,8 @@ def shards(module: nn.Module) -> Iterator[str]:
 
 @contextlib.contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
-    """Gather the parameters of `block` inside, as its forward sees them. Every process must call
-    it."""
+    """While active, the parameters of `block` are gathered, as its forward sees them; afterwards
+    sharded again. Every process must enter it."""
     sharded = sharded_modules(block)
     for module in sharded:
         module.unshard()
@@ -70,7 +70,8 @@ _EXCHANGES = ("reduce_grads", "all_reduce_grads")
 
 @contextlib.contextmanager
 def with_exchange(model: nn.Module) -> Iterator[None]:
-    """Make backward passes inside exchange gradients, whatever the user has set."""
+    """While active, backward passes exchange gradients between processes, whatever the user has
+    set."""
     flags = [(group, flag) for group in _groups(model) for flag in _EXCHANGES]
     before = [getattr(group, flag) for group, flag in flags]
     for group, flag in flags:
@@ -90,8 +91,8 @@ def waiting_bytes(model: nn.Module) -> int:
 
 @contextlib.contextmanager
 def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
-    """Take off the gradients that are kept whole until they are exchanged, and put them back on
-    exit. (They belong to no tensor that the model lists.)"""
+    """While active, FSDP keeps no whole gradients of `model`; afterwards the former ones. (They
+    wait to be exchanged, and belong to no tensor that the model lists.)"""
     groups = [*_groups(model)]
     before = [_kept(group) for group in groups]
     try:
@@ -104,8 +105,8 @@ def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters that are gathered together; PyTorch has one or several for a
-    module."""
+    """Yield the groups of parameters (FSDPParamGroup) that are gathered together; PyTorch has one
+    or several for a module."""
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)

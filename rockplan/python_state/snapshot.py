@@ -66,7 +66,8 @@ class Snapshot:
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Snapshot:
-        """Take a snapshot of everything that `forward(*args, **kwargs)` can reach."""
+        """Return a snapshot of everything that `forward(*args, **kwargs)`, a forward of `module`,
+        can reach."""
         state = reached(module, forward, args, kwargs)
         before = [held.elements for held in state.holders]
         caches = [value for _, value in state.objects if is_function_cache(value)]
@@ -84,7 +85,8 @@ class Snapshot:
             self.restore()
 
     def restore(self) -> None:
-        """Put everything back. A forward that imports libraries for the first time may register
+        """Make every holder hold what it held, empty caches that have grown, and set
+        `requires_grad` back. A forward that imports libraries for the first time may register
         things: entries that are new in dictionaries of libraries stay then, unless they have
         tensors."""
         has_imported = not sys.modules.keys() <= self.imported
@@ -138,7 +140,8 @@ class Snapshot:
         return next(self.changed(), None) is None
 
     def changes(self) -> Changes:
-        """Return the elements whose data differ from the start.
+        """Return (holder, key) -> plain data now, for the elements whose data differ from the
+        start.
 
         A tensor, or an object that cannot be looked into, counts as present or absent; so do
         functions and classes, unless one replaced another. Returns nothing if the forward installed
@@ -156,8 +159,8 @@ class Snapshot:
                 value, former = now.get(key, ABSENT), start.get(key, ABSENT)
                 if isinstance(value, FakeTensor):  # found by `holding`
                     continue
-                if told(value) != told(former) or is_other_code(value, former):
-                    changes[held.identity, key] = told(value)
+                if compared_of(value) != compared_of(former) or is_other_code(value, former):
+                    changes[held.identity, key] = compared_of(value)
         return changes
 
     def grown_cache(self) -> str | None:
@@ -190,9 +193,10 @@ def _hashable(key: Any) -> Any:
     return ("tensor", id(key)) if isinstance(key, torch.Tensor) else key
 
 
-def told(value: Any) -> Any:
-    """Return what is compared of an element: its plain data; of a tensor, its identity; None for a
-    tensor that the recording made, and for our functions in place of PyTorch's."""
+def compared_of(value: Any) -> Any:
+    """Return what is compared of an element: its plain data; of a tensor, its identity; `ABSENT`
+    itself; None for a tensor that the recording made, and for our functions in place of
+    PyTorch's."""
     if isinstance(value, types.FunctionType) and value.__module__.startswith("rockplan."):
         return None
     if isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor):
@@ -210,8 +214,8 @@ def is_other_code(value: object, former: object) -> bool:
 
 
 def _code(value: object) -> Any:
-    """Return what tells functions and classes apart: the code of a function, a class itself, else
-    None."""
+    """Return what tells functions and classes apart: the code of a function (also in a method or
+    partial), a class or builtin itself; None for other objects."""
     if isinstance(value, functools.partial):
         return _code(value.func)
     if isinstance(value, types.MethodType):
@@ -235,7 +239,8 @@ class Found:
 
 
 def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
-    """List the elements that are wanted tensors, or tuples with such tensors."""
+    """Return the elements that are tensors for which `is_wanted` is true, or tuples with such
+    tensors."""
     return [
         Found(held, key, value)
         for held in state.holders
@@ -273,7 +278,8 @@ class Surroundings:
         return cls(elements, state.names, _holds(state.holders, registered))
 
     def changed(self) -> Place | None:
-        """Return a place that holds something else now, None if there is none."""
+        """Return the first place that holds something else now, None if there is none. New tables
+        of tensors by size, and equal contents, do not count."""
         for held, elements in self.held:
             now = _named(held, self.names)
             if not same_elements(now, elements):

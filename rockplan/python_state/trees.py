@@ -23,8 +23,8 @@ def tree_leaves(tree: Any) -> list[Any]:
 
 
 def named_leaves(tree: Any) -> list[tuple[str, Any]]:
-    """List (path as Python writes it, such as `['a'][0]`, leaf). If a container has no names for
-    its elements, the paths of all leaves are their numbers."""
+    """Return (path, leaf) pairs; the path is as Python writes it, such as `['a'][0]`. If a
+    container has no names for its elements, the paths of all leaves are their numbers."""
     try:
         leaves = pytree.tree_flatten_with_path(tree, is_leaf=_is_size)[0]
     except ValueError:  # a container was registered without names
@@ -37,8 +37,9 @@ def _is_size(node: Any) -> bool:
 
 
 def shared(tree: Any) -> tuple[tuple[int, int], ...]:
-    """List the containers and objects that occur twice in a tree: (number of the first place,
-    number of the second). Tensors and immutable values do not count."""
+    """Return (number of the first place, number of the second) for containers and objects that
+    occur twice in a tree, numbered as `objects` yields them. Tensors and immutable values do not
+    count."""
     first: dict[int, int] = {}
     pairs: list[tuple[int, int]] = []
     for number, node in enumerate(objects(tree)):
@@ -72,8 +73,8 @@ def with_children(node: Any, others: list[Any]) -> Any:
 
 
 def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
-    """Return the children of a node and a function that makes a node like it of others; None for a
-    leaf.
+    """Return (children of a node, a function that makes a node like it of other children); None for
+    a leaf.
 
     pytree's own functions would keep the node in a reference cycle, and with it tensors, until
     Python collects cycles.
