@@ -40,10 +40,8 @@ Frames = Iterator[Frame]
 
 
 def of_address(frames: Frames) -> str:
-    """Return the message for Python or C++ code that asks a tensor for its address.
-
-    frames: the stack at that moment, innermost first.
-    """
+    """Return the message for Python or C++ code that asks a tensor for its address: the kernel and
+    the user's code, as far as they are known. frames: the stack at that moment, innermost first."""
     users = _users(frames)
     kernel = next(filter(None, (_kernel(frame) for frame, _ in _up_to_caller(users))), _FOREIGN)
     asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
@@ -77,7 +75,8 @@ def _raised(error: BaseException) -> Frames:
 
 
 def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
-    """Return the path of the submodule of `module` and the user's line in which the frames ran."""
+    """Return (path of the submodule of `module`, the user's 'file:line') in which the frames ran;
+    '' for what is unknown. users: frames outside of PyTorch and rockplan, innermost first."""
     paths = {id(m): path for path, m in module.named_modules()}
     held = (paths.get(id(_first(frame))) for frame, _ in users)
     path = next((path for path in held if path is not None), "")
@@ -94,7 +93,8 @@ def _users(frames: Frames) -> list[Frame]:
 def _up_to_caller(
     users: Sequence[Frame],
 ) -> Frames:
-    """Yield the frames inside of the innermost autograd.Function or module."""
+    """Yield the frames that run inside of the innermost autograd.Function or module. users:
+    innermost first."""
     for entry in users:
         if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
             return
@@ -112,7 +112,8 @@ def _first(frame: types.FrameType) -> object:
 
 
 def _kernel(frame: types.FrameType) -> str | None:
-    """Return 'the kernel add' if `self` of the frame is a launcher with a name or a function."""
+    """Return 'the kernel add' if `self` of the frame is a launcher with a name or a function, else
+    None."""
     launcher = _first(frame)
     if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
         return None
@@ -132,7 +133,8 @@ def _function(frame: types.FrameType) -> str:
 
 
 def _called_by(outer: Sequence[Frame]) -> str:
-    """Name the autograd.Function or module that calls the function which asks for the address."""
+    """Return words for the innermost autograd.Function or module among the frames `outer`, which
+    calls what asks for the address; '' if there is none."""
     for frame, line in outer:
         if isinstance(_first(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"

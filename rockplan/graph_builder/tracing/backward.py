@@ -47,9 +47,9 @@ if torch.__version__ < "2.13":
 
 
 def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
-    """Raise if kernels of the backward pass branch on values; and if it reaches a tensor that
-    requires a gradient and is neither a parameter of the module nor an argument: eager would
-    accumulate into it, a plan would not."""
+    """Raise CaptureError if a kernel of the backward pass from `roots` branches on values; or if
+    the pass reaches a tensor that requires a gradient and is neither a parameter of the module nor
+    an argument: eager would accumulate into it, a plan would not."""
     for node in backward_nodes(roots):
         name = node_name(node)
         fills_a_constant = name == "MaskedFillBackward1" and not node.next_functions[-1][0]
@@ -75,7 +75,7 @@ class RecordedBackward:
     ignores_autocast: bool
 
     def gradient_values(self, recorder: Recorder) -> tuple[tuple[int, int | None], ...]:
-        """Return (value of a target, value of its gradient or None) pairs."""
+        """Return pairs (value of a target, value of its gradient; None if it has none)."""
         return tuple(
             (recorder.value(target), None if gradient is None else recorder.value(gradient))
             for target, gradient in zip(self.targets, self.gradients, strict=True)
@@ -96,8 +96,9 @@ def recorded_backward(
     starts: Mapping[int, Strides],
     targets: list[torch.Tensor],
 ) -> RecordedBackward:
-    """Record the backward pass from some outputs. starts: output position -> strides of its
-    incoming gradient; targets: tensors to differentiate by."""
+    """Record the backward pass from some leaves of the result, without autocast. outputs: all
+    leaves; starts: position of a leaf -> strides of its incoming gradient; targets: tensors to
+    differentiate by. Raises CaptureError if the pass fails or is refused."""
     sources = sources_of(outputs)
     roots = [outputs[i] for i in starts]
     tangents = [_tangent(o, strides) for o, strides in zip(roots, starts.values(), strict=True)]
@@ -105,6 +106,7 @@ def recorded_backward(
     forward_calls = len(recorder.calls)
 
     def run(retain: bool) -> tuple[torch.Tensor | None, ...]:
+        """Run the backward pass. retain: keep the graph for another run."""
         with recorder, torch.autograd.set_multithreading_enabled(False):
             return torch.autograd.grad(
                 roots, targets, tangents, allow_unused=True, retain_graph=retain
@@ -141,8 +143,8 @@ def recorded_backward(
 
 
 def _tangent(output: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """An incoming gradient of `output`. Raises UnsupportedModel for a DTensor that is not shown to
-    be planned."""
+    """Return an incoming gradient of `output`, not initialized, in these strides. Raises
+    UnsupportedModel for a DTensor that is not shown to be planned."""
     kind: Any = {"dtype": output.dtype, "device": output.device}
     if not isinstance(strides, PlacedStrides):
         return torch.empty_strided(output.shape, strides, **kind)

@@ -40,7 +40,8 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that raises the refusal of this name."""
+    """Return a replacement by a function that ends the recording with the refusal `refusal` of the
+    table."""
 
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -52,7 +53,8 @@ def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `max_pool1d`: make its input contiguous where eager's result would be."""
+    """Replace `torch.max_pool1d`: where eager's result would be contiguous, the input is made
+    so."""
 
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
@@ -65,7 +67,7 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `ctc_loss`: pass lengths as tensors."""
+    """Replace `torch.ctc_loss`: lengths are passed as tensors."""
 
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
@@ -79,6 +81,7 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
+        """Call the original with both lengths as tensors."""
         lengths = as_tensor(input_lengths), as_tensor(target_lengths)
         return original(log_probs, targets, *lengths, *args, **kwargs)
 
@@ -86,7 +89,8 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that is refused under autocast."""
+    """Return a replacement by a function that is refused under autocast. name: of the function, in
+    the message."""
 
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -122,7 +126,8 @@ class _Direct:
     recording: RecordingAccess
 
     def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-        """Call the function directly, with gradients on or off as described."""
+        """Call the function of a checkpoint directly, with gradients on only if an argument
+        requires one."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
         runs_again = self.recording.refusing_writes(lambda: has_gradient)
@@ -139,7 +144,8 @@ def _detached(result: Any) -> Any:
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
-    """Replace a method that returns all values of a tensor: call it on the real tensor."""
+    """Replace a method that returns all values of a tensor (`tolist`, `numpy`): call it on the real
+    tensor, and on the given one if the recording has none."""
 
     def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         real = recording.read_all(tensor)
@@ -152,9 +158,12 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _compile(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.compile`; its result, which the forward may keep, refers to no recording."""
+    """Replace `torch.compile` by a function whose results, which the forward may keep, refer to no
+    recording and run uncompiled in one."""
 
     def compile(function: Any = None, **how: Any) -> Any:
+        """Return a function that is compiled at its first call outside of a recording; of a module
+        what the original returns."""
         if function is None:
             return functools.partial(compile, **how)
         if isinstance(function, nn.Module):
@@ -181,9 +190,11 @@ class _CompiledLater:
 
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `data_ptr`: refuse the address of a tensor; return 0 to `deepcopy`."""
+    """Replace `data_ptr` of tensors and storages."""
 
     def data_ptr(owner: Any) -> Any:
+        """Refuse the address of a tensor while recording; return 0 to `deepcopy` of a fake
+        tensor."""
         # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
         if is_copied and isinstance(owner, FakeTensor):
@@ -196,10 +207,12 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `Module._apply`: `expert.to(x.device)` may leave the module as it is; other moves are
-    refused. PyTorch refuses to move stand-ins of parameters, which have other references."""
+    """Replace `nn.Module._apply`, by which `.to()` and the like move a module. PyTorch fails to
+    move stand-ins of parameters, which have other references."""
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
+        """Return the module as it is if nothing would be moved (`expert.to(x.device)`); refuse a
+        move of stand-ins."""
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
         if all(function(tensor) is tensor for tensor in tensors):
             return module
@@ -250,10 +263,11 @@ _ADDRESS = "fake tensors have no memory, and what is done with that of others is
 
 
 def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the context in which torch.func forbids tensor hooks: ours are removed."""
+    """Replace `disable_saved_tensors_hooks`, by which torch.func forbids hooks on saved tensors."""
 
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:
+        """While active, our hooks on saved tensors are off, and others are forbidden."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or is_foreign(hooks[0]):
             with original(message):

@@ -59,7 +59,8 @@ class ForwardRun:
         changes: Changes,
         drawn: Sequence[Held],
     ) -> ForwardRun:
-        """Describe a run that has just ended, with the calls and constants of its recorder."""
+        """Return the description of a run that has just ended. outputs, spec: leaves and structure
+        of the result; changes: of Python's data; drawn: generators of libraries that drew."""
         result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
         constants = [id(tensor) for _, tensor in recorder.constants]
         done = (list(recorder.calls), constants, result, spec)
@@ -82,8 +83,8 @@ class ForwardCall:
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
-        """Set up what eager execution has: gradient mode on, the caller's autocast with a weight
-        cache of its own, libraries on the paths that they take outside of a recording."""
+        """While active, PyTorch and libraries take the paths of eager execution in this thread:
+        gradient mode on, the caller's autocast with a weight cache of its own, patches in place."""
 
         def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
             return self.reader.read_all(recorder, tensor) if recorder.is_active() else None
@@ -110,7 +111,8 @@ class ForwardCall:
                 torch.clear_autocast_cache()
 
     def run(self, recorder: Recorder) -> ForwardRun:
-        """Record one run of the forward; refuse what a plan could not repeat."""
+        """Run the forward under `recorder`; return the run. Raises CaptureError for what a plan
+        could not repeat."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
         paths, given = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
@@ -132,7 +134,8 @@ class ForwardCall:
 
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the forward and return its result. Its errors become errors of rockplan."""
+    """Call the forward on stand-ins, and return its result. Errors of the model become errors of
+    rockplan, with a remedy."""
     results_of_others = call.results_of_others
     try:
         return call.forward(*args, **kwargs)
@@ -162,7 +165,8 @@ def named_error(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Tell the recorder which submodule is running, in this thread: the hooks see all threads."""
+    """While active, the recorder knows which submodule is running in this thread (hooks on all
+    modules see all threads)."""
     paths = {id(m): path for path, m in module.named_modules()}
     stack = recorder.module_stack
     captured_in = threading.get_ident()

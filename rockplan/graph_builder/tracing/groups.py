@@ -22,7 +22,7 @@ class MeshGroups:
         self._count: Counter[tuple[str, int]] = Counter()
 
     def add(self, mesh: Any) -> None:
-        """Dimensions of `mesh` are known from here on."""
+        """Note the process groups of the dimensions of `mesh`."""
         if mesh not in self._meshes:
             self._meshes.add(mesh)
             names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
@@ -31,7 +31,8 @@ class MeshGroups:
                 self._dimensions.setdefault(name, (dimension, mesh.size(number)))
 
     def named(self, argument: Any) -> Any:
-        """The group, where `argument` of a collective is the name of one of a mesh."""
+        """Return the group, where `argument` of a collective is the name of a group of a known
+        mesh; else the argument itself."""
         if not isinstance(argument, str) or argument not in self._dimensions:
             return argument
         if argument not in self._known:

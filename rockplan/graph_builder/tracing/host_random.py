@@ -38,8 +38,9 @@ class _NotAdvanced:
 
 @contextlib.contextmanager
 def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Held]]:
-    """Refuse draws while inside. refuse: raises with the place in the model. On exit the yielded
-    list has the generators of libraries that were drawn from, not put back (`restored`)."""
+    """While active, iterators among what is `reached` refuse to advance. At the end, draws from a
+    generator of the user's raise; the yielded list gets the generators of libraries that were drawn
+    from, which are not put back (`restored`). refuse: raises with the place in the model."""
     drawn: list[Held] = []
     _refuse_given(reached)
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
@@ -74,7 +75,8 @@ def refusal(drawn: Held) -> RockplanError:
 
 @contextlib.contextmanager
 def restored(reached: Reached) -> Iterator[None]:
-    """Put the generators back on exit."""
+    """While active, generators among what is `reached` draw as usual; afterwards they have their
+    former state."""
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
     try:
         yield

@@ -28,8 +28,8 @@ _COMPILED = (
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[None]:
-    """Run functions compiled by `torch.compile` uncompiled while inside: under a dispatch mode the
-    compiler would end the process."""
+    """While active, functions compiled by `torch.compile` run uncompiled: under a dispatch mode the
+    compiler would end the process. Raises InvalidInput inside of a compiled function."""
     try:
         eager = torch.compiler.set_stance("force_eager")
     except RuntimeError as error:
@@ -47,8 +47,8 @@ def refuse_compiling() -> None:
 
 @contextlib.contextmanager
 def without_saved_tensor_hooks() -> Iterator[None]:
-    """Keep the caller's hooks on saved tensors (an activation checkpoint around the planned
-    module, save_on_cpu) away from the recorded run."""
+    """While active, the caller's hooks on saved tensors (an activation checkpoint around the
+    planned module, save_on_cpu) do not see the recorded run."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         yield
@@ -59,8 +59,8 @@ def without_saved_tensor_hooks() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_logs_of_fake_tensors() -> Iterator[None]:
-    """Keep the traceback that fake tensors log for a failing operator off stderr; the error itself
-    is raised, and becomes one of ours."""
+    """While active, the traceback that fake tensors log for a failing operator is not logged; the
+    error itself is raised, and becomes one of ours."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
 
     def is_other(record: logging.LogRecord) -> bool:
@@ -85,7 +85,7 @@ def without_modes() -> Iterator[None]:
 
 @contextlib.contextmanager
 def without_hooks_on_all_modules() -> Iterator[None]:
-    """Disable global module hooks in this thread while inside. Those that are allowed while a
+    """While active, hooks on all modules do nothing in this thread. Those that are allowed while a
     module is planned follow which module runs (FlopCounterMode), and would follow the recording."""
     registries: list[dict[int, Any]] = [
         getattr(nn.modules.module, f"_global{name}") for name in HOOKS

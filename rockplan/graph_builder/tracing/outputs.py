@@ -44,8 +44,9 @@ WITHOUT_FLAT_PARAMETERS = (
 
 
 def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
-    """Return a leaf of the result as a fake tensor. A real tensor that no call has read (a cached
-    table) becomes a constant."""
+    """Return the leaf of the result at `position` as a fake tensor, or itself if it is plain data.
+    A real tensor that no call has read (a cached table) becomes a constant. Raises CaptureError for
+    a leaf that a plan cannot return."""
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
@@ -79,7 +80,7 @@ def given_apart(
     recorder: Recorder, outputs: Sequence[Any], inputs: Iterable[tuple[int, int]]
 ) -> list[Any]:
     """Return `outputs` with a `GivenLeaf` for each that is an argument which requires a gradient:
-    its gradient does not go through the plan. inputs: (leaf position, value)."""
+    its gradient does not go through the plan. inputs: (position of an argument's leaf, value)."""
     given = {value: GivenLeaf(position) for position, value in inputs}
     return [
         given.get(recorder.value(output), output)
@@ -95,9 +96,9 @@ def backward_starts(
     incoming: Incoming | Precedent | None,
     only_loss: bool = False,
 ) -> dict[int, Strides]:
-    """Return position of each output that the backward pass starts from -> strides of its gradient.
-    incoming: as asked for, or None for likely ones; only_loss: the caller uses only a loss. Raises
-    InvalidInput if `incoming` names a leaf that requires no gradient."""
+    """Return position of each leaf of the result that the backward pass starts from -> strides of
+    its gradient. incoming: as asked for, or None for likely ones; only_loss: the caller uses only a
+    loss. Raises InvalidInput if `incoming` names a leaf that requires no gradient."""
     candidates = [
         i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
     ]
@@ -108,22 +109,22 @@ def backward_starts(
     if incoming is None:
         likely = _loss(outputs, spec, candidates) if only_loss else likely_starts(outputs, spec)
         incoming = dict.fromkeys(likely)
-    wanted = incoming
-    if not wanted or not set(wanted) <= set(candidates):
+    chosen = incoming
+    if not chosen or not set(chosen) <= set(candidates):
         raise InvalidInput(
-            f"differentiated is {tuple(wanted)}, but the leaves of the result that require a "
+            f"differentiated is {tuple(chosen)}, but the leaves of the result that require a "
             f"gradient are {tuple(candidates)}"
         )
     firsts = first_places(outputs)
-    return {firsts[i]: wanted[i] or strides_of(outputs[i]) for i in sorted(wanted)}
+    return {firsts[i]: chosen[i] or strides_of(outputs[i]) for i in sorted(chosen)}
 
 
 def _as_before(
     precedent: Precedent, outputs: Sequence[Any], candidates: Sequence[int]
 ) -> Incoming | None:
     """Return the starts of an earlier call, with strides for these outputs. None if they do not
-    fit, or if they reach less than all outputs reach and occurred only once (a plan serves backward
-    passes that reach less than planned, but none that reach more)."""
+    fit, or if they reach less than all `candidates` reach and occurred only once (a plan serves
+    backward passes that reach less than planned, but none that reach more)."""
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
@@ -138,7 +139,8 @@ def _as_before(
 
 
 def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps in the order of `example`; 0 where `example` has 0."""
+    """Return strides of a tensor without gaps whose dimensions are ordered as the strides
+    `example`; 0 where `example` has 0."""
     strides = [0] * len(shape)
     step = 1
     for dimension in sorted(range(len(shape)), key=lambda d: (example[d], -d)):
@@ -174,8 +176,8 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
 
 
 def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
-    """Return the output that is named `loss`, or else the only scalar from which no other scalar is
-    computed, among those that require a gradient. Raises InvalidInput without one, or with
+    """Return [position of the loss] among `candidates`: the leaf named `loss`, or else the only
+    scalar from which no other scalar is computed. Raises InvalidInput without one, or with
     several."""
     named = _position_of_loss(outputs, spec)
     if named is not None and named in candidates:
@@ -203,11 +205,12 @@ def without_unread(
     recorder: Recorder, outputs: Sequence[Any], spec: trees.TreeSpec, starts: Collection[int]
 ) -> list[Any]:
     """Return `outputs` with `Unmade` for leaves that the caller does not use: those that are no
-    scalars, no starts of backward, and have memory of their own."""
+    scalars, not among `starts` (of backward), and have memory of their own."""
     given = recorder.leaf_storages | {recorder.values[v].storage for v, _ in recorder.constants}
     names = [name for name, _ in trees.named_leaves(trees.tree_unflatten(outputs, spec))]
 
     def known(position: int, output: Any) -> Any:
+        """Return the leaf, or `Unmade` in its place."""
         is_scalar = not isinstance(output, torch.Tensor) or output.ndim == 0
         if is_scalar or position in starts:
             return output
@@ -241,7 +244,8 @@ def first_places(outputs: Sequence[Any]) -> tuple[int, ...]:
 
 
 def sources_of(outputs: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Return for each leaf of the result the other leaves that its backward pass goes through."""
+    """Return for each leaf of the result the positions of other leaves that its backward pass goes
+    through, ascending; () without a backward pass."""
     tensors = {
         i: outputs[i]
         for i in dict.fromkeys(first_places(outputs))
@@ -269,8 +273,9 @@ def output_leaves(
     sources: Sequence[tuple[int, ...]],
     tangents: Mapping[int, torch.Tensor],
 ) -> tuple[OutputLeaf, ...]:
-    """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents: output
-    position -> its incoming gradient. Refuses leaves that a plan cannot return."""
+    """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents:
+    position of a leaf -> its incoming gradient. Raises CaptureError for leaves that a plan cannot
+    return."""
     leaves: list[OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
@@ -302,7 +307,7 @@ def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
 
 
 def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:
-    """Yield the autograd nodes that a backward pass from `roots` runs."""
+    """Yield the autograd nodes that a backward pass from `roots` runs, each once."""
     waiting = list(dict.fromkeys(t.grad_fn for t in roots if t.grad_fn is not None))
     seen = set(waiting)
     while waiting:

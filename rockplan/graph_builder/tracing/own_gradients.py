@@ -40,8 +40,8 @@ def _kept(name: str, tensor: torch.Tensor) -> AutogradState:
 
 
 def refuse_changes(before: Iterable[AutogradState]) -> None:
-    """Raise if the run has changed what autograd keeps of a leaf, or written something with a
-    gradient into a tensor without."""
+    """Raise CaptureError if the run has changed `requires_grad` or `.grad` of a leaf, or written
+    something with a gradient into a tensor without. before: states before the run."""
     for one in before:
         if not one.tensor.is_leaf:
             if not one.requires_grad:

@@ -50,8 +50,8 @@ class RecordingAccess:
 
     @contextlib.contextmanager
     def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
-        """Refuse writes into tensors of the caller inside, if `run_again` is true at the end: eager
-        would then run the same code again in the backward pass."""
+        """While active, nothing is refused; at the end writes into tensors of the caller are, if
+        `run_again()` is true: eager would then run the same code again in the backward pass."""
         before = len(self.callers_writes())
         yield
         written = self.callers_writes()[before:] if run_again() else ()
@@ -87,7 +87,8 @@ PatchSource = Callable[[], Iterable[Patch]]
 
 @contextlib.contextmanager
 def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) -> Iterator[None]:
-    """Install the rows in this thread; other threads call the originals."""
+    """While active, the names of `patches` are replaced in this thread; other threads call the
+    originals. recording: what the replacements may ask, nothing if None."""
     with contextlib.ExitStack() as stack:
         for patch in patches:
             for owner in patch.owners():
@@ -104,7 +105,8 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """Set an attribute of a class or module while inside; afterwards it is as it was."""
+    """While active, an attribute of a class or module is `replacement`; afterwards as it was, also
+    if it was inherited."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:
@@ -126,7 +128,8 @@ def _in_this_thread_only(replacement: Any, original: Any) -> Any:
 
 
 def in_this_thread(function: Any, original: Any) -> Callable[..., Any]:
-    """Return a function that calls `function` in this thread and `original` in others."""
+    """Return a function that calls `function` in the thread that is running now, and `original` in
+    others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -23,8 +23,8 @@ from rockplan.python_state.answers import PLACE
 
 
 def ask_places(recorder: Recorder, questions: Questions) -> None:
-    """Note places in memory of the caller's tensors that operators depend on, as questions of the
-    plan."""
+    """Make questions of the plan of the places in memory (offset, size of the storage) of the
+    caller's tensors that recorded operators depend on."""
     asked: dict[int, set[str]] = defaultdict(set)
     for recorded in recorder.calls:
         for attribute in _asked_by(recorded):
@@ -38,8 +38,8 @@ def _storage(recorder: Recorder, tensor: torch.Tensor) -> int:
 
 
 def _asked_by(recorded: RecordedCall) -> Iterator[str]:
-    """Yield the attributes that a recorded call depends on: an explicit storage offset, or the size
-    of a storage that is copied."""
+    """Yield what a recorded call depends on of its first argument's place: 'storage_offset' and
+    'untyped_storage' for an explicit storage offset, the latter for a storage that is copied."""
     operator = facts.resolve(recorded.call.op)
     given = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
     if {**given, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
@@ -50,7 +50,7 @@ def _asked_by(recorded: RecordedCall) -> Iterator[str]:
 
 def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedValue, ...]:
     """Return the recorded values with offsets relative to the first tensor in each storage of the
-    caller, except where the forward has asked for a place."""
+    caller, except in storages whose place the forward has asked for."""
     values, begins = recorder.values, dict[int, int]()
     for value in (*values[: recorder.given_values], *(values[v] for v, _ in recorder.constants)):
         begin_bytes = value.spec.offset * dtype_of(value.spec).itemsize

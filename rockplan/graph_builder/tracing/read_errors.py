@@ -50,9 +50,9 @@ def value_read_error(
     source: str,
     further: str,
 ) -> CaptureError:
-    """Return the error for a read of a value. calls: that the value depends on; names: parameters,
-    buffers and inputs that it depends on; is_backward: read in the backward pass; further: a
-    remedy."""
+    """Return the error for a read of a value in Python. calls: those that the value depends on;
+    names: parameters, buffers and inputs that it depends on; is_backward: read in the backward
+    pass; module, source: path and line that read; further: a remedy."""
     what = f"a value that depends on {_listed(names)}"
     if not names:
         what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
@@ -87,8 +87,8 @@ def shape_error(
     module: str,
     source: str,
 ) -> CaptureError:
-    """Return the error for a shape that depends on values. names: parameters, buffers and inputs
-    that it depends on."""
+    """Return the error for a result of `operator` whose shape depends on values. calls, names: what
+    these depend on; module, source: path and line of the call."""
     function = torch_function()
     if function:
         remedy = f"It is called by {function}. {OUTSIDE}"
@@ -107,7 +107,8 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _of_the_callers(names: Sequence[str]) -> str:
-    """Return remedies if all names are arguments, or arguments and buffers; else ''."""
+    """Return remedies for a read, to be appended, if all names are arguments, or arguments and
+    buffers; else ''."""
     remedy = ""
     if names and all(name.startswith(ARGUMENT) for name in names):
         remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"

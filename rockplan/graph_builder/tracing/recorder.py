@@ -82,8 +82,9 @@ _OPERATIONS = {
 
 
 def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
-    """Return the message for a tensor that a plan cannot handle, None if it can. called: its name
-    in the message."""
+    """Return the message for a tensor that a plan cannot handle (sparse, nested, of a class with
+    its own operators, a DTensor in unequal parts); None if it can. called: its name in the
+    message."""
     kind = type(tensor)
     if is_distributed(tensor):
         why = why_not_shown(spec_of(tensor))
@@ -120,7 +121,8 @@ class Reader(Protocol):
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
-        """Return the Python value that an operator reads from a tensor."""
+        """Return the Python value that an operator reads from a tensor. module, source: path and
+        line of the call."""
 
     def shaped(
         self,
@@ -190,8 +192,8 @@ class Recorder(TorchDispatchMode):
         return _get_current_dispatch_mode() is self
 
     def value(self, tensor: torch.Tensor) -> int:
-        """Return the value of `tensor`, of a DTensor that of its local tensor; a tensor never seen
-        before gets a new one."""
+        """Return the number of the value of `tensor`, of a DTensor that of its local tensor; a
+        tensor never seen before gets a new one, and is kept alive."""
         index = self._index_of.get(id(tensor))
         if index is None and is_distributed(tensor):
             self._note_spec(tensor)
@@ -206,7 +208,7 @@ class Recorder(TorchDispatchMode):
 
     def begin_forward(self) -> None:
         """Mark all values so far as the caller's: parameters, buffers and inputs. A fake storage
-        grows with each tensor that shares it, so all its values get the final size."""
+        grows with each tensor that shares it, so all its values get the final size in bytes."""
         size_bytes: dict[int, int] = {}
         for value in self.values:
             size_bytes[value.storage] = max(
@@ -242,6 +244,8 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        """Record a call of an operator, and return its result. Operators of DTensors come again as
+        those of local tensors. Raises CaptureError if a plan cannot repeat the call."""
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return fake_device(args[0])
         if any(map(is_distributed_kind, types)):
@@ -257,7 +261,8 @@ class Recorder(TorchDispatchMode):
     def _refuse_distributed(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise where what DTensor does for an operator is not shown to be what a plan does."""
+        """Raise CaptureError where a DTensor's layout, or a random draw, is not shown to be in a
+        plan what DTensor makes of it."""
         given = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
         for tensor in given:
             self._note_spec(tensor)
@@ -273,7 +278,8 @@ class Recorder(TorchDispatchMode):
     def _record(
         self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Record a call; return its result. Raises CaptureError if a plan cannot repeat it."""
+        """Record a call; return its fake result, or the Python value of a call that reads one.
+        Raises CaptureError if a plan cannot repeat it."""
         if func is _DEVICE and isinstance(args[0], FakeTensor):
             return args[0].fake_device
         kwargs = kwargs or {}
@@ -352,8 +358,8 @@ class Recorder(TorchDispatchMode):
         results: Sequence[int | None],
         place: tuple[str, str],
     ) -> None:
-        """Refuse a call that reads uninitialized memory; note which memory it makes or writes.
-        reads, writes, results: values; place: (module path, source line)."""
+        """Raise CaptureError for a call that reads uninitialized memory; note which memory it makes
+        or writes. reads, writes, results: values; place: (module path, source line)."""
         made = {self.values[r].storage for r in results if r is not None}
         of_arguments = {self.values[v].storage for v in reads}
         is_view = bool(made) and not writes and made <= of_arguments
@@ -374,8 +380,9 @@ class Recorder(TorchDispatchMode):
             self._unwritten.refuse([self.values[v].storage for v in values], reader)
 
     def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of the call. The shape of the result of CTC loss depends on the length
-        of the longest target, a value that may be read if lengths are integer inputs."""
+        """Return the fake result of the call. Raises DynamicOutputShapeException where its shape
+        depends on values. For CTC loss that is the length of the longest target, which may be read
+        if lengths are integer inputs."""
         if func is _INDEX and any(t.dtype is torch.uint8 for t in facts.tensors(args[1])):
             raise DynamicOutputShapeException(func)  # masks, which the shape rule ignores
         if func is not _CTC_LOSS:
@@ -388,7 +395,8 @@ class Recorder(TorchDispatchMode):
         return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
 
     def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
-        """Note a differentiable view, with the sequence number of its autograd node."""
+        """Note a differentiable view, with the sequence number of its autograd node. reads: values
+        that the call reads; a call that reads several makes none."""
         if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
             return
         has_node = self._sequence[-1] not in self._sequence[-2:-1]
@@ -419,7 +427,8 @@ class Recorder(TorchDispatchMode):
         }
 
     def _in_layout_of_base(self, result: Any) -> Any:
-        """Return `result`, copied into the layout of eager's `as_strided` backward."""
+        """Return `result` of a call of the backward pass; where eager's would be that of
+        `as_strided`, a copy in the layout of the view's base."""
         node = torch._C._current_autograd_node() if self._base_of else None
         base = None if node is None else self._base_of.get(node._sequence_nr())
         if base is None or not isinstance(result, torch.Tensor):
@@ -441,8 +450,9 @@ class Recorder(TorchDispatchMode):
         module: str,
         source: str,
     ) -> torch.Tensor:
-        """Record `view` for `func`, which changes a shape in place. The tensor gets a new value,
-        because calls before saw the old shape."""
+        """Record `view` for `func`, which changes the shape of its argument in place; return that
+        tensor. It gets a new value, because calls before saw the old shape. Raises CaptureError for
+        a tensor of the caller."""
         changed: torch.Tensor = args[0]
         if self.value(changed) < self.given_values or self._is_constant(changed):
             raise NAMED["shape in place"].at(module, source, operator=func)
@@ -455,9 +465,9 @@ class Recorder(TorchDispatchMode):
         return changed
 
     def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Copy tensors that a kernel writes into in the backward pass, if the forward pass made
-        them, or the caller as incoming gradients: plans write into neither. written: tensors
-        grouped by storage. A later read of the original is refused."""
+        """Give tensors that a kernel writes into in the backward pass copies as their memory, if
+        the forward pass made them, or the caller as incoming gradients: plans write into neither.
+        written: tensors grouped by storage. A later read of the original is refused."""
         if self.phase is Phase.FORWARD:
             return
         resident = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
@@ -500,18 +510,19 @@ class Recorder(TorchDispatchMode):
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return the arguments with fake tensors only, and these, each registered as a value."""
-        given = facts.tensors((args, kwargs))
-        if not all(isinstance(tensor, FakeTensor) for tensor in given):
+        """Return (args, kwargs with fake tensors only; these tensors, each registered as a
+        value)."""
+        tensors = facts.tensors((args, kwargs))
+        if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
-            given = facts.tensors((args, kwargs))
-        for tensor in given:
+            tensors = facts.tensors((args, kwargs))
+        for tensor in tensors:
             self.value(tensor)
-        return args, kwargs, given
+        return args, kwargs, tensors
 
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return `tensor` as a fake one. A real tensor that is neither parameter nor buffer (a
-        table that a library keeps) becomes a constant."""
+        """Return the fake tensor for `tensor`, itself if it is one. A real tensor that is neither
+        parameter nor buffer (a table that a library keeps) becomes a constant."""
         if is_fake(tensor):
             self.value(tensor)
             return tensor
@@ -532,8 +543,9 @@ class Recorder(TorchDispatchMode):
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """Detach `constants_with_history` on exit. The recorder of a failed run, to which the
-        traceback may refer, keeps no tensors."""
+        """While active, the run may write what has a gradient into constants; afterwards these are
+        detached. The recorder of a failed run, to which the traceback may refer, keeps no
+        tensors."""
         try:
             yield
         except BaseException:
@@ -563,7 +575,8 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
     ) -> Call:
-        """Return the call with values in place of tensors."""
+        """Return the call with values in place of tensors, and groups in place of names of process
+        groups."""
 
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))
@@ -579,7 +592,8 @@ class Recorder(TorchDispatchMode):
         return call
 
     def place(self) -> tuple[str, str]:
-        """Return module path and the user's source line of the current call."""
+        """Return (path of the running module, the user's source line) of the current call; in the
+        backward pass those of the forward call that it belongs to, ('', '') if unknown."""
         if self.phase is Phase.FORWARD:
             place = (self.module_stack[-1], user_source())
             self._sequence.append(torch._C._autograd._get_sequence_nr() - 1)
@@ -603,7 +617,8 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on one storage that share a copy of that storage."""
+    """Return copies of tensors on one storage: of one tensor a dense copy, of several views of a
+    copy of the whole storage."""
     is_one = len(tensors) == 1
     source = tensors[0] if is_one else whole_storage(tensors[0])
     layout = tuple(source.shape), source.stride()
@@ -624,6 +639,8 @@ def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> A
 
 
 def _result_leaves(result: Any) -> list[Any]:
+    """Return the tensors of a result in order, also of one nested list; None where an operator
+    returns none."""
     if isinstance(result, tuple | list):
         leaves: list[Any] = []
         for item in result:

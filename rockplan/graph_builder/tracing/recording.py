@@ -75,7 +75,8 @@ class Sample:
 
 
 def record(sample: Sample) -> Capture | Interrupted:
-    """Return the recording of a sample, or what has to be found out before it can be recorded."""
+    """Return the recorded run of a sample, or, as an exception, what has to be found out before it
+    can be recorded. Raises CaptureError if it cannot be planned."""
     modes.refuse_compiling()
     refuse(When.MODULE, sample.module)
     leftovers = Leftovers()
@@ -96,8 +97,8 @@ def record(sample: Sample) -> Capture | Interrupted:
 
 
 def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
-    """Record forward and backward; refuse what a plan could not repeat. leftovers: tensors of the
-    run that must not be left in Python."""
+    """Record forward and backward. leftovers: gets the tensors of the run, none of which must be
+    left in Python. Raises CaptureError for what a plan could not repeat."""
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, snapshot = recording.recorder, recording.stand_ins, recording.snapshot
     with (
@@ -157,7 +158,7 @@ class _Recording:
 
     @classmethod
     def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
-        """Make the objects of a recording. Nothing is exchanged or run yet."""
+        """Return the objects of a recording. Nothing is exchanged or run yet."""
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -192,15 +193,16 @@ class _Exchanged:
 
 
 def _exchanged(recording: _Recording) -> _Exchanged:
-    """Put stand-ins in place of parameters, buffers and arguments, and begin to record."""
+    """Put stand-ins (fake tensors) in place of parameters, buffers and arguments, and begin to
+    record; return the call with them."""
     call, snapshot = recording.call, recording.snapshot
     recorder, stand_ins = recording.recorder, recording.stand_ins
     submodules = {id(m): m for m in call.module.modules()}
     names = _tensor_names(call.module)
     leaves = enumerate(trees.tree_leaves((call.args, call.kwargs)))
     real_leaves = {i: leaf for i, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    given = _given(real_leaves, *names)
-    _refuse_kinds(given)
+    callers = _callers_tensors(real_leaves, *names)
+    _refuse_kinds(callers)
     registered = {id(t): t for pairs in names for _, t in pairs}
     refuse_kept_arguments(snapshot.reached, real_leaves.values(), registered)
     arguments = with_stand_ins(call.forward, call.args, call.kwargs, stand_ins.of)
@@ -212,9 +214,9 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     questions = Questions(
         recording.fake_mode, stand_ins.real, functools.partial(refuse_here, recorder)
     )
-    for (role, key), (called, tensor) in given.items():
+    for (role, key), (called, tensor) in callers.items():
         questions.name(stand_ins.of(tensor), called, role, key)
-    autograd = own_gradients.kept({called: stand_ins.of(t) for called, t in given.values()})
+    autograd = own_gradients.kept({called: stand_ins.of(t) for called, t in callers.values()})
     recorder.begin_forward()
     given_inputs = {v: (i, real_leaves[i]) for i, v in inputs}
     recording.reader.start(given_inputs, parameters, buffers, [t for _, t in names[1]])
@@ -234,8 +236,9 @@ def _exchanged(recording: _Recording) -> _Exchanged:
 def _with_backward(
     recording: _Recording, exchanged: _Exchanged, first: ForwardRun
 ) -> tuple[ForwardRun, RecordedBackward]:
-    """Record the backward pass; refuse what the two passes have done that a plan would not. Return
-    the forward with the results that calls make, and the backward."""
+    """Record the backward pass; return (the forward, in whose result stand-ins and `Unmade` mark
+    leaves that the plan does not make; the backward). Raises CaptureError for what the two passes
+    have done that a plan would not."""
     recorder, call = recording.recorder, recording.call
     own_gradients.refuse_changes(exchanged.autograd)
     own_gradients.refuse_history(recorder.constants_with_history())
@@ -256,7 +259,8 @@ def _with_backward(
 
 
 def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
-    """Return what can be reached after one more run of the forward; None if that run fails."""
+    """Return what can be reached after one more run of the forward under a recorder of its own;
+    None if that run fails."""
     another = recording.another_recorder()
     recording.stand_ins.make_known(another)
     try:
@@ -270,9 +274,9 @@ def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reach
 def _assignments(
     recording: _Recording, forward: ForwardCall, first: ForwardRun, is_as_begun: bool
 ) -> tuple[Assignment, ...]:
-    """Return what each call leaves in Python: nothing, if everything is as it began. If something
-    is left, or constants are written to, the forward runs again: only that shows whether the next
-    call would do the same."""
+    """Return what each call leaves in Python: nothing, if everything is as it began
+    (`is_as_begun`). If something is left, or constants are written to, the forward runs again: only
+    that shows whether the next call would do the same. Raises CaptureError if it would not."""
     snapshot = recording.snapshot
     if not is_as_begun:
         _refuse_callers_changes(snapshot)
@@ -303,17 +307,18 @@ def _tensor_names(
 _DENSE = torch.strided
 
 
-_Given = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
+_CallersTensors = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
 """(role, name or position) of a tensor of the caller -> its name in messages, and the tensor."""
 
 
-def _given(
+def _callers_tensors(
     leaves: dict[int, torch.Tensor],
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
-) -> _Given:
-    """Return the caller's tensors. leaves: position -> argument; others: (name, tensor)."""
-    given: _Given = {}
+) -> _CallersTensors:
+    """Return the tensors of the caller by role. leaves: position of an argument's leaf -> tensor;
+    parameters, buffers: (name, tensor)."""
+    given: _CallersTensors = {}
     for name, tensor in parameters:
         given["parameter", name] = f"the parameter '{name}'", tensor
     for name, tensor in buffers:
@@ -323,7 +328,7 @@ def _given(
     return given
 
 
-def _refuse_kinds(given: _Given) -> None:
+def _refuse_kinds(given: _CallersTensors) -> None:
     for name, tensor in given.values():
         reason = why_not_planned(tensor, name)
         if reason is not None:

@@ -861,7 +861,8 @@ def as_markdown() -> str:
 
 
 def _item(says: str, remedy: str) -> str:
-    """Return message and remedy as a list item; '...' for places to fill in."""
+    """Return a message and its remedy as an item of a Markdown list, with '...' for places to fill
+    in; without remedy the message alone."""
     said, todo = (re.sub(r"('?\{\w+\}'?)+", "...", text) for text in (says, remedy))
     return textwrap.fill(
         f"- {said}{f' - *{todo}*' if todo else ''}",

@@ -27,8 +27,9 @@ def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
 
 
 def refuse_another_call(snapshot: Snapshot, first: ForwardRun, second: ForwardRun) -> None:
-    """Raise if the second run differs from the first: the first left data that matters, or drew
-    random numbers that do. Data that is only left, or set before it is read, does not matter."""
+    """Raise CaptureError if the second run differs from the first: the first left data that
+    matters, or drew random numbers that do. Data that is only left, or set before it is read, does
+    not matter."""
     if first.done == second.done:
         return
     for change in first.changes:
@@ -49,8 +50,9 @@ def refuse_cached_changes(snapshot: Snapshot, changes: Changes) -> None:
 def refuse_fresh_constants(
     written: list[tuple[torch.Tensor, RecordedCall]], another: Recorder
 ) -> None:
-    """Raise if the second run does not meet the tensors that the first has written to: the forward
-    makes them from other data at each call, and a plan would write to the same tensor each time."""
+    """Raise CaptureError if the second run does not meet the tensors that the first has written to:
+    the forward makes them from other data at each call, and a plan would write to the same tensor
+    each time. written: as `written_constants`; another: recorder of the second run."""
     kept = {id(tensor) for _, tensor in another.constants}
     for tensor, call in written:
         if id(tensor) not in kept:
@@ -58,7 +60,7 @@ def refuse_fresh_constants(
 
 
 def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
-    """Return constants whose storage a recorded call writes to, each with the first such call."""
+    """Return pairs (constant whose storage a recorded call writes to, the first such call)."""
     written: dict[int, RecordedCall] = {}
     for call in recorder.calls:
         for value in call.writes:

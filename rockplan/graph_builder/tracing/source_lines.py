@@ -24,8 +24,9 @@ _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 
 
 def torch_function() -> str:
-    """Return the function of PyTorch that calls an operator now, 'torch.nn.functional.ctc_loss'; ''
-    if the user's code calls it, directly or by a tensor method."""
+    """Return the innermost public function of PyTorch that calls the operator now, as
+    'torch.nn.functional.ctc_loss'; '' if the user's code calls it, directly or by a tensor
+    method."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -69,7 +70,8 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def of_function() -> str:
-    """Return the remedy if an autograd.Function is running; else ''."""
+    """Return the remedy, to be appended, for the innermost autograd.Function that is running; '' if
+    none is."""
     frame = sys._getframe(1)
     while frame is not None:
         code = frame.f_code
@@ -94,7 +96,8 @@ def of_function() -> str:
 
 
 def of_experts() -> str:
-    """Return the remedy if a mixture of experts chooses in Python what runs; else ''."""
+    """Return the remedy, to be appended, if a running module is a mixture of experts, which chooses
+    in Python what runs; else ''."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

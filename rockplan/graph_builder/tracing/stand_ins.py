@@ -38,7 +38,8 @@ def with_stand_ins(
     kwargs: dict[str, Any],
     of: Callable[[torch.Tensor], torch.Tensor],
 ) -> Arguments:
-    """Return the arguments of `forward(*args, **kwargs)`, each tensor `t` replaced by `of(t)`."""
+    """Return the arguments of `forward(*args, **kwargs)`, each tensor `t` replaced by `of(t)`, with
+    the containers that had to be rebuilt for that."""
     exchange = _Exchange(of)
     named = named_arguments(forward, args, kwargs)
     values = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]
@@ -60,7 +61,8 @@ class _Exchange:
         return self.known[id(value)]
 
     def _new(self, value: Any, place: Place) -> Any:
-        """Return `value` with its tensors replaced: itself if it has none."""
+        """Return `value` with its tensors replaced: itself if it has none. Rebuilt containers are
+        added to `made`."""
         if isinstance(value, torch.Tensor):
             return self.of(value)
         children = trees.children(value)
@@ -90,7 +92,8 @@ class StandIns:
         self.fakes: list[torch.Tensor] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a tensor; make it at the first call."""
+        """Return the stand-in of a tensor, the same for each call; a tensor computed by autograd
+        gets one that is a leaf."""
         fake = self._of.get(id(tensor))
         if fake is None:
             source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
@@ -104,6 +107,7 @@ class StandIns:
         return fake
 
     def _fake(self, source: torch.Tensor) -> torch.Tensor:
+        """Return a fake tensor for `source`, of a DTensor a DTensor whose local tensor is fake."""
         if not is_distributed(source):
             return self._fake_mode.from_tensor(source, static_shapes=True)
         local = local_of(source).detach()
@@ -121,8 +125,8 @@ class StandIns:
 
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
-        """Detach stand-ins on exit: the autograd graph of what was written into them may refer to
-        them, in a cycle that Python does not see."""
+        """While active, the run may write what has a gradient into stand-ins; afterwards they are
+        detached: the autograd graph may refer to them, in a cycle that Python does not see."""
         try:
             yield
         finally:

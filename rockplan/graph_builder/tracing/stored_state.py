@@ -41,8 +41,8 @@ from rockplan.values.interface import ABSENT, Address, Assignment
 def refuse_kept_arguments(
     reached: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
 ) -> None:
-    """Raise if an argument is also kept where the forward can see it and compare the two by
-    identity: they would be one tensor in this call, and two in the next. registered: id ->
+    """Raise CaptureError if an argument is also kept where the forward can see it and compare the
+    two by identity: they would be one tensor in this call, and two in the next. registered: id ->
     parameter or buffer, which do not count."""
     if not reached.compares_objects:
         return
@@ -67,12 +67,10 @@ def refuse_stored(
     made: RunTensors,
     another: Callable[[], Reached | None],
 ) -> None:
-    """Raise if the run has stored a tensor that the caller would find after the call.
-
-    reached: what the forward can reach after the run; another: returns the same after one more run,
-    None if that run fails. Raises StoredByTheFirstCall if only the first call stores it and it
-    depends on constants only.
-    """
+    """Raise CaptureError if the run has stored a tensor that the caller would find after the call.
+    reached: what the forward can reach after the run; made: recognizes tensors of the run; another:
+    returns what can be reached after one more run, None if that fails. It is StoredByTheFirstCall
+    if only the first call stores the tensor, which depends on constants only."""
     before = {held.identity: start for held, _, start in _known(snapshot)}
     computed = _computed(reached)
     for one in holding(reached, made.is_ours):
@@ -88,8 +86,8 @@ def refuse_stored(
 
 
 def refuse_cached(reached: Reached, made: RunTensors) -> None:
-    """Raise if a function cache holds a tensor of the run that depends on more than constants:
-    eager finds it at the next call, a plan computes it anew."""
+    """Raise CaptureError if a function cache holds a tensor of the run that depends on more than
+    constants: eager finds it at the next call, a plan computes it anew."""
     for place, value in reached.objects:
         kept = cached_in(value) if is_function_cache(value) else ()
         for tensor in kept:
@@ -145,9 +143,9 @@ def _is_opaque(value: Any, former: Any) -> bool:
     object (a function: nothing, or one of the same code)."""
     if is_other_code(value, former):
         return False
-    told = (ABSENT, None)
+    none = (ABSENT, None)
     opaque = [
-        not (isinstance(v, torch.Tensor) or any(v is t for t in told)) and data_in(v) is None
+        not (isinstance(v, torch.Tensor) or any(v is t for t in none)) and data_in(v) is None
         for v in (value, former)
     ]
     return opaque[0] and (opaque[1] or former is ABSENT or former is None)
@@ -164,7 +162,8 @@ def _is_plain(value: Any) -> bool:
 
 
 def _computed(reached: Reached) -> set[tuple[Identity, Any]]:
-    """Return attributes that PyTorch's hooks compute before each call and only they read."""
+    """Return (holder, attribute) of what PyTorch's hooks compute before each call and only they
+    read; (holder, None) for all elements of a list."""
     places: set[tuple[Identity, Any]] = set()
     for _, value in reached.objects:
         if isinstance(value, nn.Module):
@@ -204,8 +203,8 @@ def _who(place: Place) -> str:
 
 
 def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | None]) -> bool:
-    """Return whether one more call finds the stored tensor and stores nothing. (A tensor with a
-    gradient would keep the graph of the first call.)"""
+    """Return whether one more call finds the stored tensor of `entry` and stores nothing else
+    there. (A tensor with a gradient would keep the graph of the first call.)"""
     if entry.place.is_callers or any(t.requires_grad for t in tensors_in(entry.value)):
         return False
     reached = another()
@@ -218,7 +217,8 @@ def _is_kept(entry: Found, made: RunTensors, another: Callable[[], Reached | Non
 
 
 def _refusal(place: Place, is_kept: bool = False) -> RockplanError:
-    """Return the error for a stored tensor. is_kept: later calls use the first call's tensor."""
+    """Return the error for a tensor stored at `place`, with a remedy. is_kept: later calls use the
+    first call's tensor."""
     refusal, facts = NAMED["kept tensor"], {"who": _who(place)}
     facts["place"] = place.text if place.module is not None else str(place)
     if is_kept:

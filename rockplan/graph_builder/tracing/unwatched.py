@@ -51,7 +51,8 @@ class Unwatched:
     def call(
         self, func: Any, args: Operands, kwargs: dict[str, Any], node: str
     ) -> tuple[Any, Operands, dict[str, Any]]:
-        """Return the call to record. node: name of the autograd node that runs."""
+        """Return (operator, args, kwargs) to record in place of a call of the backward pass. node:
+        name of the autograd node that runs."""
         if func is _WITHOUT_MEMORY:
             return _ZEROS, args, kwargs
         if func not in _KEEP_ZEROS:
@@ -79,14 +80,14 @@ class Unwatched:
 
 
 def refuse_other_variants(values: Sequence[RecordedValue], calls: Sequence[RecordedCall]) -> None:
-    """Raise if eager execution calls other operators than the recording.
+    """Raise CaptureError if eager execution calls other operators than the recording: for cross
+    entropy with class weights, label smoothing and the mean.
 
     Composite operators have a second variant for tensor subclasses and dispatch modes
     (TensorSubclassLikeUtils.h in PyTorch); nearly all differ only in writing out of place. One
-    whose bits differ is cross entropy with class weights, label smoothing and the mean: eager sums
-    the weights of the targets that count (masked_select), the variant sums those of all targets,
-    others set to zero. (The two others known are recorded as eager computes them: `Unwatched`,
-    `eager_paths._max_pool1d`.)
+    whose bits differ is that loss: eager sums the weights of the targets that count
+    (masked_select), the variant sums those of all targets, others set to zero. (The two others
+    known are recorded as eager computes them: `Unwatched`, `eager_paths._max_pool1d`.)
     """
     filled: dict[int, ValueRef] = {}
     gathered: dict[int, ValueRef] = {}

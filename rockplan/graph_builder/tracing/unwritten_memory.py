@@ -48,7 +48,8 @@ class Unwritten:
             self._made.pop(storage, None)
 
     def refuse(self, storages: Iterable[int], reader: str) -> None:
-        """Raise if one of the storages that `reader` reads is uninitialized."""
+        """Raise CaptureError if one of the storages that `reader` reads is uninitialized. reader:
+        in words, for the message."""
         for storage in storages:
             made = self._made.get(storage)
             if made is not None:

@@ -91,10 +91,11 @@ class ValueReader:
     def read(
         self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
     ) -> object:
-        """Return the Python value that an operator reads from a tensor (`call`), computed for real,
-        and add a guard. Refuses a value that is not known before the call."""
-        wanted = [ref.index for ref in value_refs(call.args)]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        """Return the Python value that an operator reads from a tensor (`call`), computed for real;
+        add a guard that compares it before each later call. Raises CaptureError for a value that is
+        not known before the call. module, source: path and line that read."""
+        read_values = [ref.index for ref in value_refs(call.args)]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         more = ""
         if not leaves and any(c.random for c in calls):
             outcomes = _outcomes(calls, call)
@@ -118,9 +119,9 @@ class ValueReader:
         is_forward = recorder.phase is Phase.FORWARD
         if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
             return None
-        wanted = [ref.index for ref in value_refs(call.args)]
-        wanted += [r for c in draws for r in c.call.made]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        read_values = [ref.index for ref in value_refs(call.args)]
+        read_values += [r for c in draws for r in c.call.made]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         specs = [recorder.values[r].spec for c in calls for r in c.call.made]
         is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
         written = {recorder.values[v].storage for c in calls for v in c.writes}
@@ -135,8 +136,9 @@ class ValueReader:
         return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a real copy of `tensor`, whose values Python gets. Later calls must find the same
-        bits, which are kept as a constant."""
+        """Return a real copy of `tensor`, whose values Python gets. A guard requires the same bits
+        at later calls; they are kept as a constant. Raises CaptureError if they are not known
+        before the call."""
         module, source = recorder.place()
         value = recorder.value(recorder.known_tensor(tensor))
         recorder.refuse_unwritten([value], f"Python at {source} reads")
@@ -178,8 +180,8 @@ class ValueReader:
         more: str = "",
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
-        """Return every value that `calls` make from `leaves`, computed for real; refuse a read if
-        these differ between calls and cannot be compared before a call. more: a further remedy;
+        """Return value -> real tensor for `leaves` and what `calls` make from them; refuse the read
+        if these differ between calls and cannot be compared before a call. more: a further remedy;
         numbers: floating-point inputs that are compared."""
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
@@ -195,8 +197,8 @@ class ValueReader:
         numbers: Set[int] = frozenset(),
     ) -> list[str] | None:
         """Return names of those `leaves` that may differ between calls and cannot be compared
-        before a call; None if there are none, and no draws or side effects. (Unnamed ones are left
-        out.)"""
+        before a call (unnamed ones are left out); None if there are none, and no draws or side
+        effects among `calls`. numbers: floating-point inputs that are compared."""
         constants = dict(recorder.constants)
         changed = {recorder.values[v].storage for c in calls for v in c.writes}
         known = {v for v in leaves if recorder.values[v].storage not in changed}
@@ -222,12 +224,13 @@ class ValueReader:
         module: str,
         source: str,
     ) -> Any:
-        """Return the fake result of an operator whose result shape depends on values, if these are
-        known before the call; a guard requires the same shape at each later call."""
+        """Return the fake result of an operator whose result shape depends on values that are known
+        before the call; guards require the same sizes at each later call. Raises CaptureError if
+        the values are unknown, or it is unknown which values decide."""
         rule = value_shapes.rule_of(operator, args, kwargs)
         deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
-        wanted = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, wanted)
+        read_values = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
+        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         unknown = self._unknown(recorder, calls, leaves)
         if rule is None or not deciding or unknown is not None:
             raise shape_error(operator, calls, unknown or [], module, source)
@@ -251,7 +254,8 @@ class ValueReader:
         source: str,
         draws: bool = False,
     ) -> None:
-        """Add a guard: `read` after `calls` must give `expected`. draws: some calls draw."""
+        """Add a guard, once: `read` after `calls` must give `expected` from `leaves`. Without
+        leaves and draws nothing can differ, and none is added. draws: some calls draw."""
         if not leaves and not draws:
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
@@ -263,8 +267,8 @@ class ValueReader:
             recorder.guards.append(guard)
 
     def refuse_another_call(self, recorder: Recorder) -> None:
-        """Raise if the run changes a buffer from which Python has read a value, and the next call
-        would read another."""
+        """Raise CaptureError if the run changes a buffer from which Python has read a value, and
+        the next call would read another."""
         changed = {recorder.values[v].storage for c in recorder.calls for v in c.writes}
         for guard in recorder.guards:
             written = [v for v, _ in guard.buffers if recorder.values[v].storage in changed]
@@ -300,7 +304,8 @@ class ValueReader:
                 raise NAMED["memory of an array"].at(handed.module, handed.source)
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
-        """Return value -> real tensor for integer inputs, constants and what these determine."""
+        """Return value -> real tensor for integer inputs, constants and what these determine.
+        Values in storages that were later overwritten with unknown content are left out."""
         known = {**self._known, **dict(recorder.constants)}
         known = _copies(known, frozenset(known))
         computable: list[Call] = []
@@ -349,9 +354,9 @@ _ALL_BUT_ONE = (
 
 
 def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
-    """Return the outcomes, for each of `_DRAWS`, of a comparison of `torch.rand([])` with a number.
-    The comparison is monotone, so these show whether it is the same for every draw (a layer drop of
-    zero). Empty for any other read."""
+    """Return the outcomes of a comparison of `torch.rand([])` with a number, one for each of
+    `_DRAWS`. The comparison is monotone, so these show whether it is the same for every draw (a
+    layer drop of zero). Empty for any other read."""
     draw, *rest = (c.call for c in calls)
     if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
         return ()
@@ -366,7 +371,8 @@ def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-    """Return clones with the same strides, because evaluated calls may write in place."""
+    """Return copies, with equal strides, of those tensors of `known` whose values are `wanted`:
+    evaluated calls may write in place."""
     with _disable_current_modes(), torch.no_grad():
         return {
             v: t.new_empty(0).set_(

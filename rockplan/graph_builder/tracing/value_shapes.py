@@ -41,8 +41,8 @@ class Rule:
     deciding: tuple[torch.Tensor, ...]
 
     def sizes(self, deciding: Sequence[int], free: int) -> tuple[Size, ...]:
-        """Return the numbers that the shapes depend on. deciding: values of these tensors; free:
-        the first unused value."""
+        """Return the numbers on which the shapes of the results depend, each with the calls that
+        compute it. deciding: values of the deciding tensors; free: the first unused value."""
         name = facts.operator_name(self.operator)
         count = facts.facts_of(self.operator).sizes_from
         refs = [ValueRef(v) for v in deciding]
@@ -64,7 +64,8 @@ class Rule:
 
 
 def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-    """Return the rule of a call; None if it is unknown what decides the shape."""
+    """Return the rule of a call; None if the table of operators does not say what decides the
+    shape."""
     name = facts.facts_of(operator).shape_decided_by
     if not name:
         return None
@@ -81,16 +82,17 @@ def result(
     kwargs: dict[str, Any],
     real: Mapping[int, torch.Tensor],
 ) -> Any:
-    """Return the result of the call as fake tensors. real: id of a deciding tensor -> real tensor;
-    other tensors are zeros, since shapes and strides do not depend on them."""
+    """Return the result of the call as tensors of its shape, fake under a FakeTensorMode. real: id
+    of a deciding tensor -> real tensor; other tensors are zeros, since shapes and strides do not
+    depend on them."""
 
     def known(tensor: torch.Tensor) -> torch.Tensor:
         value = real.get(id(tensor))
         return _like(tensor).zero_() if value is None else value
 
     with _disable_current_modes(), torch.no_grad():
-        given, named = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
-        value = operator(*given, **named)
+        real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
+        value = operator(*real_args, **real_kwargs)
     if isinstance(value, torch.Tensor):
         return _like(value)
     return tuple(map(_like, value))

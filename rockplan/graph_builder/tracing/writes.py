@@ -29,8 +29,9 @@ from rockplan.python_state.memory import (
 
 @contextlib.contextmanager
 def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> Iterator[None]:
-    """Append the former content of those `tensors` that are written to inside to `found`. Compiled
-    functions run uncompiled while inside."""
+    """While active, tensors are copied before an operator first writes to them; their former
+    content is appended to `found`, as is, at the end, that of tensors which got other memory.
+    Compiled functions run uncompiled meanwhile."""
     before = [(t, t.detach()) for t in tensors if is_copyable(t)]
     with modes.without_compiling(), _CopyOnWrite(tensors, found):
         yield
@@ -56,6 +57,8 @@ class _CopyOnWrite(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        """Copy the tensors that the operator writes to and that have not been copied, then call
+        it."""
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             for tensor in written(func, args, kwargs):
