@@ -215,7 +215,7 @@ def _adapted(
 ) -> BoundedOption | None:
     """Return the option of a known plan carried over to this problem, which differs in few
     operations or none (a trainer passes its layers a number that they do not read); None if none
-    fits the allowance or is too slow. Nothing is searched."""
+    fits the allowance and is fast enough. Nothing is searched."""
     saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
     for program in known:
         schedule = carried_over(program.plan, problem.graph)

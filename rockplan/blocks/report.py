@@ -147,7 +147,7 @@ def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> Step
 
 
 def described(step_bytes: StepBytes) -> str:
-    """Return the parts of a peak, in words."""
+    """Return the owners of a peak and their bytes in words: '1.0 GiB beside the blocks + ...'."""
     outside, saved = format_bytes(step_bytes.outside_bytes), format_bytes(step_bytes.saved_bytes)
     parts = [f"{outside} beside the blocks", f"{saved} kept by blocks"]
     if step_bytes.path:

@@ -58,7 +58,8 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
 
 
 def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, ...]:
-    """Return the results that `made` is computed from without another result in between."""
+    """Return those results among `made_from[made]` that `made` is computed from without another
+    result in between. made_from: position of a result -> all results that it is computed from."""
     beyond = {i for between in made_from[made] for i in made_from[between]}
     return tuple(i for i in made_from[made] if i not in beyond)
 

@@ -362,8 +362,9 @@ def _leaf(value: Any) -> Any:
 
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
-    """List (name, value) of the attributes of an object, in its dictionary and its slots. Raises
-    _Unknown if it has none, or is a module or a tensor."""
+    """Return (name, value) of the attributes of an object, in its dictionary and its slots. Raises
+    _Unknown if it has none, or is a module or a tensor. `use_cache` of a configuration does not
+    count."""
     attributes = getattr(value, "__dict__", None)
     named = slots(type(value))
     has_none = not isinstance(attributes, dict) and not named

@@ -115,7 +115,7 @@ class _Waited(torch.autograd.Function):
 
 
 def waited_with_history(call: Any) -> Any:
-    """Return (args, kwargs) of a call in which the results of all collectives have arrived;
+    """Return `call`, (args, kwargs), in which the results of all collectives have arrived;
     gradients flow back to these."""
     leaves, spec = trees.tree_flatten(call)
     if not any(map(is_awaited, leaves)):

@@ -185,9 +185,10 @@ _KEEPERS = (
 
 
 def kinds_of(value: object) -> list[tuple[Any, Kind]]:
-    """List (owner, kind) for each way in which `value` holds elements that can be replaced.
+    """Return (owner, row of `object_slots`) for each way in which `value` holds elements that can
+    be replaced.
 
-    Immutable values have none. An object with attributes lists its dictionary as the owner.
+    Immutable values have none. The owner of an object's attributes is its dictionary.
     """
     plain = _PLAIN.get(id(type(value)))
     if plain is not None:

@@ -122,7 +122,7 @@ def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.Fr
 
 
 def _is_cleared(frame: types.FrameType) -> bool:
-    """Clear the variables of a frame. False if the frame still runs."""
+    """Clear the variables of a frame; return False if it still runs, which forbids that."""
     try:
         frame.clear()
     except RuntimeError:

@@ -148,7 +148,8 @@ def _items(owner: Any) -> list[Element]:
 
 
 def _write_items(owner: Any, elements: list[Element]) -> None:
-    """Make a dictionary hold these elements. It is cleared only if keys or their order differ."""
+    """Make a dictionary hold exactly these elements, in order. It is cleared only if keys or their
+    order differ."""
     base = _base(owner)
     if [*map(id, base.keys(owner))] != [id(key) for key, _ in elements]:
         base.clear(owner)

@@ -115,8 +115,8 @@ def _groups(model: nn.Module) -> Iterator[Any]:
 
 
 def _owners(group: Any) -> Iterator[tuple[Any, str]]:
-    """Yield (owner, attribute) of the gradients that a group keeps. A whole parameter exists from
-    the first gathering on."""
+    """Yield (owner, name of the attribute) of each gradient that a group may keep. A whole
+    parameter exists from the first gathering on."""
     yield group, "_partial_reduce_output"
     for parameter in group.fsdp_params:
         yield parameter, "unsharded_accumulated_grad"

@@ -193,7 +193,7 @@ class SavedForBackward:
             raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
-        """Return the residents, with copies at `positions` that hold the values before the
+        """Return the residents; those at `positions` are copies that hold the values before the
         forward."""
         residents = list(self.residents)
         for position in positions:
@@ -275,8 +275,8 @@ class _Backward:
         return tuple(gradients)
 
     def _contribution(self, target: int, count: int) -> torch.Tensor | None:
-        """Return the sum of the next `count` contributions to the gradient of `target`, None if
-        none is left."""
+        """Run slices until the next `count` contributions to the gradient of `target` are made, or
+        none is left; return their sum, None without any."""
         waiting = self._waiting[target]
         self._run_until(lambda: len(waiting) >= count, target)
         taken = waiting[:count]

@@ -193,8 +193,8 @@ def known_signature(
 
 
 def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
-    """Return which residents shared memory when `program` was captured. first_input: position of
-    the first input among the residents."""
+    """Return which residents (tensors passed to the code) were the same or shared memory when
+    `program` was captured. first_input: position of the first input among them."""
     interface, values = program.interface, program.plan.graph.values
     residents = interface.residents
     return Sharing.of(

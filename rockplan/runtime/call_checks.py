@@ -45,7 +45,8 @@ def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
 
 
 def warn_of_saved_tensor_hooks() -> None:
-    """Warn if hooks on saved tensors are active that are not PyTorch's."""
+    """Warn if hooks on saved tensors are active that are not PyTorch's: they see nothing of a
+    plan."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
         warnings.warn(

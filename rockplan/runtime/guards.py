@@ -211,8 +211,8 @@ def has_other_class(entry: _ModuleEntry) -> bool:
 
 
 def _entry_holds(entry: _ModuleEntry) -> bool:
-    """True if a submodule is as recorded: attributes, the same parameters and buffers, their
-    description."""
+    """True if a submodule has the class, attributes, children, parameters and buffers (as objects)
+    that were recorded, and the latter their dtype, shape, device, strides and requires_grad."""
     if not _attributes_hold(entry):
         return False
     attributes = entry.module.__dict__
@@ -247,7 +247,8 @@ def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:
 
 
 def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Describe a tensor: requires_grad, dtype, shape, device, strides."""
+    """Return what describes a tensor: (requires_grad, dtype, shape, device, strides or None for
+    layouts that have none)."""
     return (
         tensor.requires_grad,
         tensor.dtype,

@@ -93,7 +93,8 @@ class Planned(HasPlans):
         return sorted({*super().__dir__(), *_OF_STATE})
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """Pickle the original's attributes and the programs that hold in this state."""
+        """Pickle the original's attributes and the programs that hold in this state, without those
+        that work in this process alone."""
         state = self._rockplan
         attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
         programs = [

@@ -257,7 +257,8 @@ def _by(function: Any) -> str:
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel` of the first frame that is neither ours nor PyTorch's."""
+    """Return the `stacklevel` by which a warning names the innermost frame that is neither ours nor
+    PyTorch's; 2 if there is none."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "rockplan"):

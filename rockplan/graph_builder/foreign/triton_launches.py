@@ -344,7 +344,8 @@ def _nothing(*args: Any) -> None:
 
 
 def _run(given: list[torch.Tensor], changed: list[torch.Tensor], call: str) -> None:
-    """Launch a kernel by key. Raises StalePlan if the key is from another process."""
+    """Implement the operator of a kernel: launch it. given, changed: as in `Launch.run`; call: key
+    of the launch. Raises StalePlan if the key is from another process."""
     launch = LAUNCHES.get(call)
     if launch is None:
         raise StalePlan(

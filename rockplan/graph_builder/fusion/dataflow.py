@@ -173,7 +173,8 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: Parts) -> list[Step]:
-    """Return (position, storages that it makes, storages that it reads) for parts but views."""
+    """Return (position, storages that it makes or changes, storages that it reads) of each part,
+    without views."""
     values = parts.values
     return [
         (position, _storages(values, part.makes), _storages(values, part.reads))

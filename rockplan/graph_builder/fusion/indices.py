@@ -133,6 +133,8 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
             return "its indices are made of what is larger than they are"
 
     def look(arguments: Sequence[Any]) -> None:
+        """Raise IndexError, as eager does, if an index that these arguments give is out of
+        range."""
         found = indices.outside(arguments)
         if found is not None:
             index, allowed = found

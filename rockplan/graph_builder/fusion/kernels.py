@@ -139,6 +139,10 @@ def _define(kernel: Kernel) -> None:
 
 
 def _implementation(kernel: Kernel) -> Callable[..., Any]:
+    """Return the function that PyTorch calls for the kernel's operator: compiled code, or on
+    another device than the kernel's the operators that were fused. One result is returned as a
+    tensor, several as a tuple."""
+
     def run(*arguments: torch.Tensor) -> Any:
         is_on_device = all(str(a.device) == kernel.device for a in arguments)
         results = (

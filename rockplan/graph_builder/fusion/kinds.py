@@ -146,11 +146,10 @@ class _Building:
 
 
 def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
-    """Return `spec` with its offset reduced to the alignment, where a device needs to know that.
-
-    is_given: the caller provides it, and may do so at any address in the next call: the kernel then
-    assumes no alignment, which would have to be checked and restored by a copy each time.
-    """
+    """Return the spec of an input, whose offset is reduced to what the alignment of its address
+    depends on (on the CPU 0). is_given: the caller provides the tensor, at any address in the next
+    call: the kernel then assumes no alignment, which would have to be checked and restored by a
+    copy each time."""
     elements = _ALIGNED_BYTES // dtype_of(spec).itemsize if spec.device != "cpu" else 1
     return replace(spec, offset=1 % elements if is_given else spec.offset % elements)
 

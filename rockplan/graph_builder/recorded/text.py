@@ -66,7 +66,8 @@ class _Text:
         yield f"{_INDENT}return {', '.join(results)}"
 
     def _phase(self, phase: Phase) -> Iterator[str]:
-        """Yield the lines of one phase, with a comment where module or source line change."""
+        """Yield the lines of the calls of one phase, with a comment line where module or source
+        line change."""
         place = ""
         for recorded in self._run.calls:
             if recorded.phase is not phase:

@@ -56,7 +56,7 @@ class RunView:
 
     @cached_property
     def kinds(self) -> dict[int, DataKind]:
-        """Storage -> its kind: of the caller's, or made in the forward or backward phase."""
+        """Storage -> its kind: which of the caller's it is, or in which phase it is made."""
         kinds: dict[int, DataKind] = {}
         for value, kind in self.given.items():
             kinds.setdefault(self.storage(value), kind)
@@ -98,7 +98,8 @@ class RunView:
 
     @cached_property
     def views(self) -> dict[int, int]:
-        """Value -> position of the call that derives it from another value in the same storage."""
+        """Value -> position of the call that derives it, as a new tensor, from another in the same
+        storage."""
         views: dict[int, int] = {}
         for position, recorded in enumerate(self.calls):
             read = self.storages(recorded.reads)

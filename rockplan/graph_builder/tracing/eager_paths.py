@@ -104,9 +104,10 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the generator that wraps the function of a checkpoint: no hooks on saved tensors.
-    Eager runs that function again if tensors are saved for backward; a hook to detect this would
-    keep them alive, so tensors made inside that require a gradient tell."""
+    """Replace the generator that wraps the function of a checkpoint
+    (`_checkpoint_without_reentrant_generator`): no hooks on saved tensors. Eager runs that function
+    again if tensors are saved for backward; a hook to detect this would keep them alive, so the
+    function counts as run again if a tensor made inside requires a gradient."""
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         before = len(recording.made())
@@ -226,8 +227,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _data(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the setter of `.data`: refuse other memory (`p.data = p.data.contiguous()` may be
-    none)."""
+    """Replace the setter of `Tensor.data`: assigning other memory is refused; assigning the memory
+    that the tensor has (`p.data = p.data.contiguous()`) does nothing."""
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):

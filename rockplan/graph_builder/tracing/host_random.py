@@ -63,7 +63,7 @@ def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[lis
 
 
 def refusal(drawn: Held) -> RockplanError:
-    """Return the error for a forward that draws from this generator."""
+    """Return the error for a forward that draws from the generator `drawn`, which names it."""
     place = drawn.place
     return NAMED["generator of Python"].error(
         module_path=place.module or "",

@@ -59,7 +59,8 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 
 def _refuse_opaque(output: object, position: int) -> None:
-    """Raise for a leaf that is neither a tensor nor plain data."""
+    """Raise CaptureError for the leaf of the result at `position` if it is neither a tensor nor
+    plain data."""
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
     plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
     if isinstance(output, plain):
@@ -222,7 +223,8 @@ def without_unread(
 
 
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
-    """Return the position of the leaf that the result calls `loss`, None if there is none."""
+    """Return the position of the leaf that the result, or a container of the caller's that was
+    filled, calls `loss`; None if there is none."""
     result = trees.tree_unflatten(outputs, spec)
     if isinstance(result, WithContents):
         named = [_loss_of(r) for r in (result.result, *result.contents.values())]

@@ -121,7 +121,8 @@ def _of_the_callers(names: Sequence[str]) -> str:
 
 
 def _known_remedy() -> str:
-    """Return the remedy of the innermost running function that has its own; else ''."""
+    """Return the remedy of the innermost running function that `_REMEDIES` names; '' if there is
+    none."""
     frame = sys._getframe(1)
     while frame is not None:
         called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"

@@ -133,7 +133,8 @@ class Reader(Protocol):
         module: str,
         source: str,
     ) -> Any:
-        """Return the fake result of an operator whose result shape depends on values."""
+        """Return the fake result of an operator whose result shape depends on values. module,
+        source: path and line of the call."""
 
 
 class Recorder(TorchDispatchMode):
@@ -499,7 +500,7 @@ class Recorder(TorchDispatchMode):
         return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
-        """Raise UnsupportedModel for an operator that its facts refuse."""
+        """Raise UnsupportedModel for an operator that its row in the table of operators refuses."""
         known = facts.facts_of(func)
         if known.refused_because:
             if torch_function().startswith(_RECURRENT):

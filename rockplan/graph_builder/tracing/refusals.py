@@ -841,7 +841,8 @@ NAMED = {row.name: row for row in REFUSALS}
 
 
 def as_markdown() -> str:
-    """Return all refusals, as docs/limits.md lists them: by stage, then those of operators."""
+    """Return all refusals as a Markdown text, as docs/limits.md has it: by stage, then those of
+    operators."""
     lines: list[str] = []
     for when in When:
         lines += [f"### {when}", ""]

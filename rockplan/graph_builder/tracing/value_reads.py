@@ -71,7 +71,7 @@ class ValueReader:
         real_buffers: Sequence[torch.Tensor],
     ) -> None:
         """Register the tensors of the caller. inputs: value -> (leaf position, real tensor);
-        parameters, buffers: (name, value)."""
+        parameters, buffers: (name, value); real_buffers: in the order of `buffers`."""
         for value, (position, tensor) in inputs.items():
             if _is_integer(tensor):
                 self._known[value] = tensor
@@ -280,8 +280,8 @@ class ValueReader:
                 )
 
     def _is_read_again(self, recorder: Recorder, guard: Guard, written: Sequence[int]) -> bool:
-        """Return whether the next call reads what `guard` expects, from buffers `written` that this
-        call changes."""
+        """Return whether the next call reads what `guard` expects, from buffers that this call
+        changes. written: values of these buffers."""
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, written)
         known = self._known.keys() | self._buffers.keys() | dict(recorder.constants).keys()
         if leaves - known or not all(c.is_repeatable for c in calls):
