@@ -268,7 +268,8 @@ class Surroundings:
 
     @classmethod
     def of(cls, module: nn.Module, forward: Callable[..., Any]) -> Surroundings:
-        """Note the surroundings of `module` as they are now."""
+        """Return what `forward` can reach beside `module` in the user's code, with the elements
+        that it holds now; random generators are left out."""
         state = reached(module, forward)
         guarded = [
             held for held in state.holders if held.place.is_guarded and held.kind is not GENERATOR

@@ -90,8 +90,8 @@ class _Merging:
             self._readers[read].add(number)
 
     def _delay(self, number: int) -> None:
-        """Move a group that the recording made in the forward phase, but only the backward phase
-        reads, to just before its first reader."""
+        """Move the group `number`, if the recording made it in the forward phase but only the
+        backward phase reads it, to just before its first reader."""
         group = self.groups[number]
         part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
         if part.phase is not group.phase:

@@ -152,8 +152,8 @@ def _is_opaque(value: Any, former: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether a value is immutable data, a collection of such data (a call leaves a copy),
-    or a tensor that existed before the call."""
+    """Return whether a value is immutable data, a collection of such data (a call leaves a copy), a
+    tensor that existed before the call, or ABSENT."""
     if type(value) in (dict, list, set, deque):
         inner = value.values() if isinstance(value, dict) else value
         return all(map(_is_plain, inner))
