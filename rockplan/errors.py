@@ -170,6 +170,11 @@ class IllegalSchedule(RockplanError):
     """A schedule breaks a rule of `verify`. Always a bug in rockplan, never in the model."""
 
 
+class IllegalForm(RockplanError):
+    """A recorded run or a graph breaks a rule of its table (`graph_builder.recorded.rules`,
+    `oracles.graph_rules`). Always a bug in rockplan, never in the model."""
+
+
 class SolverError(RockplanError):
     """The solver returned something that is neither a solution nor a proof of infeasibility."""
 

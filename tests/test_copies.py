@@ -11,13 +11,13 @@ import pytest
 from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.digests import graph_digest, problem_digest
 from rockplan.oracles.clock import clock
+from rockplan.oracles.forms import check
+from rockplan.oracles.graph_rules import RULES
 from rockplan.oracles.simulate import host_bytes, simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.copies import HostLink, paged, with_copies, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Queue, as_eager
 from rockplan.values.schedule import Compute, Free, Schedule, keep_all, with_frees
-from testing.forms import check
-from testing.graph_rules import RULES
 from testing.graphs import gelu_of_product, random_graph, with_random_takes
 from tests.paging import pageable_of
 

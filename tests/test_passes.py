@@ -12,16 +12,17 @@ from torch import nn
 
 import rockplan
 from rockplan import Options
-from rockplan.errors import InvalidInput
+from rockplan.errors import IllegalForm, InvalidInput
 from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import kernels
 from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
+from rockplan.oracles import graph_rules
+from rockplan.oracles.forms import check
 from rockplan.search import pipeline as search
 from rockplan.values.graph import CDGraph, Phase, Queue, Takeover, ValueRef
-from testing import graph_rules, run_rules
-from testing.forms import IllegalForm, check
 from tests.kernels import interpret
 
 QUICK = Options(cache=False, bound_time_limit_s=0.0)

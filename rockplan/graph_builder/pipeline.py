@@ -4,8 +4,8 @@ takes: a Capture, Options. returns: Lowered, with what each pass left and its du
 a schedule of the graph computes what the run computes, bit for bit except for what `Options.tile`
 and `Options.compile` say.
 Removing a line of a tuple removes a mechanism from the product; `Options(without=("name",))` does
-so for one call. Each pass takes a value and returns a new one, which tests `CHECK` against a table
-of rules.
+so for one call. Each pass takes a value and returns a new one; after each pass the tables
+`recorded.rules` and `graph_rules` check the value if `CHECKED` is on.
 """
 
 from __future__ import annotations
@@ -24,18 +24,20 @@ from rockplan.graph_builder.lowering.buffer_copies import with_copies
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.lower import Lowered, assembled
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
+from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tiling.embedding import with_rows_added
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.oracles import graph_rules
+from rockplan.oracles.forms import check
 from rockplan.values.graph import CDGraph, Phase
 from rockplan.values.plan import PassTrace
 
 _Form = TypeVar("_Form", Capture, CDGraph)
 
-CHECK: ContextVar[Callable[[Capture | CDGraph, str], None] | None]
-CHECK = ContextVar("rockplan check of passes", default=None)
-"""Called with the result of every pass that changes something, and the name of the pass."""
+CHECKED: ContextVar[bool] = ContextVar("rockplan checked passes", default=False)
+"""True if the result of every pass is checked against the tables of rules, as in tests."""
 
 
 class HeadStaysWhole(Exception):
@@ -161,10 +163,12 @@ def _passed(
 def _checked(
     made: Capture | CDGraph, name: str, seconds: float, is_changed: bool = True
 ) -> PassTrace:
-    """Check the result of a pass; return its trace."""
-    check = CHECK.get()
-    if check is not None and is_changed:
-        check(made, name)
+    """Check the result of a pass against the rules of its form; return its trace."""
+    if CHECKED.get() and is_changed:
+        if isinstance(made, Capture):
+            check(run_rules.RULES, made, f"after {name}")
+        else:
+            check(graph_rules.RULES, made, f"after {name}")
     steps = made.calls if isinstance(made, Capture) else made.nodes
     forward = sum(step.phase is Phase.FORWARD for step in steps)
     return PassTrace(name, forward, len(steps) - forward, seconds, is_changed)

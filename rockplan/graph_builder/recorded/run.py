@@ -1,7 +1,7 @@
 """Run: the operators of one recorded step, forward then backward, as values.
 
 A recording returns a run, and each run pass of `graph_builder.pipeline` takes and returns one;
-`testing/run_rules.py` says what is legal.
+`recorded.rules` says what is legal.
 """
 
 from __future__ import annotations

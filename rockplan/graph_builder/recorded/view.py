@@ -2,7 +2,7 @@
 make, change and read it, which calls are needed, and what belongs to the caller.
 
 takes: a Capture, whose `view` it is. guarantees: the one place that computes these facts, each
-once; they rest on `testing/run_rules.py`.
+once; they rest on `recorded.rules`.
 """
 
 from __future__ import annotations

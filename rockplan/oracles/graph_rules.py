@@ -1,7 +1,7 @@
 """Legality of a graph: a table of rules, each a function that yields what breaks it.
 
-takes: a CDGraph. Tests apply them after passes (`forms.check_after_pass`); `verify` judges
-schedules.
+takes: a CDGraph. `oracles.forms.check` applies them after passes if `CHECKED` is on; `verify`
+judges schedules.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Legality of a recorded run: a table of rules, each a function that yields what breaks it.
 
-takes: a Capture. Tests apply them after each pass (`forms.check_after_pass`); `graph_rules` has
-those of graphs.
+takes: a Capture. `oracles.forms.check` applies them after each pass if `CHECKED` is on;
+`oracles.graph_rules` has those of graphs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Forms: check an intermediate form (run or graph) against its table of rules.
+"""Forms: check an intermediate form (run or graph) against a table of rules.
 
 takes: rules, functions that yield what breaks them; their docstrings say what holds.
 """
@@ -8,24 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
-from rockplan.graph_builder.recorded.run import Capture
-from rockplan.values.graph import CDGraph
-from testing import graph_rules, run_rules
+from rockplan.errors import IllegalForm
 
 _Form = TypeVar("_Form")
-
-
-class IllegalForm(Exception):
-    """A recorded run or a graph breaks a rule of its table. Always a bug in rockplan, never in the
-    model."""
-
-
-def check_after_pass(made: Capture | CDGraph, name: str) -> None:
-    """Check what the pass `name` has made. Raises IllegalForm."""
-    if isinstance(made, Capture):
-        check(run_rules.RULES, made, f"after {name}")
-    else:
-        check(graph_rules.RULES, made, f"after {name}")
 
 
 def check(rules: Iterable[Callable[[_Form], Iterator[str]]], form: _Form, when: str) -> None:
