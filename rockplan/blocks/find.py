@@ -36,8 +36,7 @@ _REMEDY = (
 
 def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     """Return path -> submodule for what `blocks` names, in the order of the model. Raises
-    InvalidInput with a remedy for none, the whole model, overlaps, and blocks that `solve`
-    planned."""
+    InvalidInput for none, the whole model, overlaps, and blocks that `solve` planned."""
     if blocks is None:
         paths: Iterable[str] = _found(model)
     else:
@@ -103,7 +102,7 @@ def _found(model: nn.Module) -> tuple[str, ...]:
 
 
 def _paths(model: nn.Module, one: object) -> list[str]:
-    """Return the paths that one pattern, path or module stands for. Raises InvalidInput if it names
+    """Return the paths that one pattern, path or module stands for. Raises InvalidInput for
     none."""
     if isinstance(one, nn.Module):
         paths = [path for path, m in model.named_modules() if m is one]

@@ -109,8 +109,8 @@ def sample_run(
         which nothing is saved for backward."""
 
         def note(*given: Any, **named_given: Any) -> Any:
-            """Run the block's forward; add its call to `run`, alike calls with the arguments of the
-            first."""
+            """Run the block's forward; add its call to `run`, with shared arguments for calls
+            alike."""
             own, named = waited_with_history((given, named_given))
             try:
                 refuse_transforms()
@@ -192,8 +192,7 @@ def _reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While active, the module's forward is `forward`, which its hooks run around; afterwards its
-    own."""
+    """While active, the module's forward, inside of its hooks, is `forward`; then its own."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

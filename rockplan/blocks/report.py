@@ -134,8 +134,7 @@ class BlocksPlan:
 
 
 def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:
-    """Return the owners of the bytes at the moment with the most bytes alive; of no moments, zero
-    bytes."""
+    """Return the owners of the most bytes alive at any of these moments; of none, zero bytes."""
     options = [block.option for block in blocks]
     if not moments:
         return StepBytes(0, 0)

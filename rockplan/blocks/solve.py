@@ -251,8 +251,7 @@ _NONE_PLANNED: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictio
 
 
 def restore_blocks(model: nn.Module) -> nn.Module:
-    """Undo `solve_blocks`: blocks are unplanned, `use_cache` of configurations is what it was.
-    Return `model`."""
+    """Undo `solve_blocks`: blocks are unplanned, `use_cache` is what it was. Return `model`."""
     _NONE_PLANNED.pop(model, None)
     for block in [*model.modules()]:
         if is_in_place(block):
@@ -437,7 +436,7 @@ class _Job:
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> _Measured:
-        """Install for each block the option that saves least, measure a step, and restore the
+        """Install for each block the option that saves least, measure a step, restore the
         blocks."""
         kinds = self._kinds(captured.values())
         step = self._step_of(captured, calls, kinds)
@@ -477,8 +476,7 @@ class _Job:
         return self._most_of_all(step)
 
     def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
-        """Return the step with the largest bytes of any process whose step has the same moments in
-        order."""
+        """Return the step with the largest bytes of any process whose step has the same moments."""
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
         own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
         every = self.agreed.gathered(("moments", courses), own).values()

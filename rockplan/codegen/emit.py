@@ -87,9 +87,8 @@ class _Names:
         self.operators: dict[str, str] = {}
 
     def of(self, key: object, wish: str) -> str:
-        """Return the unique identifier of `key` (a value, an operator). It is made of `wish` at the
-        first call: other characters become '_', and a number is added if the identifier is
-        taken."""
+        """Return the unique identifier of `key` (a value, an operator), made of `wish` at the first
+        call: other characters become '_', and a number is added if it is taken."""
         if key not in self._of:
             stem = re.sub(r"\W", "_", wish)
             if not stem or stem[0].isdigit() or keyword.iskeyword(stem):
@@ -164,7 +163,7 @@ class _Emitter:
 
     def emit(self) -> Code:
         """Write all functions, the forward phase, then each slice of the backward phase; return
-        them as Code."""
+        Code."""
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
@@ -209,9 +208,9 @@ class _Emitter:
     # -- slices and what travels between them ----------------------------------------------
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        """Yield (first event, event after the last) of each slice of the backward phase. A slice
-        ends after a run of consecutive frees that hands over a gradient; there is at least one
-        slice."""
+        """Yield (first event, event after the last) of each slice of the backward phase, of which
+        there is at least one. It ends after a run of consecutive frees that hands over a
+        gradient."""
         events = self._schedule.events
         start = self._schedule.forward_length
         hands = False

@@ -39,8 +39,7 @@ class Relations:
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
-    """Return which results of `interface` are tensors, and how those that require a gradient are
-    related."""
+    """Return which results of `interface` are tensors, and how those with gradient are related."""
     values = {
         i: graph.values[leaf.value]
         for i, leaf in enumerate(interface.outputs)
@@ -148,8 +147,7 @@ class Returned:
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise BackwardError if two results share memory, one of them was modified in place since
-        the forward, and one has a gradient. gradients: of all results, in order; None where there
-        is none."""
+        the forward, and one has a gradient. gradients: of all results, in order, or None."""
         if not self._related.overlapping:
             return
         arrived = zip(self._related.results, gradients, strict=True)
@@ -167,7 +165,7 @@ class Returned:
 def _hooks(result: torch.Tensor) -> Mapping[int, object]:
     """Return the live dictionary of hooks on the gradient of `result`, made if there is none.
     Autograd calls these also after the tensor is deleted, or was changed in place and has new
-    hooks."""
+    ones."""
     result.register_hook(_no_hook).remove()
     hooks: Mapping[int, object] | None = result._backward_hooks
     assert hooks is not None

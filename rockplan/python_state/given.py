@@ -48,7 +48,8 @@ class GivenCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GivenCall:
-        """Note the arguments and the elements of each dictionary and list among them."""
+        """Return the arguments of a call, with the elements that each container among them has
+        now."""
         leaves = trees.tree_leaves((args, kwargs))
         objects = [*trees.objects((args, kwargs))]
         positions = {id(x): i for i, x in reversed([*enumerate(leaves)]) if not _is_plain(x)}
@@ -62,8 +63,8 @@ class GivenCall:
         return cls(positions, numbers, before, (leaves, objects))
 
     def with_contents(self, result: Any) -> Any:
-        """Return `result` with what the forward put into the caller's containers, and put their
-        former content back. Returns `result` alone if the forward put nothing there."""
+        """Return `result` with the elements that the forward left in the caller's containers,
+        arguments by position, and put the former ones back; `result` itself if it changed none."""
         contents: dict[int, Any] = {}
         for number, owner, before in self.before:
             now = _kind(owner).elements(owner)
@@ -76,7 +77,8 @@ class GivenCall:
         return WithContents(self._by_position(result), contents) if contents else result
 
     def _by_position(self, node: Any) -> Any:
-        """Return `node` with the arguments of the call in it replaced by their positions."""
+        """Return `node`, a tree, with the arguments of the call in it replaced by their
+        positions."""
         if id(node) in self.leaves:
             return GivenLeaf(self.leaves[id(node)])
         if id(node) in self.numbers:
@@ -105,18 +107,16 @@ def returned(
     leaves: Sequence[Any], spec: trees.TreeSpec, call: tuple[Any, ...], given: Sequence[Any]
 ) -> Any:
     """Return the result of a planned call, and write the contents that it carries into the caller's
-    containers.
-
-    leaves, spec: the flattened result; call: (args, kwargs); given: the leaves of `call`.
-    """
+    containers. leaves, spec: the flattened result; call: (args, kwargs); given: leaves of
+    `call`."""
     objects = [*trees.objects(call)] if has_contents(spec) else []
 
-    def real(leaf: Any) -> Any:
+    def resolved(leaf: Any) -> Any:
         if isinstance(leaf, GivenLeaf):
             return given[leaf.position]
         return objects[leaf.number] if isinstance(leaf, GivenContainer) else leaf
 
-    result = trees.tree_unflatten([*map(real, leaves)], spec)
+    result = trees.tree_unflatten([*map(resolved, leaves)], spec)
     if not isinstance(result, WithContents):
         return result
     for number, content in result.contents.items():

@@ -232,8 +232,7 @@ _ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
 
 @once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
-    """Return the rows of `object_slots` by which objects of a class hold elements, other than
-    attributes."""
+    """Return the rows by which objects of a class hold elements, other than attributes."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
         (types.CellType, CELL),
         (contextvars.ContextVar, CONTEXT),

@@ -148,8 +148,7 @@ def _items(owner: Any) -> list[Element]:
 
 
 def _write_items(owner: Any, elements: list[Element]) -> None:
-    """Make a dictionary hold exactly these elements, in order. It is cleared only if keys or their
-    order differ."""
+    """Make a dictionary hold these elements, in order; it is cleared only if keys differ."""
     base = _base(owner)
     if [*map(id, base.keys(owner))] != [id(key) for key, _ in elements]:
         base.clear(owner)
@@ -266,8 +265,7 @@ EVERYBODYS = {name: method.__self__ for name, method in _METHODS.items()}
 
 
 def _state(owner: Any) -> Any:
-    """Return the state of a random generator as bytes, `_NOTHING` for random.SystemRandom, which
-    has none."""
+    """Return the state of a random generator as bytes; `_NOTHING` for random.SystemRandom."""
     if isinstance(owner, random.SystemRandom):
         return _NOTHING
     if isinstance(owner, random.Random):

@@ -34,8 +34,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def shards(module: nn.Module) -> Iterator[str]:
-    """Yield the names of parameters that are shards now: a forward gathers them before it reads
-    them."""
+    """Yield the names of parameters that are shards now, which a forward gathers first."""
     whole = {
         id(getattr(p, "_unsharded_param", None)) for g in _groups(module) for p in g.fsdp_params
     }
@@ -70,8 +69,7 @@ _EXCHANGES = ("reduce_grads", "all_reduce_grads")
 
 @contextlib.contextmanager
 def with_exchange(model: nn.Module) -> Iterator[None]:
-    """While active, backward passes exchange gradients between processes, whatever the user has
-    set."""
+    """While active, backward passes exchange gradients, whatever the user has set."""
     flags = [(group, flag) for group in _groups(model) for flag in _EXCHANGES]
     before = [getattr(group, flag) for group, flag in flags]
     for group, flag in flags:

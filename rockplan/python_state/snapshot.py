@@ -239,8 +239,7 @@ class Found:
 
 
 def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
-    """Return the elements that are tensors for which `is_wanted` is true, or tuples with such
-    tensors."""
+    """Return the elements that are tensors accepted by `is_wanted`, or tuples with such."""
     return [
         Found(held, key, value)
         for held in state.holders

@@ -166,9 +166,8 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 def call(
     executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
 ) -> tuple[torch.Tensor, ...]:
-    """Run the forward phase; return its results, as outputs of autograd nodes that run the backward
-    slices. residents: the tensors that the code takes; replan: makes the plan for other incoming
-    gradients."""
+    """Run the forward phase; return its results as outputs of autograd nodes that run the backward
+    slices. residents: tensors that the code takes; replan: plans other incoming gradients."""
     planned_call, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None

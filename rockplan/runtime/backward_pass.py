@@ -139,8 +139,8 @@ class SavedForBackward:
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
         """Run a second forward, by the plan for incoming gradients of `pattern`; return (that plan,
-        its frame). planned: the plan of the call. Raises BackwardError if it cannot be what eager
-        does."""
+        its frame). planned: the plan of the call. Raises BackwardError if eager would do something
+        else."""
         kept = self._kept_results()
         # The rest of what the forward kept is freed: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
@@ -185,15 +185,14 @@ class SavedForBackward:
         self, running: Executable, kept: tuple[torch.Tensor | None, ...]
     ) -> None:
         """Raise BackwardError if the second forward by `running` would call an operator that may
-        act outside of the step. kept: results that stand in for such calls, None where there is
-        none."""
+        act outside of the step. kept: results that stand in for such calls, None for none."""
         before, again = ([op for op, _ in e.code.acting] for e in (self._executable, running))
         missing = [again[i] for i in running.code.reused if before != again or kept[i] is None]
         if missing:
             raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
-        """Return the residents; those at `positions` are copies that hold the values before the
+        """Return the residents; those at `positions` are copies with the values before the
         forward."""
         residents = list(self.residents)
         for position in positions:

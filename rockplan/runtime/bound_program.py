@@ -59,8 +59,8 @@ class BoundProgram:
         return (*self.tensors, *inputs, *self.program.constants)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """True if the program is for the module as it is now and a call with `leaves` (of its
-        arguments)."""
+        """True if the program is for the module as it is now and a call whose arguments have
+        `leaves`."""
         return (
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))
@@ -90,9 +90,8 @@ class BoundProgram:
         return not questions or all(self._is_answered(q, leaves) for q in questions)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
-        """True if the tensor of this question (an input, parameter or buffer) answers now as it did
-        when the program was captured; ABSENT, for an attribute that it does not have, is an
-        answer."""
+        """True if the tensor of this question (an input, parameter or buffer) answers now as when
+        the program was captured; ABSENT, for an attribute that it does not have, is an answer."""
         if question.role == "input":
             tensor = leaves[int(question.key)]
         else:
@@ -165,8 +164,7 @@ def bind(
     signature: ModuleSignature | None = None,
 ) -> BoundProgram:
     """Return `program` bound to the tensors that `module` has now. forward: the module's unplanned
-    forward; signature: that of the module as it is now with the constants of `program`, computed if
-    None."""
+    one; signature: of the module now, with the constants of `program`; None: it is computed."""
     interface = program.interface
     parameters = dict(module.named_parameters(remove_duplicate=False))
     buffers = dict(module.named_buffers(remove_duplicate=False))

@@ -45,8 +45,7 @@ def refuse_capture(planned: nn.Module, leaves: Sequence[Any]) -> None:
 
 
 def warn_of_saved_tensor_hooks() -> None:
-    """Warn if hooks on saved tensors are active that are not PyTorch's: they see nothing of a
-    plan."""
+    """Warn if hooks on saved tensors are active that are not PyTorch's, and so see nothing."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and not str(hooks[0].__module__).startswith("torch."):
         warnings.warn(
@@ -128,8 +127,7 @@ def warn_of_changes(count: int, changes: Differences) -> None:
 
 
 def warn_of_mismatch(changes: Differences) -> None:
-    """Warn that a step runs the original forward, since it differs from what was planned by
-    `changes`."""
+    """Warn that a step runs the original forward, since it is not as planned. changes: how."""
     advice = changes.advice or "Options(on_mismatch='replan') plans for such steps, once for each"
     warnings.warn(
         "this step is not as planned and runs the original forward, with eager's memory, as all "

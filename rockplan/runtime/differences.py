@@ -129,7 +129,7 @@ def _shown(value: object) -> str:
 
 
 def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:
-    """List what differs in the call `now` from the planned call `then`: arguments by name, then
+    """List what differs in the call `now` from the planned call `then`: arguments, then
     switches."""
     leaves, planned = dict(now.leaves), dict(then.leaves)
     names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
@@ -141,8 +141,7 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
 
 
 def _leaf_difference(name: str, now: Aspects | None, then: Aspects | None) -> Difference:
-    """Describe how an argument's leaf differs from the planned one. None: that call does not have
-    it."""
+    """Describe how an argument's leaf differs from the planned one. None: a call without it."""
     aspects, planned = dict(now or ()), dict(then or ())
     if aspects.keys() != planned.keys():
         texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")

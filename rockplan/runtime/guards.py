@@ -101,8 +101,7 @@ def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
 
 
 def _module_entry(module: nn.Module) -> _ModuleEntry:
-    """Record the class, attributes, children, parameters and buffers of one submodule as they are
-    now."""
+    """Record the class, attributes, children, parameters and buffers of one submodule."""
     attributes = _attributes(module)
     own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
     return _ModuleEntry(
@@ -134,8 +133,7 @@ def _others_hold(signature: ModuleSignature) -> bool:
 
 def holds_for_others(signature: ModuleSignature) -> bool:
     """True if nothing has changed but that parameters and buffers are other tensors of the same
-    description: the plan is right for these, too. False if something beside the module holds one of
-    them."""
+    description, for which the plan is right, and nothing beside the module holds one."""
     if signature.surroundings.has_registered:
         return False
     tensors: list[torch.Tensor | None] = []
@@ -225,8 +223,7 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
 
 
 def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    """True if the attributes are the very objects that were recorded. (`==` alone takes 2.0 for
-    2.)"""
+    """True if the attributes are the very objects recorded. (`==` alone takes 2.0 for 2.)"""
     try:
         return attributes == entry.attributes and all(
             map(operator.is_, map(attributes.get, entry.names), entry.values)
@@ -305,14 +302,14 @@ class Sharing:
         inputs: range,
         mutated: tuple[int, ...],
     ) -> Self:
-        """Return the sharing among the tensors of a program. identities, storages: for each tensor
-        a number that is equal for the same tensor, the same storage; inputs, mutated: positions of
+        """Return the sharing among the tensors of a program. identities, storages: for each a
+        number that is equal for the same tensor, the same storage; inputs, mutated: positions of
         tensors."""
         same = _first_positions(identities, inputs)
         return cls(inputs, mutated, same, _memory(storages, mutated))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if among `tensors`, in the program's order, the same ones are one object, or share
+        """True if among `tensors`, in the program's order, the same are one object, or share
         memory."""
         if _first_positions([*map(id, tensors)], self.inputs) != self.same:
             return False

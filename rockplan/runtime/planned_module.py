@@ -77,8 +77,7 @@ class Planned(HasPlans):
 
     def __getattr__(self, name: str) -> Any:
         """Return an attribute that is not found otherwise: of nn.Module's registries, or `plan`,
-        `plans` and `code` of the state if neither the original's class nor the module has such a
-        name."""
+        `plans` and `code` of the state if the original has no such name."""
         try:
             attribute = super().__getattr__(name)  # type: ignore[misc]
         except AttributeError:
@@ -132,8 +131,7 @@ class Planned(HasPlans):
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Copy parameters, buffers, submodules and plans; the copy's plans are for the copy's own
-        tensors."""
+        """Copy parameters, buffers, submodules and plans, which are for the copy's own tensors."""
         copied: Any = object.__new__(type(self))
         memo[id(self)] = copied
         # keys are values, and need no copy
@@ -200,9 +198,8 @@ def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
-    """Return a function with the signature of the forward that runs `program` on the tensors that
-    `module` has now, without checks. It raises BackwardError for incoming gradients that are not as
-    planned."""
+    """Return a function like the forward that runs `program` on the tensors that `module` has now,
+    without checks. It raises BackwardError for incoming gradients that are not as planned."""
     bound = bind_now(module, program)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -324,9 +321,9 @@ def _rebuild(
     latest: PlannedProgram | None,
     count: int = 1,
 ) -> nn.Module:
-    """Unpickle a planned module. original: class of the original; attributes: those of the planned
-    module; programs: (kind of call, program); latest: the program that ran last; count: plans made
-    for it."""
+    """Unpickle a planned module. original: class of the original; attributes: of the planned
+    module; programs: (kind of call, program); latest: the one that ran last; count: plans made for
+    it."""
     planned = nn.Module.__new__(_planned_class(original))
     planned.__dict__.update(attributes)
     _begin(planned, PlannedState(original, *settings, latest=latest, count=count), programs)

@@ -56,7 +56,7 @@ class PlannedState:
 
     def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
         """Write what the call of `bound` leaves in Python objects, and bind its program also to the
-        module as it is afterwards, since a later call finds the written values. key: kind of the
+        module as it is then, for later calls, which find the written values. key: kind of the
         call."""
         written = bound.program.interface.assignments
         if not written:

@@ -146,8 +146,7 @@ def _logged_program(
     changes: Differences,
 ) -> PlannedProgram:
     """Return a program for one more kind of call. The training waits meanwhile: that is logged,
-    with the time, `changes` and advice how to avoid them. incoming: what backward starts from, if
-    known."""
+    with the time, `changes` and advice how to avoid them. incoming: what backward starts from."""
     state = planned._rockplan
     assert isinstance(planned, nn.Module)
     started = time.monotonic()

@@ -24,8 +24,8 @@ from rockplan.runtime import parametrizations
 
 def function_modes() -> tuple[torch.device | int, ...]:
     """Return the modes of this thread that replace functions of PyTorch (TorchFunctionMode),
-    outermost first: for the default device its torch.device, for a mode that is not PyTorch's its
-    identity."""
+    outermost first: the torch.device of the default device, the identity of a mode that is not
+    PyTorch's."""
     if not torch._C._is_torch_function_mode_enabled():
         return ()
     modes: list[Any] = _get_current_function_mode_stack()
@@ -131,8 +131,7 @@ def _autocast_words(state: Autocast) -> Words:
 
 
 def _mode_words(modes: tuple[torch.device | int, ...]) -> Words:
-    """Describe what `function_modes` returned: the default device, and the number of other
-    modes."""
+    """Describe what `function_modes` returned: the default device, the number of other modes."""
     devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
     others = str(len(modes) - len(devices))
     return (

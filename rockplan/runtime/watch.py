@@ -132,8 +132,8 @@ class Watch:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """While active, `used` notes nothing: a forward is captured, or runs, and asks for parts of
-        its module."""
+        """While active, `used` notes nothing: a capture or a forward asks for parts of its
+        module."""
         self._inside += 1
         try:
             yield
@@ -142,8 +142,7 @@ class Watch:
 
     @contextlib.contextmanager
     def original_runs(self) -> Iterator[None]:
-        """While active, the original forward runs, as it should: the next backward pass gives no
-        warning."""
+        """While active, the original runs, as it should: its backward pass gives no warning."""
         with self.aside():
             yield
         if torch.is_grad_enabled():

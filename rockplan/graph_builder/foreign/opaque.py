@@ -87,9 +87,8 @@ def _made_as_known(*args: Any) -> list[torch.Tensor]:
 def _run_forward(
     given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
 ) -> list[torch.Tensor]:
-    """Implement the forward operator: run the function for real; return its results in new memory.
-    call: key of what is known; given: tensors that it only reads; changed: those it writes
-    into."""
+    """Implement the forward operator: run the function; return its results in new memory. call: key
+    of what is known; given: tensors that it only reads; changed: those it writes into."""
     known = _known(call)
     assert isinstance(known.call, OpaqueForward)
     read, written = iter(given), iter(changed)

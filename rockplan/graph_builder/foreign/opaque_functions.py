@@ -233,8 +233,7 @@ KNOWN: dict[str, Known] = {}
 
 
 def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
-    """Return (the forward call of `function(*args)`, with Refs for tensors; its distinct tensors,
-    by place)."""
+    """Return (the forward call of `function(*args)`, Refs for tensors; its tensors by place)."""
     leaves, structure = pytree.tree_flatten(tuple(args))
     refs, tensors = with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)

@@ -113,7 +113,7 @@ def _run(
     is_fake: bool,
     place: tuple[str, str],
 ) -> OpaqueRun:
-    """Run a call on `tensors`. Raises CaptureError with the place (module path, source line) if it
+    """Run a call on `tensors`. Raises CaptureError with the place (path, source line) if it
     fails."""
     try:
         return call.run(tensors, is_fake)
@@ -126,8 +126,7 @@ def _run(
 
 
 def _names_of_places(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """Return the names by which a user declares writes into the tensors at `places`, one for each
-    storage."""
+    """Return the names by which a user declares writes into tensors at `places`, one a storage."""
     if isinstance(call, OpaqueForward):
         names = argument_names(call.function, len(call.args))
         named = {
@@ -202,8 +201,7 @@ def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """Return tensors of these specs, which share storages as they say: numbers in [0, 1), zeros for
-    integers."""
+    """Return tensors of these specs and sharing: numbers in [0, 1), zeros for integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)

@@ -99,8 +99,7 @@ class _Function(ast.NodeVisitor):
         self._local = {*self._made_of, *_assigned(self._definition)}
 
     def visit_all(self) -> None:
-        """Visit all statements until no more dependences, writes and returned parameters are
-        found."""
+        """Visit all statements until no more dependences and writes are found."""
         while True:
             before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
@@ -162,8 +161,8 @@ class _Function(ast.NodeVisitor):
     # Expressions
 
     def _of(self, node: ast.expr) -> Names:
-        """Return the parameters that the value of an expression may be computed from; note what it
-        writes into."""
+        """Return the parameters that an expression may be computed from; note what it writes
+        into."""
         if isinstance(node, ast.Name):
             return self._made_of.get(node.id, _NOTHING)
         if isinstance(node, ast.Call):
@@ -238,8 +237,7 @@ class _Function(ast.NodeVisitor):
 
 
 def _definition(function: Any) -> ast.FunctionDef:
-    """Return the AST of a function's definition. Raises UnknownWrites if its source cannot be
-    read."""
+    """Return the AST of a function's definition. Raises UnknownWrites if it cannot be read."""
     try:
         text = textwrap.dedent("".join(inspect.getsourcelines(function)[0]))
         tree = ast.parse(text)

@@ -62,9 +62,9 @@ class Dataflow:
         return storage not in self.made and storage not in self.whole
 
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
-        """Return the numbers of the storages that a kernel computing `storages` reads from memory,
-        if those in `stored` are in memory. It computes the others itself, back to storages that no
-        fusible part makes."""
+        """Return the numbers of the storages that a kernel computing `storages` reads from memory:
+        those in `stored`, which are there, and those that no fusible part makes. It computes the
+        others itself."""
         pending = list(storages)
         seen, leaves = set(pending), set()
         while pending:
@@ -154,8 +154,7 @@ def _memory_of_opaque(
     parts: Parts, opaque: Iterable[int]
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
     """Return (storage -> position of the last opaque part that makes or changes it, storage ->
-    positions of opaque parts that read it, ascending). opaque: ascending positions of opaque
-    parts."""
+    positions of the opaque parts that read it). opaque: positions of opaque parts, ascending."""
     whole: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for position in opaque:
@@ -173,8 +172,8 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: Parts) -> list[Step]:
-    """Return (position, storages that it makes or changes, storages that it reads) of each part,
-    without views."""
+    """Return (position, storages that it makes or changes, storages that it reads) of parts but
+    views."""
     values = parts.values
     return [
         (position, _storages(values, part.makes), _storages(values, part.reads))

@@ -78,7 +78,7 @@ class Proposal:
 def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
-    """Return the kernels that could be compiled, without compiling them. table: Inductor's
+    """Return the kernels that could be compiled, without compiling. table: Inductor's
     decompositions, operator -> function; opaque: positions of recorded calls that must stay
     unfused."""
     opaque |= capture.view.sums
@@ -180,8 +180,7 @@ class _KernelRun:
 
     def _derive(self, value: int) -> None:
         """Append to `_calls` the view calls that derive `value` from a tensor that exists,
-        outermost base first. Does nothing for a value that is no view or has been derived
-        already."""
+        outermost base first; none for a value that is no view or was derived before."""
         position = self._flow.views.get(value)
         if position is None or value in self._derived:
             return

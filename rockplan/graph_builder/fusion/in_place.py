@@ -296,9 +296,8 @@ def _aligned(
     calls: Sequence[Call], looks: Mapping[int, torch.Tensor], root: int
 ) -> frozenset[int] | None:
     """Return the values aligned with `root`, itself included: each element depends on the same
-    element of `root` (in row-major order), on others only through reductions of more than
-    `UNROLLED` elements. None if a value depends on `root` in another way. looks: value -> meta
-    tensor."""
+    element of `root` (in row-major order), on others only by reductions of more than `UNROLLED`
+    elements. None if a value depends on `root` in another way. looks: value -> meta tensor."""
     same = {root}
     for call in calls:
         read = same & _read(call)

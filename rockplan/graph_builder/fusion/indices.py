@@ -26,8 +26,7 @@ from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the kernel's results, computed by the operators that it fuses on the device of
-    `arguments` (without arguments on the kernel's device). Intermediate tensors are freed after
-    their last use."""
+    `arguments` (without any, the kernel's). Intermediate tensors are freed after their last use."""
     device = arguments[0].device if arguments else torch.device(kernel.device)
     values: dict[int, Any] = dict(enumerate(arguments))
 
@@ -133,8 +132,7 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
             return "its indices are made of what is larger than they are"
 
     def look(arguments: Sequence[Any]) -> None:
-        """Raise IndexError, as eager does, if an index that these arguments give is out of
-        range."""
+        """Raise IndexError, as eager does, if these arguments give an index out of range."""
         found = indices.outside(arguments)
         if found is not None:
             index, allowed = found
@@ -161,8 +159,7 @@ def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
 
 
 def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
-    """Return the kernel that computes just the values `results`, without the calls that they do not
-    need."""
+    """Return the kernel that computes just the values `results`, by the calls that they need."""
     needed, calls = set(results), []
     for call in reversed(kernel.calls):
         if needed.intersection(call.results):
@@ -204,9 +201,8 @@ def _is_within(indices: _Indices, arguments: Sequence[Any]) -> bool:
 
 
 def _fills(kernel: Kernel) -> dict[int, int]:
-    """Return position of an input -> the integer to fill it with, so that all indices are in range;
-    inputs that are absent are to be zeros. Raises RuntimeError if none are found in `_MOST_TRIES`
-    tries."""
+    """Return position of an input -> the integer to fill it with so that all indices are in range;
+    other inputs are to be zeros. Raises RuntimeError if none are found in `_MOST_TRIES` tries."""
     indices = _indices_of(kernel)
     if indices is None:
         return {}

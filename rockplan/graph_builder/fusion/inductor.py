@@ -145,8 +145,7 @@ def below_autograd() -> Iterator[None]:
 
 
 def _begun(kernel: Kernel) -> Function:
-    """Start compiling a kernel; return a function that may be called once the compilation is
-    done."""
+    """Start compiling a kernel; return a function that may be called once the compiler is done."""
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -280,8 +279,7 @@ def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
-    """Return `function` with the results at `places` viewed in the strides of the kernel's
-    specs."""
+    """Return `function` with the results at `places` viewed in the strides of `result_specs`."""
     looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
 
     def restored(arguments: list[Any]) -> list[torch.Tensor]:

@@ -96,9 +96,8 @@ def _looked_at(
 
 
 def functions_of(kernels: Iterable[Kernel]) -> dict[str, Function]:
-    """Return operator of each kernel -> its function of a list of tensors, compiled here if this
-    process has not yet: plans may come from another process. Raises CaptureError if one does not
-    compile."""
+    """Return operator of each kernel -> its function of a list of tensors, compiled here if need
+    be: plans may come from another process. Raises CaptureError if one does not compile."""
     listed = tuple(kernels)
     failed = made(listed)
     for kernel in listed:

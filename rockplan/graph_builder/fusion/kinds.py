@@ -156,8 +156,7 @@ def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
 
 def _name(kernel: Kernel, operators: Iterable[str]) -> str:
     """Return the name of a kernel's operator: the first operators that it fuses, and a digest of
-    its content, so that equal kernels have equal names. operators: those of it that are no
-    views."""
+    its content, so that equal kernels have equal names. operators: its own without views."""
     content = [
         [spec_fields(s) for s in kernel.inputs],
         [_call(c) for c in kernel.calls],

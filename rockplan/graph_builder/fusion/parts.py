@@ -150,8 +150,7 @@ class _Expansion:
 
     def _is_plain(self, call: Call) -> bool:
         """Return whether compilers can take the call's tensors: all have elements, are on one
-        device and of dtypes that compilers support, and no result is an argument or another
-        result."""
+        device and of supported dtypes, and no result is an argument or another result."""
         given, made = _arguments_of(call), call.made
         specs = [self.values[v].spec for v in (*given, *made)]
         is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
@@ -295,9 +294,8 @@ class _Tracing:
 
     def _leaf(self, result: int, made: Any) -> int:
         """Return the local number of the tensor that is the call's result `result` (a value of the
-        run), with the recorded spec and sharing of storage. made: what the decomposition returned
-        for it; an alias or a clone of it is added if needed. Raises _NotFused if that does not
-        help."""
+        run), with the recorded spec and sharing of storage. made: what the decomposition returned;
+        an alias or a clone of it is added if needed. Raises _NotFused if that does not help."""
         if not isinstance(made, torch.Tensor):
             raise _NotFused("a result that is no tensor")
         mode, values = self._mode, self._values

@@ -78,9 +78,8 @@ class Results:
         self._known: dict[Hashable, _Recipe | None] = {}
 
     def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Return the result of a call on fake tensors: from the recipe of an equal call, from a run
-        of the real code on meta tensors, or from the shape rules. Raises what the operator
-        raises."""
+        """Return the result of a call on fake tensors: by the recipe of an equal call, a run of the
+        real code on meta tensors, or the shape rules. Raises what the operator raises."""
         tensors = facts.tensors((args, kwargs))
         key = _key(operator, args, kwargs, tensors)
         recipe = None if key is None else self._known.get(key)
@@ -195,8 +194,7 @@ def _key(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether it is a strided fake tensor without a known value, and neither conjugate nor
-    negative."""
+    """Return whether it is a strided fake tensor without a known value, and not lazily changed."""
     return (
         isinstance(tensor, FakeTensor)
         and _ATTRIBUTE(tensor, "constant") is None

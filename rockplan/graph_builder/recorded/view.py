@@ -98,8 +98,7 @@ class RunView:
 
     @cached_property
     def views(self) -> dict[int, int]:
-        """Value -> position of the call that derives it, as a new tensor, from another in the same
-        storage."""
+        """Value -> position of the call that makes it, a new tensor in the storage of another."""
         views: dict[int, int] = {}
         for position, recorded in enumerate(self.calls):
             read = self.storages(recorded.reads)

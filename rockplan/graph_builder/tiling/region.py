@@ -144,8 +144,7 @@ class _Growth:
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
-        """Begin anew with the seed and `makers` (position -> how it is cut) of wide operands
-        only."""
+        """Begin anew with the seed and `makers` (position -> cut) of wide operands only."""
         run, call = self._run, self._run.calls[self._seed].call
         # If the caller gets the result of the seed it stays whole, and parts read its rows.
         self._known = {self._made: FIRST}
@@ -158,8 +157,7 @@ class _Growth:
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
-        """Visit all calls in order; note rows of views, and add calls that compute rows
-        separately."""
+        """Visit all calls in order; note rows of views, and add calls that keep rows apart."""
         live = frozenset(self._run.live) - self._run.sums
         for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
@@ -180,8 +178,7 @@ class _Growth:
 
     def _add(self, position: int) -> None:
         """Add the call at `position` if it reads values with rows and computes each row separately.
-        A wide result that the caller gets has rows, but its call is not added; nor is a narrow
-        product."""
+        A wide result that the caller gets has rows, without its call; a narrow product has none."""
         run = self._run
         recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):

@@ -207,8 +207,7 @@ def row_wise(
 
 def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
     """Return how a matrix product is cut: along rows of the left operand, or along the summed
-    dimension, where parts add up; None if it cannot be. rows_of: value -> rows, for operands that
-    are cut."""
+    dimension, where parts add up; None for neither. rows_of: value -> rows, for cut operands."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:

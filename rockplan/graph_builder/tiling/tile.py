@@ -240,8 +240,7 @@ class _TiledRun:
         return ValueRef(made)
 
     def _sum(self, recorded: RecordedCall, result: int, addend: int) -> None:
-        """Add the value `addend` of a part to the sum of the recorded value `result` over the parts
-        before."""
+        """Add the value `addend` of a part to the sum over the parts before, for `result`."""
         before = self._sums.get(result)
         if before is not None:
             terms = (ValueRef(before), ValueRef(addend))
@@ -250,9 +249,8 @@ class _TiledRun:
         self._sums[result] = addend
 
     def _part_of(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Return the value that holds the rows of `value` that belong to a part: made by the part,
-        a view of such a value, or a slice of the whole one. New calls are placed like
-        `recorded`."""
+        """Return the value that holds the rows of `value` of a part: made by the part, a view of
+        such a value, or a slice of the whole one. New calls are placed like `recorded`."""
         if (value, rows) in part.made:
             return part.made[value, rows]
         if value in self._region.rows:

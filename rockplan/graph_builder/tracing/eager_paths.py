@@ -40,8 +40,7 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that ends the recording with the refusal `refusal` of the
-    table."""
+    """Return a replacement by a function that ends the recording with this named refusal."""
 
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -53,8 +52,7 @@ def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.max_pool1d`: where eager's result would be contiguous, the input is made
-    so."""
+    """Replace `torch.max_pool1d`: its input is made contiguous where eager's result is."""
 
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
@@ -127,8 +125,8 @@ class _Direct:
     recording: RecordingAccess
 
     def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-        """Call the function of a checkpoint directly, with gradients on only if an argument
-        requires one."""
+        """Call a checkpoint's function directly, with gradients only if an argument requires
+        one."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
         runs_again = self.recording.refusing_writes(lambda: has_gradient)
@@ -194,8 +192,7 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     """Replace `data_ptr` of tensors and storages."""
 
     def data_ptr(owner: Any) -> Any:
-        """Refuse the address of a tensor while recording; return 0 to `deepcopy` of a fake
-        tensor."""
+        """Refuse the address of a tensor while recording; return 0 to `deepcopy` of a fake one."""
         # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
         if is_copied and isinstance(owner, FakeTensor):
@@ -212,8 +209,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
     move stand-ins of parameters, which have other references."""
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Return the module as it is if nothing would be moved (`expert.to(x.device)`); refuse a
-        move of stand-ins."""
+        """Return the module if nothing would move (`expert.to(x.device)`); refuse to move
+        stand-ins."""
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
         if all(function(tensor) is tensor for tensor in tensors):
             return module

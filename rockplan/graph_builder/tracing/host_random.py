@@ -75,8 +75,7 @@ def refusal(drawn: Held) -> RockplanError:
 
 @contextlib.contextmanager
 def restored(reached: Reached) -> Iterator[None]:
-    """While active, generators among what is `reached` draw as usual; afterwards they have their
-    former state."""
+    """While active, generators that are `reached` may draw; afterwards they are put back."""
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
     try:
         yield

@@ -128,8 +128,7 @@ def _in_this_thread_only(replacement: Any, original: Any) -> Any:
 
 
 def in_this_thread(function: Any, original: Any) -> Callable[..., Any]:
-    """Return a function that calls `function` in the thread that is running now, and `original` in
-    others."""
+    """Return a function that calls `function` in the thread of now, and `original` in others."""
     thread = threading.get_ident()
 
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
 from rockplan.graph_builder.tracing.groups import MeshGroups
@@ -331,7 +332,7 @@ class Recorder(TorchDispatchMode):
             raise NAMED["no rule"].at(module, source, operator=func) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
-            for leaf in _result_leaves(result)
+            for leaf in flat_results(result)
         )
         if self.phase is Phase.BACKWARD:
             made = {self.values[r].storage for r in results if r is not None}
@@ -511,8 +512,7 @@ class Recorder(TorchDispatchMode):
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
-        """Return (args, kwargs with fake tensors only; these tensors, each registered as a
-        value)."""
+        """Return (args, kwargs with fake tensors only; these tensors, registered as values)."""
         tensors = facts.tensors((args, kwargs))
         if not all(isinstance(tensor, FakeTensor) for tensor in tensors):
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.known_tensor, (args, kwargs))
@@ -637,17 +637,6 @@ def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> A
     if isinstance(argument, list | tuple):
         return tuple(_symbolic(item, reference) for item in argument)
     return argument
-
-
-def _result_leaves(result: Any) -> list[Any]:
-    """Return the tensors of a result in order, also of one nested list; None where an operator
-    returns none."""
-    if isinstance(result, tuple | list):
-        leaves: list[Any] = []
-        for item in result:
-            leaves += item if isinstance(item, tuple | list) else [item]
-        return leaves
-    return [result]
 
 
 OUTSIDE = (

@@ -47,8 +47,8 @@ def is_of_torch(name: str) -> bool:
 
 
 def user_source() -> str:
-    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and contextlib; '' if
-    there is none."""
+    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and contextlib, or
+    ''."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

@@ -57,8 +57,7 @@ class _CopyOnWrite(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Copy the tensors that the operator writes to and that have not been copied, then call
-        it."""
+        """Call the operator, after copies of the tensors that it writes to first."""
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             for tensor in written(func, args, kwargs):
