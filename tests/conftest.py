@@ -16,17 +16,15 @@ from hypothesis import HealthCheck, settings
 import testing  # noqa: F401
 from rockplan.errors import MissingLibrary
 from rockplan.graph_builder import pipeline
-from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.fusion import inductor
+from rockplan.search import planning
+from tests.planning import plan_quickly, thorough_limits
 
 # What a loaded machine takes for an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("untimed")
 
-# No test asks how exactly operators were timed: each runs as few times as the product allows, a
-# third of what it takes to plan a small module otherwise, with caches as the call before left them.
-call_time._TIME_BOX_NS = 0
-call_time.SCRATCH_BYTES = dict.fromkeys(call_time.SCRATCH_BYTES, 1)
+plan_quickly()
 
 # What each pass makes is held against the rules of its form.
 pipeline.CHECKED.set(True)
@@ -53,6 +51,14 @@ def pytest_runtest_teardown() -> None:
 
 def pytest_collection_finish() -> None:
     pytest_runtest_teardown()
+
+
+@pytest.fixture
+def thorough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Searches take the effort that they take for users, and find nothing in the cache that others
+    left there."""
+    monkeypatch.setattr(planning, "limits_of", thorough_limits)
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path / "thorough"))
 
 
 @pytest.fixture(scope="session", autouse=True)

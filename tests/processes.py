@@ -15,6 +15,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.planning import plan_quickly
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -86,4 +88,5 @@ def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
 
 if __name__ == "__main__":
     name, count = sys.argv[1:]
+    plan_quickly()
     sys.exit(not _forked(importlib.import_module(name).main, int(count)))

@@ -104,6 +104,7 @@ def test_without_time_there_is_a_plan_that_says_so(
     assert stages_of(found) == ["keep-all", "blocks" if without == ("eviction",) else "eviction"]
 
 
+@pytest.mark.usefixtures("thorough")
 @pytest.mark.parametrize("without", [(), ("eviction", "exchange", "descent")])
 def test_the_smallest_budget_that_is_named_works(
     without: tuple[str, ...], dense: Problem, least: LeastPeak
@@ -218,6 +219,7 @@ class Repeated(nn.Module):
         return x
 
 
+@pytest.mark.usefixtures("thorough")
 def test_the_smallest_budget_is_at_most_what_any_budget_reaches() -> None:
     model, x = Repeated(2), torch.randn(2, 8, 16)
     least = rockplan.plan(model, x, "min", options=NO_CACHE)
@@ -227,6 +229,7 @@ def test_the_smallest_budget_is_at_most_what_any_budget_reaches() -> None:
         assert least.peak_bytes <= found.peak_bytes
 
 
+@pytest.mark.usefixtures("thorough")
 def test_where_the_search_for_the_smallest_is_cut_short_plans_for_other_budgets_count(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

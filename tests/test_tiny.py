@@ -21,6 +21,8 @@ from testing.priced import prepared_case
 
 OPTIONS = Options(cache=False, time_limit_s=600)
 
+pytestmark = pytest.mark.usefixtures("thorough")
+
 
 class Branches(nn.Module):
     def __init__(self) -> None:
