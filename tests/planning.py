@@ -17,7 +17,6 @@ from rockplan.search import planning
 from rockplan.search.limits import Limits
 from rockplan.values import progress
 
-
 thorough_limits = planning.limits_of
 """What limits the searches of users."""
 

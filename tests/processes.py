@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
@@ -15,6 +16,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import rockplan
 from tests.planning import plan_quickly
 
 ROOT = Path(__file__).parent.parent
@@ -56,7 +58,15 @@ def _run(command: list[str], cache: Path) -> None:
 
 
 def _forked(main: Callable[[], None], count: int) -> bool:
-    """Run `main` in `count` processes that torch.distributed can connect; True if all succeed."""
+    """Run `main` in `count` processes that torch.distributed can connect; True if all succeed.
+
+    None imports what plans, a second of each, and none goes through all that is imported when it
+    measures memory.
+    """
+    for name in rockplan.__all__:
+        getattr(rockplan, name)
+    gc.collect()
+    gc.freeze()
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]

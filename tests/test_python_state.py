@@ -21,6 +21,7 @@ import rockplan
 from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
 from rockplan.python_state.holders import kinds_of
 from rockplan.python_state.object_slots import SLOTS
+from rockplan.python_state.reach import reached
 from testing.python_state_cases import (
     Case,
     alias_case,
@@ -333,6 +334,18 @@ def test_what_is_drawn_is_python() -> None:
         compile(case.source.replace("<other>", "other"), case.name, "exec")
         compile(case.other, case.name, "exec")
         assert draw(seed) == case
+
+
+class Asserting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        assert x.ndim == 2, "rows"
+        return super().forward(x)
+
+
+def test_an_assertion_does_not_lead_to_all_that_is_tested() -> None:
+    """Pytest makes calls of its own functions of those in test files."""
+    model, x = Asserting(2, 2), torch.ones(1, 2)
+    assert len(reached(model, model.forward, (x,)).objects) < 1000
 
 
 def test_an_object_that_answers_no_question_holds_nothing() -> None:

@@ -77,7 +77,8 @@ class Patch:
         """Return the classes and modules to patch."""
         if not isinstance(self.owner, str):
             return [self.owner]
-        files = [f for name, f in sys.modules.items() if name.split(".")[0] == self.owner]
+        inside = f"{self.owner}."
+        files = (f for n, f in sys.modules.items() if n == self.owner or n.startswith(inside))
         return [file for file in files if self.name in vars(file)]
 
 
