@@ -16,20 +16,27 @@ memory.stat that says how much of the usage the kernel frees on demand."""
 def available_bytes(root: Path = Path("/")) -> int | None:
     """Return the least of what the machine has available and what each control group leaves to this
     process; None if Linux does not say it. root: of the file system."""
-    known = [*_by_the_machine(root), *_left_by_groups(root)]
+    known = [*_by_the_machine(root, "MemAvailable:"), *(left for _, left in _groups(root))]
     return max(min(known), 0) if known else None
 
 
-def _by_the_machine(root: Path) -> Iterator[int]:
-    """Yield the bytes that the machine has available."""
+def total_bytes(root: Path = Path("/")) -> int | None:
+    """Return the least of what the machine has and what each control group allows; None if Linux
+    does not say it. root: of the file system."""
+    known = [*_by_the_machine(root, "MemTotal:"), *(limit for limit, _ in _groups(root))]
+    return min(known) if known else None
+
+
+def _by_the_machine(root: Path, line: str) -> Iterator[int]:
+    """Yield the bytes that a line of meminfo says."""
     for name, *words in _lines(root / "proc/meminfo"):
-        if name == "MemAvailable:":
+        if name == line:
             yield int(words[0]) * 1024
 
 
-def _left_by_groups(root: Path) -> Iterator[int]:
-    """Yield the bytes that the group of this process, and each group above it, leaves. (A container
-    may see only the last.)"""
+def _groups(root: Path) -> Iterator[tuple[int, int]]:
+    """Yield the bytes that the group of this process, and each group above it, allows and leaves.
+    (A container may see only the last.)"""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = " ".join(line).split(":", 2)
         for controller, folder, limit, usage, given_back in _CGROUPS:
@@ -42,7 +49,8 @@ def _left_by_groups(root: Path) -> Iterator[int]:
                 if limits and usages and limits[0][0] != "max":
                     stat = dict(line[:2] for line in _lines(at / "memory.stat"))
                     unused_bytes = int(stat.get(given_back, 0))
-                    yield int(limits[0][0]) - int(usages[0][0]) + unused_bytes
+                    allowed_bytes = int(limits[0][0])
+                    yield allowed_bytes, allowed_bytes - int(usages[0][0]) + unused_bytes
 
 
 def _lines(path: Path) -> list[list[str]]:

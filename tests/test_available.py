@@ -22,6 +22,7 @@ from rockplan.fitting.changes import peak_of
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import NAMES, optimizer_steps
 from rockplan.free_memory import MARGIN, _Coming, in_bytes, machine_bytes
+from rockplan.machine import total_bytes
 from rockplan.values.graph import DataKind
 from testing import models
 from testing.training import QUICK, solve_case
@@ -114,12 +115,12 @@ V1 = {
 
 
 @pytest.mark.parametrize(
-    ("files", "left_bytes"),
+    ("files", "left_bytes", "all_bytes"),
     [
-        (MEMORY, 5_120_000),
-        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "max"}, 5_120_000),
-        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "4000"}, 3000),
-        (V2 | {"sys/fs/cgroup/a/b/memory.max": "400"}, 0),
+        (MEMORY, 5_120_000, 9_216_000),
+        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "max"}, 5_120_000, 9_216_000),
+        (MEMORY | V2 | {"sys/fs/cgroup/a/b/memory.max": "4000"}, 3000, 4000),
+        (V2 | {"sys/fs/cgroup/a/b/memory.max": "400"}, 0, 400),
         (
             MEMORY
             | V2
@@ -130,19 +131,24 @@ V1 = {
                 "sys/fs/cgroup/a/memory.stat": "anon 1500\ninactive_file 500\n",
             },
             2000,
+            3500,
         ),
-        (MEMORY | V1, 2_000_000),
+        (MEMORY | V1, 2_000_000, 3_000_000),
         (
             MEMORY | V1 | {"sys/fs/cgroup/memory/memory.stat": "total_inactive_file 7"},
             2_000_007,
+            3_000_000,
         ),
     ],
 )
-def test_what_a_machine_leaves(files: dict[str, str], left_bytes: int, tmp_path: Path) -> None:
+def test_what_a_machine_leaves(
+    files: dict[str, str], left_bytes: int, all_bytes: int, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert machine_bytes(tmp_path) == left_bytes
+    assert total_bytes(tmp_path) == all_bytes
 
 
 def test_where_nobody_says_what_is_free(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 
 from rockplan.errors import InvalidInput
 from rockplan.fitting.gpus import CONTEXT_BYTES, GPUS, Gpu, gpu, listing
+from rockplan.machine import total_bytes
 
 
 @pytest.mark.parametrize("row", GPUS, ids=str)
@@ -86,7 +87,7 @@ def test_workspace_by_compute_capability() -> None:
         None,
         True,
         1.5,
-        torch.device("cpu"),
+        torch.device("meta"),
     ],
     ids=repr,
 )
@@ -118,3 +119,17 @@ def test_a_device_at_hand_says_its_own_bytes(
     device = gpu(torch.device("cuda", 0))
     assert (device.name, device.memory_bytes, device.capability) == (name, 123 << 30, (9, 0))
     assert (device.tflops is not None) is has_row
+    assert device.at_hand == "cuda" and device == gpu("cuda") == gpu("cuda:0")
+
+
+def test_the_cpu_of_this_machine_has_no_caching_allocator() -> None:
+    for device in (gpu(torch.device("cpu")), gpu("cpu")):
+        assert device.is_cpu and device.memory_bytes == total_bytes()
+        assert device.cublas_bytes == 0 and device.tflops is None
+
+
+def test_a_device_that_is_not_there_is_said() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    with pytest.raises(InvalidInput, match="is none of this machine .* `rockplan fit --gpu list`"):
+        gpu(torch.device("cuda"))

@@ -12,9 +12,11 @@ import rockplan
 from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
+    Compiled,
     HostBytes,
     Json,
     LinkRate,
+    Near,
     NoCache,
     OnlyLoss,
     Tile,
@@ -41,7 +43,7 @@ def fit(
     ] = "",
     gpu: Annotated[
         str,
-        typer.Option(metavar="NAME|BYTES", help="A name, 80GiB, or list for the names."),
+        typer.Option(metavar="NAME|BYTES", help="A name, 80GiB, cuda, cpu; list for the names."),
     ] = "",
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="Of torch.optim, such as adamw; none for none.")
@@ -82,6 +84,8 @@ def fit(
     time_limit: TimeLimit = None,
     only_loss: OnlyLoss = False,
     tile: Tile = False,
+    compiled: Compiled = False,
+    near: Near = False,
     host: HostBytes = None,
     link: LinkRate = None,
     autocast: Autocast = None,
@@ -100,7 +104,14 @@ def fit(
             text = listing()
         else:
             options = planning_options(
-                no_cache, time_limit, tile=tile, only_loss=only_loss, host=host, link=link
+                no_cache,
+                time_limit,
+                compiled=compiled,
+                near=near,
+                tile=tile,
+                only_loss=only_loss,
+                host=host,
+                link=link,
             )
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
             sizes = {dimension: ends for dimension, ends in ranges.items() if ends}

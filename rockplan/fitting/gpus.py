@@ -1,9 +1,9 @@
 """Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
 
-takes: a name ('h100-80'), bytes ('80GiB') or a torch.device. returns: Gpu. guarantees: none about
-rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so that times
-computed from them are estimates, and ratios of such times say more. They were written down from
-memory of the document that a row names, and not compared with it.
+takes: a name ('h100-80'), bytes ('80GiB'), or a device of this machine. returns: Gpu. guarantees:
+none about rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so
+that times computed from them are estimates, and ratios of such times say more. They were written
+down from memory of the document that a row names, and not compared with it.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from rockplan.budget import parse_budget
 from rockplan.errors import InvalidBudget, InvalidInput
+from rockplan.machine import total_bytes
 
 _MIB, _GIB = 1 << 20, 1 << 30
 
@@ -38,13 +39,13 @@ class Tflops:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A device; None stands for unknown facts of a device that is given in bytes.
+    """A device; None stands for unknown facts of one that is given in bytes, or is the CPU.
 
     memory_bytes: all that CUDA gives to programs, its context included. PyTorch states it
     (`total_memory`, and out-of-memory errors: "has a total capacity of"); drivers differ in what
     they keep, and a row has the least that was seen in such errors in public. capability: compute
     capability. bandwidth_gb_s: of its memory, 10^9 bytes a second; link_gb_s: to the host, one way.
-    source: of bandwidth, arithmetic and link.
+    source: of bandwidth, arithmetic and link. at_hand: its type, if it is of this machine.
     """
 
     name: str
@@ -54,6 +55,12 @@ class Gpu:
     tflops: Tflops | None = None
     link_gb_s: float | None = None
     source: str = ""
+    at_hand: str = ""
+
+    @property
+    def is_cpu(self) -> bool:
+        """True for the CPU of this machine: it has no caching allocator, and no cuBLAS."""
+        return self.at_hand == "cpu"
 
     @property
     def cublas_bytes(self) -> int:
@@ -65,13 +72,15 @@ class Gpu:
         ":4096:2:16:8" before Hopper (and, in some releases, on Blackwell: this is the larger one).
         CUBLAS_WORKSPACE_CONFIG sets another size.
         """
+        if self.is_cpu:
+            return 0
         is_small = self.capability is not None and self.capability < (9, 0)
         return 8 * _MIB + 128 * 1024 if is_small else 32 * _MIB
 
     @property
     def usable_bytes(self) -> int:
         """Bytes for the caching allocator. (cuDNN takes its workspaces from it, too, for one
-        convolution at a time.)"""
+        convolution at a time.) On CPU beside as much for Python and its libraries."""
         return max(self.memory_bytes - CONTEXT_BYTES, 0)
 
     def __str__(self) -> str:
@@ -80,23 +89,23 @@ class Gpu:
 
 def gpu(device: object) -> Gpu:
     """Return the device of a name in GPUS, in any usual spelling ('H100 80GB', 'rtx4090'); a device
-    of so many bytes (80 * 2**30, '80GiB'); or a `torch.device` of this machine, with the facts it
-    reports.
+    of so many bytes (80 * 2**30, '80GiB'); or one of this machine, with the facts it reports: a
+    `torch.device`, 'cpu', 'cuda' or 'cuda:1'.
 
     Raises InvalidInput, with the known names.
     """
     if isinstance(device, Gpu):
         return device
-    if isinstance(device, str):
+    if isinstance(device, str) and not _OF_THIS_MACHINE.fullmatch(device):
         rows = _named(device)
         if len(rows) == 1:
             return rows[0]
         return _of_bytes(device) if not rows else _raise_unknown(device, rows)
     if isinstance(device, int) and not isinstance(device, bool):
         return _of_bytes(device)
-    if getattr(device, "type", None) == "cuda":
-        return _at_hand(device)
-    return _raise_unknown(device, GPUS)
+    kind = str(device).partition(":")[0]
+    at_hand = {"cpu": _cpu, "cuda": _cuda}.get(kind)
+    return at_hand(device) if at_hand else _raise_unknown(device, GPUS)
 
 
 def listing() -> str:
@@ -112,6 +121,7 @@ def listing() -> str:
 _NOISE = re.compile(r"nvidia|geforce|tesla|rtx|quadro|sxm\d?|pcie|hbm\d?e?|[^a-z0-9]+")
 _SIZE = re.compile(r"(\d+)gi?b")
 _BYTES = re.compile(r"\s*[\d._]+\s*[kmgt]i?b\s*", re.IGNORECASE)
+_OF_THIS_MACHINE = re.compile(r"cpu|cuda(:\d+)?")
 
 
 @cache
@@ -142,23 +152,40 @@ def _of_bytes(text: str | int) -> Gpu:
     return Gpu(str(text).strip(), size_bytes)
 
 
-def _at_hand(device: Any) -> Gpu:
-    """Return a CUDA device of this machine."""
+def _cpu(device: Any) -> Gpu:
+    """Return the CPU of this machine. Raises InvalidInput where nothing says what memory it has."""
+    memory_bytes = total_bytes()
+    if memory_bytes is None:
+        raise InvalidInput(
+            "nothing says here how much memory the CPU has: give bytes such as '16GiB'"
+        )
+    return Gpu("cpu", memory_bytes, at_hand="cpu")
+
+
+def _cuda(device: Any) -> Gpu:
+    """Return a CUDA device of this machine. Raises InvalidInput if there is none."""
     import torch
 
-    found = torch.cuda.get_device_properties(device)
+    try:
+        found = torch.cuda.get_device_properties(device)
+    except (AssertionError, RuntimeError) as error:
+        raise InvalidInput(
+            f"device {str(device)!r} is none of this machine ({str(error).splitlines()[0]}): give "
+            "a name that `rockplan fit --gpu list` has, or bytes such as '80GiB'"
+        ) from error
     rows = _named(found.name)
     row = rows[0] if len(rows) == 1 else Gpu(found.name, found.total_memory)
     facts = (row.bandwidth_gb_s, row.tflops, row.link_gb_s, row.source)
-    return Gpu(row.name, found.total_memory, (found.major, found.minor), *facts)
+    capability = (found.major, found.minor)
+    return Gpu(row.name, found.total_memory, capability, *facts, at_hand="cuda")
 
 
 def _raise_unknown(device: object, rows: tuple[Gpu, ...]) -> Gpu:
     names = ", ".join(row.name for row in rows)
     which = "is not known" if rows is GPUS else "means more than one"
     raise InvalidInput(
-        f"device {device!r} {which}: give one of {names}, bytes such as '80GiB', or a torch.device "
-        "of this machine"
+        f"device {device!r} {which}: give one of {names}, bytes such as '80GiB', or a device of "
+        "this machine: cpu, cuda, cuda:1"
     )
 
 

@@ -70,14 +70,15 @@ def optimizer_steps(
     """Run two steps of `optimizer` over fake parameters, each with a gradient, and return their
     changes.
 
-    optimizer: None for none; a factory takes the parameters, as a list. step: what else happens to
-    gradients. metered: also measure temporary memory inside of operators, by running calls once on
-    made-up tensors on CPU; else it is not counted. as_on_cuda: use `foreach` if PyTorch chooses it
-    for parameters on CUDA, wherever these are. shards: the part of the parameters that one of
-    several processes has. Raises InvalidInput for an unknown name, and for an optimizer that does
-    not run over fake tensors.
+    optimizer: None for none, as if there are no parameters; a factory takes the parameters, as a
+    list. step: what else happens to gradients. metered: also measure temporary memory inside of
+    operators, by running calls once on made-up tensors on CPU; else it is not counted. as_on_cuda:
+    use `foreach` if PyTorch chooses it for parameters on CUDA, wherever these are. shards: the part
+    of the parameters that one of several processes has. Raises InvalidInput for an unknown name,
+    and for an optimizer that does not run over fake tensors.
     """
-    if optimizer is None:
+    given = _named(optimizer) if isinstance(optimizer, str) else optimizer
+    if given is None or not parameters:
         return OptimizerSteps("none")
     if step.in_backward:
         alone = replace(step, in_backward=False)
@@ -91,7 +92,7 @@ def optimizer_steps(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = {name: _fake(shards.part(p)) for name, p in parameters.items()}
-        made = _made(optimizer, parameters, fakes)
+        made = _made(given, parameters, fakes)
         on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
         _choose_foreach(made, on_cuda)
         before, scaler = _scaler(fakes) if step.grad_scaler else ([], None)
@@ -123,16 +124,15 @@ def _fake(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _made(
-    optimizer: str | Factory | torch.optim.Optimizer,
+    optimizer: Factory | torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
     """Make the optimizer over the fake parameters. Raises InvalidInput."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return _over_fakes(optimizer, parameters, fakes)
-    factory = _named(optimizer) if isinstance(optimizer, str) else optimizer
     try:
-        made = factory([*fakes.values()])
+        made = optimizer([*fakes.values()])
     except Exception as error:  # the caller's function may raise anything
         raise InvalidInput(
             f"the optimizer cannot be made: {type(error).__name__}: {error}. It is called with the "

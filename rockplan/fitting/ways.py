@@ -9,7 +9,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, as_eager, producers
+from rockplan.values.graph import CDGraph, ComputeNode, as_eager, in_eager_order, producers
 from rockplan.values.order import remade
 from rockplan.values.schedule import Event, Free, Schedule, keep_all, with_frees
 
@@ -18,6 +18,13 @@ def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
     """Run every node once, in eager's order."""
     eager = as_eager(graph)
     return eager, _freed_as_eager_does(eager, keep_all(eager))
+
+
+def compiled_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
+    """Run every node of a compiled graph once, as code does that frees at once, and writes in place
+    where it may."""
+    graph = in_eager_order(graph)
+    return graph, keep_all(graph)
 
 
 def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:

@@ -4,13 +4,14 @@ takes: a module, a sample, rates of a device. returns: priced graphs at any batc
 guarantees: sizes between captures are interpolated only if a capture of the largest batch and
 length confirms, to the byte, that storages and work are affine in the batch and quadratic in the
 length. Else each size is captured. Layouts in which real kernels differ from PyTorch's rules are
-seen at a small size (`operators.layouts.SEEN`).
+seen at a small size (`operators.layouts.SEEN`). On the device at hand a capture compiles its
+kernels and runs each operation once, to see what memory it takes.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
@@ -25,7 +26,8 @@ from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.estimate import Work, roofline, work_of
 from rockplan.graph_builder.costs.index_ranges import check_index_ranges
-from rockplan.graph_builder.costs.price import price
+from rockplan.graph_builder.costs.price import price, with_measured_memory
+from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.layouts import SEEN, SeenLayouts
 from rockplan.options import Options
 from rockplan.python_state import trees
@@ -34,6 +36,7 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
+from rockplan.values.plan import format_bytes
 from rockplan.values.profile import Profile
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -44,6 +47,9 @@ SMALL_LENGTH = 64
 
 POINTS = 3
 """Lengths that determine a quadratic polynomial."""
+
+APART = 8
+"""How many times larger the next batch is at which a line may begin."""
 
 _numbers = itertools.count()
 """Numbers of forms, distinct for all models of the process."""
@@ -100,25 +106,59 @@ class PricedCall:
         )
 
 
+class TooLargeToTry(InvalidInput):
+    """An operation of a call takes more memory than there is to try it in."""
+
+
 def priced_call(
-    module: nn.Module, arguments: Arguments, options: Options, rates: tuple[float, float]
+    module: nn.Module,
+    arguments: Arguments,
+    options: Options,
+    rates: tuple[float, float],
+    tried_bytes: int | None = None,
 ) -> PricedCall:
     """Capture a call, with times of a device of these rates (bytes and operations a second); with a
-    tiled head if the options say so and there is one."""
-    # Not reordered: the best order depends on sizes.
-    options = replace(options, without=(*options.without, "reorder"))
-    with outside_of_initialization():
-        source = captured_call(ModuleCall(module, *arguments), options, may_run=False)
-    lowered = (source.in_parts or source).lowered
+    tiled head if the options say so and there is one.
+
+    tried_bytes: operations run, to see what memory they take besides, where none of them reads and
+    writes more than that; None: none runs. Raises TooLargeToTry where one does.
+    """
+    if tried_bytes is not None:
+        # Before kernels are compiled, which run then.
+        eager = _lowered(module, arguments, replace(options, compile=False)).graph
+        _refuse_large_operations(eager, tried_bytes)
+    lowered = _lowered(module, arguments, options)
     graph = lowered.graph
     check_index_ranges(graph, lowered.samples)
     keys = call_keys(graph)
     profile = roofline(graph, *rates, keys)
+    if tried_bytes is not None:
+        profile = with_measured_memory(graph, lowered.samples, profile, keys)
     input_sizes = storage_sizes(trees.tree_leaves(arguments))
     known_bytes = sum(input_sizes) + sum(storage_sizes(lowered.samples.values()))
     works = tuple(tuple(work_of(graph, call) for call in node.calls) for node in graph.nodes)
     priced = price(graph, profile, keys)
     return PricedCall(priced, lowered.interface, profile, input_sizes, known_bytes, works, rates)
+
+
+def _lowered(module: nn.Module, arguments: Arguments, options: Options) -> Lowered:
+    """Capture a call, in eager's order: the best order depends on sizes."""
+    options = replace(options, without=(*options.without, "reorder"))
+    with outside_of_initialization():
+        source = captured_call(ModuleCall(module, *arguments), options, may_run=False)
+    return (source.in_parts or source).lowered
+
+
+def _refuse_large_operations(graph: CDGraph, most_bytes: int) -> None:
+    """Raise TooLargeToTry if a node reads and writes more than `most_bytes`."""
+    for node in graph.nodes:
+        size_bytes = sum(graph.data[d].size_bytes for d in {*node.reads, *node.writes})
+        if size_bytes > most_bytes:
+            raise TooLargeToTry(
+                f"in module '{node.module or '(root)'}' at {node.source or 'an unknown line'} "
+                f"{node.name} reads and writes {format_bytes(size_bytes)}, and to see what memory "
+                f"it takes besides there are {format_bytes(most_bytes)}: ask for smaller sizes"
+            )
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:
@@ -194,7 +234,7 @@ class SizedCalls:
     def at(self, batch: int, length: int | None = None) -> PricedCall:
         """Return the call of one size."""
         line = self.line(length)
-        if line is None or (batch == 1 and batch != line.first):
+        if line is None or batch < line.first:
             return self._captured((batch, length))
         if (batch, length) not in self._last:
             # Each is asked for by several ways, one length after another.
@@ -210,10 +250,24 @@ class SizedCalls:
             points = self._points
             self._lines = self._polynomials(points) if points else {}
         if length not in self._lines:
-            is_worth_it = self.most > self.first + 2
-            line = self._line(length) if is_worth_it else None
-            self._lines[length] = line if line and self._holds(line, length) else None
+            lines = (self._line(length, first) for first in self._firsts)
+            holding = (line for line in lines if line and self._holds(line, length))
+            self._lines[length] = next(holding, None)
         return self._lines[length]
+
+    def first_of(self, length: int | None) -> int:
+        """Return the least batch of a length that is like larger ones."""
+        line = self.line(length)
+        return line.first if line else self.first
+
+    @property
+    def _firsts(self) -> Iterator[int]:
+        """The batches at which a line may begin: which operators one kernel is made of changes at
+        small sizes."""
+        first = self.first
+        while first + 2 < self.most:
+            yield first
+            first *= APART
 
     def _small(self, batch: int) -> PricedCall | None:
         """Capture a batch of one, or of two for larger batches, at a small length; None if it
@@ -239,24 +293,35 @@ class SizedCalls:
             self.captured[size] = replace(made, form=form)
         return self.captured[size]
 
-    def _line(self, length: int | None) -> Line | None:
-        """Return the line through two captures, None if they differ in form."""
-        a = self._captured((self.first, length))
-        if self.first == self.most:
-            return Line(a, self.first, a.numbers, (0,) * len(a.numbers))
-        b = self._captured((self.first + 1, length))
-        if a.form != b.form:
+    def _line(self, length: int | None, first: int) -> Line | None:
+        """Return the line through two captures, None if they, or a known one of the most samples,
+        differ in form."""
+        a = self._captured((first, length))
+        if first == self.most:
+            return Line(a, first, a.numbers, (0,) * len(a.numbers))
+        known = self.captured.get((self.most, length), a)
+        if a.form != known.form or a.form != (b := self._captured((first + 1, length))).form:
             return None
         more = tuple(y - x for x, y in zip(a.numbers, b.numbers, strict=True))
-        return Line(a, self.first, a.numbers, more)
+        return Line(a, first, a.numbers, more)
 
     def _holds(self, line: Line, length: int | None) -> bool:
         """True if a capture of the most samples confirms the line (of fewer, if their values would
         take much memory)."""
         known = line.known_bytes // line.first + 1
         batch = min(max(CHECKED_BYTES // known, line.first + 2), self.most)
-        found = self._captured((batch, length))
+        while (found := self._tried((batch, length))) is None:
+            batch = (line.first + batch) // 2
+            if batch < line.first + 2:
+                return False
         return found.form == line.call.form and found.numbers == line.at(batch).numbers
+
+    def _tried(self, size: Size) -> PricedCall | None:
+        """Return the capture of one size, None if it is too large to try."""
+        try:
+            return self._captured(size)
+        except TooLargeToTry:
+            return None
 
     # -- lengths between captures ------------------------------------------------------------------
 
@@ -273,7 +338,7 @@ class SizedCalls:
         """Return the lines of all `lengths`, interpolated from those of the smallest; {} unless
         captures of the most samples, of the smallest and of the greatest length, confirm them."""
         points = lengths[:POINTS]
-        lines = [line for length in points if (line := self._line(length))]
+        lines = [line for length in points if (line := self._line(length, self.first))]
         forms = {line.call.form for line in lines}
         if len(lines) < POINTS or len(forms) > 1 or not self._holds(lines[0], points[0]):
             return {}

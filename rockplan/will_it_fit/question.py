@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
-from rockplan.budget import Budget
+from rockplan.budget import MOST_BYTES, Budget
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
@@ -30,7 +30,10 @@ from rockplan.fitting.shards import (
 )
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
+from rockplan.graph_builder.costs.estimate import CPU_RATES
+from rockplan.graph_builder.costs.price import profile_key
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
+from rockplan.machine import available_bytes
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
@@ -109,7 +112,7 @@ class FitQuestion:
             Holding.AVERAGES: parameters + buffers if self.step.average else (),
             Holding.BUCKETS: self.shards.bucket_sizes(self.model),
             # Forward and backward multiply in threads of their own.
-            Holding.WORKSPACES: (self.on.cublas_bytes,) * 2,
+            Holding.WORKSPACES: (self.on.cublas_bytes,) * 2 if self.on.cublas_bytes else (),
         }
 
     @property
@@ -186,10 +189,24 @@ class FitQuestion:
                 self.optimizer,
                 parameters,
                 step=self.step,
-                as_on_cuda=True,
+                metered=self.on.is_cpu,
+                as_on_cuda=not self.on.is_cpu,
                 shards=self.shards,
             )
         return self._steps[key]
+
+    @property
+    def is_tried(self) -> bool:
+        """True if operations run here, to see what memory they take: those of the CPU, and with
+        compiled kernels of any device at hand."""
+        return self.on.is_cpu or bool(self.on.at_hand and self.options.compile)
+
+    @property
+    def _tried_bytes(self) -> int | None:
+        """The most bytes that one operation may touch where it runs: half of what is left, as its
+        results are there twice for a moment."""
+        left_bytes = available_bytes() if self.on.is_cpu else None
+        return min(self.on.usable_bytes, left_bytes or MOST_BYTES) // 2 if self.is_tried else None
 
     def key(self, calls: SizedCalls) -> dict[str, str]:
         """Return everything that the answer depends on, as a key of the cache."""
@@ -204,6 +221,7 @@ class FitQuestion:
             shards=self.shards,
             sizes=(calls.least, calls.most, calls.lengths),
             options=self.options,
+            machine=profile_key(calls.small.graph) if self.is_tried else "",
         )
 
     def whole(self, size: Size) -> PricedCall:
@@ -216,7 +234,7 @@ class FitQuestion:
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
         try:
-            return priced_call(self.model, call, options, self._rates)
+            return priced_call(self.model, call, options, self._rates, self._tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (
@@ -229,7 +247,7 @@ class FitQuestion:
     def _rates(self) -> tuple[float, float]:
         """Bytes and operations a second of the device; usual ones if unknown."""
         if self.on.bandwidth_gb_s is None or self.on.tflops is None:
-            return _USUAL_RATES
+            return CPU_RATES if self.on.is_cpu else _USUAL_RATES
         name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
         flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
@@ -332,7 +350,15 @@ class FitQuestion:
         host_bytes = self.host.size_bytes if self.host else 0
         if timeline.peak.size_bytes > usable_bytes or timeline.host_bytes > host_bytes:
             return False
-        return timeline.usage(usable_bytes).failed_at is None
+        return self.on.is_cpu or timeline.usage(usable_bytes).failed_at is None
+
+    def most_held(self, timeline: Timeline, capacity_bytes: int | None = None) -> tuple[int, int]:
+        """Return the most bytes that the allocator has given out, and has reserved. capacity_bytes:
+        of the device, None if it has enough."""
+        if self.on.is_cpu:
+            return (timeline.peak.size_bytes,) * 2
+        usage = timeline.usage(capacity_bytes)
+        return usage.allocated_peak_bytes, usage.reserved_peak_bytes
 
     def faster(self, call: PricedCall) -> Scheduled:
         """Return a faster plan than the smallest, for the memory that remains when the optimizer
@@ -360,7 +386,7 @@ class FitQuestion:
                 return graph, schedule
             if asked_bytes <= least_bytes:
                 break
-            over_bytes = timeline.usage().reserved_peak_bytes - usable_bytes
+            over_bytes = self.most_held(timeline)[1] - usable_bytes
             left_bytes = min(left_bytes, plan.peak_bytes) - max(over_bytes, left_bytes // 50)
         return smallest
 

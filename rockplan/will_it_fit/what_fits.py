@@ -3,11 +3,14 @@
 takes: a module, a sample, a device, an optimizer, ranges of sizes. returns: Fit. guarantees: no
 step runs, and no memory of the size of a model on the meta device is touched (`twin`); each row is
 of one timeline of two steps, and the allocator's model finds memory for the timeline of its batch.
+With compiled kernels "kept whole" is the compiled program, and no row is of checkpointing: what
+torch.compile keeps of a checkpointed block is its own choice.
 """
 
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -23,36 +26,34 @@ from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.shards import FSDP2, Shards
 from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.fitting.ways import kept_whole, per_block
+from rockplan.fitting.ways import compiled_whole, kept_whole, per_block
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
-from rockplan.search.paging import SHARE
 from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import CDGraph, as_eager
-from rockplan.values.plan import format_bytes
+from rockplan.values.graph import CDGraph, as_eager, in_eager_order
 from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.answer import Fit, FitRow
-from rockplan.will_it_fit.captured_sizes import Arguments, PricedCall, SizedCalls, size_of
+from rockplan.will_it_fit.captured_sizes import (
+    Arguments,
+    PricedCall,
+    SizedCalls,
+    TooLargeToTry,
+    size_of,
+)
+from rockplan.will_it_fit.limits import (
+    not_for_several,
+    notes_of,
+    refuse_elsewhere,
+    refuse_several_in_flight,
+)
 from rockplan.will_it_fit.messages import messages_once
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
 from rockplan.will_it_fit.twin import twin_of, with_values
 
-NOTES = (
-    "as measured on CPU: parameters, gradients, optimizer and plans to the byte, kept whole within "
-    "0.1 %, checkpointing within 2 %; not compared on a GPU. by a table: context, cuBLAS's "
-    "workspaces (those inside of other operators are not in the sum). by a model: reserved, of "
-    "PyTorch's caching allocator without expandable_segments",
-    "times are estimates by the device's peaks: overheads say more than tokens a second",
-)
-OF_SEVERAL = (
-    "of a rank: batches are its own; what is gathered and buckets: as measured on CPU with gloo. "
-    "not in the sum: what the library of the exchange (NCCL) takes beside them; not in the times: "
-    "the exchange"
-)
 KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 
 Way = Callable[[PricedCall], Scheduled]
@@ -73,10 +74,12 @@ def fit(
     shard: str = FSDP2,
 ) -> Fit:
     """Return what fits on `device`: the largest batch of each length, kept whole, with
-    checkpointing of each block, and by a plan, and the cost of each.
+    checkpointing of each block, and by a plan, and the cost of each; with compiled kernels
+    (`Options(compile=True)`, on a device of this machine) without checkpointing.
 
     model, sample_input, sample_kwargs: as for `solve`; either may be on the meta device. device: a
-    name ('h100-80'), bytes (80 * 2**30, '80GiB'), or a torch.device of this machine. optimizer: a
+    name ('h100-80'), bytes (80 * 2**30, '80GiB'), or a torch.device of this machine, the CPU among
+    them, where operators and kernels run to see what memory they take. optimizer: a
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
     dimension 0, the batch, and 1, the length; powers of two and the ends of a range are examined; a
     dimension without a range stays as in the sample. step: what else a training step does. options:
@@ -90,28 +93,18 @@ def fit(
     given = unplanned(model) if isinstance(model, nn.Module) else model
     model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
-    if options.compile:
-        raise InvalidInput(
-            "which kernels the compiler makes is known on the device that they are made for: "
-            "rockplan.plan(model, sample, budget, options=Options(compile=True)) says there what "
-            "one batch needs; fit has no rows with compiled kernels"
-        )
-    if options.in_flight > 1:
-        raise InvalidInput(
-            f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
-            "leave in_flight out for one call, or ask rockplan.plan(model, sample, budget, options="
-            f"Options(in_flight={options.in_flight})) what several of one batch need"
-        )
+    refuse_elsewhere(model, on, options)
+    refuse_several_in_flight(options)
     shards = Shards(gpus, shard)
     blocks = repeated_blocks(model)
-    for name, why in _not_for_several(shards, step, options).items():
+    for name, why in not_for_several(shards, step, options).items():
         raise InvalidInput(f"{name} {why}")
     shards.refuse_unknown_to_fsdp2(model, blocks)
     batches, lengths = _ranges((args, kwargs), sizes or {})
     # Not cached for an optimizer of the caller's: it may be another one the next time.
     cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     host = _host(options, on)
-    left_out = [*_not_for_several(Shards(2), step, options)]
+    left_out = [*not_for_several(Shards(2), step, options)]
     options = replace(options, cache=False, host=None, link=None)
     question = FitQuestion(
         given, model, (args, kwargs), on, optimizer, step, options, shards=shards, blocks=blocks
@@ -147,31 +140,6 @@ def _host(options: Options, on: Gpu) -> Host | None:
     return Host(options.host_bytes, HostLink(rate, rate))
 
 
-def _not_for_several(shards: Shards, step: TrainingStep, options: Options) -> dict[str, str]:
-    """Return option -> why it is not for these processes, of the options that are on."""
-    of_the_module = (
-        "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
-        "itself (rockplan.solve_blocks): leave it out"
-    )
-    several, parts = shards.count > 1, shards.are_parts
-    options_and_whys = (
-        (
-            "in_backward",
-            several and step.in_backward,
-            "is for one process: gradients of several are there when they are reduced",
-        ),
-        (
-            "average",
-            parts and step.average,
-            "is AveragedModel, which copies the model, and what fully_shard made cannot be copied: "
-            "leave it out, or say shard='ddp'",
-        ),
-        ("tile", parts and options.tile, of_the_module),
-        ("host", parts and options.host is not None, of_the_module),
-    )
-    return {name: why for name, is_on, why in options_and_whys if is_on}
-
-
 def _ranges(
     tree: Arguments, sizes: Mapping[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], list[int | None]]:
@@ -197,9 +165,7 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     """Find the rows of all lengths."""
     # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
-    ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
-    if blocks := question.blocks:
-        ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
+    ways = _ways(question)
     planned = _planned(question, calls)
     usual = question.unpaged or question
     rows = [
@@ -207,14 +173,19 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
         for length in calls.lengths
         for row in _Length(usual, calls, ways, planned, length).rows()
     ]
-    on, notes = question.on, [*NOTES]
-    if question.host:
-        rate = format_bytes(question.host.link.out_bytes_per_s)
-        notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
-    if question.shards.count > 1:
-        notes.append(OF_SEVERAL)
+    on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
-    return Fit(*facts, tuple(rows), tuple(notes), str(question.shards))
+    return Fit(*facts, tuple(rows), notes_of(question), str(question.shards))
+
+
+def _ways(question: FitQuestion) -> dict[str, Way]:
+    """Return the schedules without a search, by the names of their rows."""
+    if question.options.compile:
+        return {KEPT: _once_a_form(compiled_whole, in_eager_order)}
+    ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
+    if blocks := question.blocks:
+        ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
+    return ways
 
 
 Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
@@ -276,21 +247,23 @@ class _Length:
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
-        found = question.timeline(call, graph, schedule, is_eager=way in self.ways.values())
+        found = question.timeline(call, graph, schedule, is_eager=self._is_eager(way))
         time_ns = simulate(graph, schedule).time_ns
         kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
-        usage = found.usage(question.on.usable_bytes if batch else None)
+        allocated_bytes, reserved_bytes = question.most_held(
+            found, question.on.usable_bytes if batch else None
+        )
         peak = found.peak
         tokens_per_ns = samples * (self.length or 1) / max(time_ns, 1)
         return FitRow(
             length=self.length,
             way=name,
             batch=batch,
-            allocated_bytes=usage.allocated_peak_bytes,
-            reserved_bytes=usage.reserved_peak_bytes,
+            allocated_bytes=allocated_bytes,
+            reserved_bytes=reserved_bytes,
             owners=(
                 *((owner.value, size) for owner, size in peak.owners.items() if size),
-                ("allocator", usage.reserved_peak_bytes - peak.size_bytes),
+                ("allocator", reserved_bytes - peak.size_bytes),
             ),
             overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
             tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
@@ -319,12 +292,12 @@ class _Length:
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """Return the largest batch that a plan fits: the smallest plan of an earlier length, if it
         fits as many samples as `wanted`, which the way `other` fits; else a newly searched one."""
-        question = self.question
-        if question.has_smallest(calls.at(calls.first, self.length)):
+        question, first = self.question, calls.first_of(self.length)
+        if question.has_smallest(calls.at(first, self.length)):
             batch = self._largest(question.replayed, calls)
             if batch >= wanted:
                 return batch
-        size = max(wanted, calls.first), self.length
+        size = max(wanted, first), self.length
         call = calls.at(*size)
         question.find_smallest(call, simulate(*other(self.calls.at(*size))).peak_bytes)
         batch = self._largest(question.replayed, calls)
@@ -338,41 +311,55 @@ class _Length:
         """Return the largest batch whose timeline finds memory, 0 if there is none. (By bisection:
         if a batch does not fit, larger ones do not.)"""
         timeline, most = self._timelines(way, calls)
+
+        def fits(batch: int) -> bool:
+            with contextlib.suppress(TooLargeToTry):
+                return self.question.fits(timeline(batch))
+            return False
+
         fitting, beyond = calls.least - 1, most + 1
         tried = most
         while fitting + 1 < beyond:
-            if self.question.fits(timeline(tried)):
+            if fits(tried):
                 fitting = tried
             else:
                 beyond = tried
             tried = (fitting + beyond) // 2
         return fitting if fitting >= calls.least else 0
 
+    def _is_eager(self, way: Way) -> bool:
+        """True if the schedules stand for what PyTorch does."""
+        return not self.question.options.compile and way in self.ways.values()
+
     def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
         """Return a function: batch -> timeline; and the largest batch whose bytes may fit."""
 
         def timeline(batch: int) -> Timeline:
             call = calls.at(batch, self.length)
-            return self.question.timeline(call, *way(call), is_eager=way in self.ways.values())
+            return self.question.timeline(call, *way(call), is_eager=self._is_eager(way))
 
         line = calls.line(self.length)
-        if line is None or calls.first == calls.most:
+        if line is None or line.first == calls.most:
             return timeline, calls.most
-        sized = SizedTimeline(calls.first, timeline(calls.first), timeline(calls.first + 1))
+        first = line.first
+        sized = SizedTimeline(first, timeline(first), timeline(first + 1))
         if not sized.is_of_one_kind:
             return timeline, calls.most
         usable_bytes = self.question.on.usable_bytes
-        most = sized.most(usable_bytes, (calls.first, calls.most))
-        return (lambda batch: sized.at(batch) if batch >= calls.first else timeline(batch)), most
+        most = sized.most(usable_bytes, (first, calls.most))
+        return (lambda batch: sized.at(batch) if batch >= first else timeline(batch)), most
 
 
-def _once_a_form(make: Callable[[CDGraph], Scheduled]) -> Way:
-    """Return a way that makes one schedule for all sizes of a form."""
+def _once_a_form(
+    make: Callable[[CDGraph], Scheduled], seen: Callable[[CDGraph], CDGraph] = as_eager
+) -> Way:
+    """Return a way that makes one schedule for all sizes of a form. seen: the graph that it is a
+    schedule of."""
     known: dict[int, Schedule] = {}
 
     def way(call: PricedCall) -> Scheduled:
         if call.form not in known:
             known[call.form] = make(call.graph)[1]
-        return as_eager(call.graph), known[call.form]
+        return seen(call.graph), known[call.form]
 
     return way

@@ -23,7 +23,7 @@ from rockplan.values.graph import Call, CDGraph, refs
 from rockplan.values.profile import OpCost, Profile
 
 # (bytes/s, flop/s) for an operator that cannot be run: one ordinary core, or accelerator.
-_CPU_RATES = (10e9, 50e9)
+CPU_RATES = (10e9, 50e9)
 _CUDA_RATES = (1e12, 50e12)
 
 # Bandwidth between processes as a share of that of memory.
@@ -55,7 +55,7 @@ def roofline(
 
 
 def fallback_rates(graph: CDGraph) -> tuple[float, float]:
-    return _CUDA_RATES if torch.device(device_of(graph)).type == "cuda" else _CPU_RATES
+    return _CUDA_RATES if torch.device(device_of(graph)).type == "cuda" else CPU_RATES
 
 
 def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:

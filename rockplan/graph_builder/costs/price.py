@@ -84,6 +84,22 @@ def measure(
     return profile_of("measured", device_of(graph), {key: costs[key] for key in calls})
 
 
+def with_measured_memory(
+    graph: CDGraph, values: Mapping[int, torch.Tensor], profile: Profile, keys: Keys
+) -> Profile:
+    """Return `profile` with the memory of calls as it is measured, each executed with made-up
+    inputs; calls that do not run keep what they have. values: as in `measure`; keys: of `graph`."""
+    calls = {key: same[0] for key, same in calls_by_key(graph, keys).items()}
+    with as_executed(graph):
+        memory = measure_memory(inputs_of(graph, values), calls)
+    costs = dict(profile.costs)
+    for key, found in memory.items():
+        costs[key] = replace(
+            costs[key], workspace_bytes=found.workspace_bytes, result_bytes=found.result_bytes
+        )
+    return replace(profile, costs=tuple(costs.items()))
+
+
 _said: set[str] = set()
 
 

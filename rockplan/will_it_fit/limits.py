@@ -1,0 +1,112 @@
+"""What rows of `fit` rest on, and what it has no rows for.
+
+takes: a question; a model, a device, options. returns: the notes of an answer; which options do not
+go with several processes. Raises InvalidInput, with what to ask instead.
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from rockplan.errors import InvalidInput
+from rockplan.fitting.gpus import Gpu
+from rockplan.fitting.shards import Shards
+from rockplan.fitting.training_step import TrainingStep
+from rockplan.options import Options
+from rockplan.search.paging import SHARE
+from rockplan.values.plan import format_bytes
+from rockplan.will_it_fit.question import FitQuestion
+
+BY_TABLES = (
+    "as measured on CPU: parameters, gradients, optimizer and plans to the byte, kept whole within "
+    "0.1 %, checkpointing within 2 %; not compared on a GPU. by a table: context, cuBLAS's "
+    "workspaces (those inside of other operators are not in the sum). by a model: reserved, of "
+    "PyTorch's caching allocator without expandable_segments",
+    "times are estimates by the device's peaks: overheads say more than tokens a second",
+)
+"""What rows rest on."""
+
+ON_CPU = (
+    "of the CPU of this machine: parameters, gradients, optimizer and plans to the byte, with what "
+    "operators take while they run, as tried at the captured sizes; kept whole by eager PyTorch "
+    "within 0.1 %, checkpointing within 2 %. by a table: context, for Python and its libraries",
+    "times are estimates by bytes and operations: overheads are ratios of them",
+)
+COMPILED = (
+    "kernels are those that were compiled here: kept whole is the compiled program, nothing of it "
+    "run again. no row for checkpointing, in which torch.compile chooses itself what to keep"
+)
+OF_SEVERAL = (
+    "of a rank: batches are its own; what is gathered and buckets: as measured on CPU with gloo. "
+    "not in the sum: what the library of the exchange (NCCL) takes beside them; not in the times: "
+    "the exchange"
+)
+
+
+def notes_of(question: FitQuestion) -> tuple[str, ...]:
+    """Return what the rows of an answer rest on."""
+    notes = [*(ON_CPU if question.on.is_cpu else BY_TABLES)]
+    if question.options.compile:
+        notes.append(COMPILED)
+    if question.host:
+        rate = format_bytes(question.host.link.out_bytes_per_s)
+        notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
+    if question.shards.count > 1:
+        notes.append(OF_SEVERAL)
+    return tuple(notes)
+
+
+def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:
+    """Raise InvalidInput if kernels are to be compiled, or operators tried, on another device than
+    the model is captured on."""
+    tensors = (*model.parameters(), *model.buffers())
+    own = {t.device.type for t in tensors} or {"cpu"}
+    if options.compile and not on.at_hand:
+        here = min(own)
+        raise InvalidInput(
+            f"which kernels the compiler makes is known on the device that they are made for, and "
+            f"{on} is given by its name or bytes: ask for the device that the model is on, device="
+            f"torch.device('{here}') (--gpu {here}), or leave compile out"
+        )
+    if (options.compile or on.is_cpu) and own != {on.at_hand}:
+        raise InvalidInput(
+            f"operators run on {on.at_hand} to see what they take, and the model is on "
+            f"{', '.join(sorted(own))} (one on the meta device counts as on the CPU): move model "
+            f"and sample with .to('{on.at_hand}')"
+        )
+
+
+def refuse_several_in_flight(options: Options) -> None:
+    """Raise InvalidInput for several calls between forward and backward at once."""
+    if options.in_flight > 1:
+        raise InvalidInput(
+            f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
+            "leave in_flight out for one call, or ask rockplan.plan(model, sample, budget, options="
+            f"Options(in_flight={options.in_flight})) what several of one batch need"
+        )
+
+
+def not_for_several(shards: Shards, step: TrainingStep, options: Options) -> dict[str, str]:
+    """Return option -> why it is not for these processes, of the options that are on."""
+    of_the_module = (
+        "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
+        "itself (rockplan.solve_blocks): leave it out"
+    )
+    several, parts = shards.count > 1, shards.are_parts
+    options_and_whys = (
+        (
+            "in_backward",
+            several and step.in_backward,
+            "is for one process: gradients of several are there when they are reduced",
+        ),
+        (
+            "average",
+            parts and step.average,
+            "is AveragedModel, which copies the model, and what fully_shard made cannot be copied: "
+            "leave it out, or say shard='ddp'",
+        ),
+        ("tile", parts and options.tile, of_the_module),
+        ("compile", parts and bool(options.compile), of_the_module),
+        ("host", parts and options.host is not None, of_the_module),
+    )
+    return {name: why for name, is_on, why in options_and_whys if is_on}
