@@ -68,8 +68,8 @@ class RecomputeCosts:
     ) -> float:
         """Return the ns to make storage `d` again, with all missing storages that this needs; NEVER
         if nothing can, or if it takes limit_ns or more. Raises TooDeep beyond a chain of `depth`
-        storages. is_alive: tells of a storage whether it is alive. known: results for missing
-        storages; new ones are added."""
+        storages. is_alive: tells of a storage whether it is; known: results for missing storages,
+        new ones are added."""
         step = self._steps[d]
         if step is None:
             return NEVER
@@ -93,8 +93,8 @@ class RecomputeCosts:
     ) -> float:
         """Return the least bytes, beyond what is alive, in which storage `d` can be made again if
         nothing is freed meanwhile (Sethi and Ullman, JACM 1970); NEVER if nothing can make it.
-        Raises TooDeep beyond a chain of `depth` storages. is_there: tells of a storage whether it
-        is alive. known: results by storage; new ones are added."""
+        Raises TooDeep beyond a chain of `depth` storages. is_alive: tells of a storage whether it
+        is; known: results by storage, new ones are added."""
         if d in known:
             return known[d]
         step = self._steps[d]

@@ -10,9 +10,10 @@ from rockplan.values.graph import Call, CDGraph, ValueRef, refs
 
 
 def call_key(graph: CDGraph, call: Call) -> str:
-    """Return a digest that is equal for calls that cost the same. It covers the operator, specs of
-    arguments (shape, strides, dtype, device), literals, dtypes of results (or their specs, if
-    shapes depend on values), and for a call that copies whole storages their sizes."""
+    """Return a digest (hex) of all that a call's time and bytes depend on, the values of tensors
+    aside; equal calls are measured once. It covers the operator, specs of tensors (shape, strides,
+    dtype, device), literals, dtypes of results (or their specs, if shapes depend on values), and
+    for a call that copies whole storages their sizes."""
     copies = copies_storages(graph, call)
 
     def described(argument: object) -> object:
@@ -54,8 +55,9 @@ def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
 
 
 def copies_storages(graph: CDGraph, call: Call) -> bool:
-    """Return whether a result is in more memory than its elements need, as in a copy of the whole
-    storage that an argument is a part of (`slice_scatter` of rows)."""
+    """True if a result lies in a storage larger than its elements need, and not in that of an
+    argument: the call copies the whole storage that an argument is a part of (`slice_scatter` of
+    rows)."""
     made = [graph.values[v] for v in call.made]
     larger = {v.data for v in made if graph.data[v.data].size_bytes > needed_bytes(v.spec)}
     if not larger:

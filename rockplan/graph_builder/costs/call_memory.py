@@ -49,11 +49,10 @@ class CallMemory:
 
 
 def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
-    """Return workspace and result sizes, by key, of every call that runs.
-
-    Each runs once before it is measured: what an operator allocates once and keeps (primitive
-    caches, handles) is no part of its workspace. Operators with side effects never run.
-    """
+    """Run each call on made-up inputs and return by key its workspace and the bytes of its results.
+    Calls that fail, and operators with side effects, which never run, have no entry. Each runs once
+    before it is measured: what an operator allocates once and keeps (primitive caches, handles) is
+    no part of its workspace."""
     calls = {key: call for key, call in calls.items() if not facts.facts_of(call.op).effect}
     if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
@@ -66,8 +65,8 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
 
 
 def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
-    """Measure up to _SESSION_CALLS calls on CPU, each labelled by its key, in one profiler
-    session."""
+    """Measure the memory of up to _SESSION_CALLS calls (key, call) on the CPU in one profiler
+    session, and return it by key; calls that fail have no entry."""
     sizes: dict[str, tuple[int, ...]] = {}
     with profiled() as session:
         for key, call in calls:
@@ -105,8 +104,9 @@ _OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGN
 
 @contextlib.contextmanager
 def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
-    """Skip the measurement inside if the call fails; it will be estimated. Raises CaptureError if
-    eager would fail too."""
+    """Run the `with` block, which measures `call`, and end it quietly if the call fails: its cost
+    is estimated later. Raises CaptureError if eager would fail too, and what is no failure of a
+    kernel."""
     try:
         yield
     except Exception as error:
@@ -119,27 +119,28 @@ def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
 
 
 def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
-    """Return whether real operators give the arguments the dtypes that shape rules predict: under
+    """True if real operators give the call's arguments the dtypes that shape rules predict. Under
     autocast the rules are wrong for the statistics of a normalization."""
     graph = inputs.graph
     for ref in refs(call):
         index = ref.index
         while (view := graph.values[index].view) is not None:
             index = refs(view)[0].index
-        made: dict[int, torch.Tensor] = {}
+        tensor_of: dict[int, torch.Tensor] = {}
         try:
             for earlier in inputs.made_by[index].calls if index in inputs.made_by else ():
-                inputs.run(earlier, made)
+                inputs.run(earlier, tensor_of)
         except facts.CALL_ERRORS:
             return False
-        if index in made and str(made[index].dtype) != graph.values[index].spec.dtype:
+        if index in tensor_of and str(tensor_of[index].dtype) != graph.values[index].spec.dtype:
             return False
     return True
 
 
 def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
-    """Raise CaptureError for a call of the forward phase. A backward call is not refused: the
-    sample is not to blame if the forward runs."""
+    """Raise CaptureError, which names module and line, for a call of the forward phase that fails
+    with `error` in eager too. Does nothing for a call of the backward: the sample is not to blame
+    if the forward runs."""
     key = call_key(graph, call)
     node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
     if node.phase is Phase.BACKWARD:
@@ -156,7 +157,9 @@ def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
 
 
 def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
-    """Return key -> (peak of bytes allocated since the call began, bytes left at its end)."""
+    """Return key of a measured call -> (peak of bytes allocated since it began, bytes left at its
+    end), from the memory events of a profiler session in which each call is a range named by its
+    key."""
     ranges = sorted(
         (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
         for e in profiler_events(session)
@@ -176,7 +179,8 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
 
 
 def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
-    """Measure the memory of calls, each by key, between two statistics of CUDA's allocator."""
+    """Run each call and return by key its workspace and the bytes of its results, by statistics of
+    CUDA's caching allocator; calls that fail have no entry."""
     device = device_of(inputs.graph)
     memory: dict[str, CallMemory] = {}
     for done, (key, call) in enumerate(calls.items()):
@@ -198,11 +202,9 @@ def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str,
 def _result_bytes(
     execution: Execution, result: object, device_type: str = "cpu"
 ) -> tuple[int, ...]:
-    """Return the storage bytes of each result; 0 if the storage is an argument's or an earlier
-    result's.
-
-    device_type: of the graph. The seed of attention is on the CPU where fake tensors say CUDA.
-    """
+    """Return for each result of a call, tensors or not, the bytes of its storage; 0 if the storage
+    is an argument's or an earlier result's, or the result is no tensor. device_type: of the graph.
+    The seed of attention is on the CPU where fake tensors say CUDA."""
     given = facts.tensors((execution.args, execution.kwargs))
     seen = {t.untyped_storage()._cdata for t in given}
     sizes: list[int] = []

@@ -41,11 +41,10 @@ SCRATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
 def measure_times(
     inputs: Inputs, calls: Mapping[str, Sequence[Call]], scratch: torch.Tensor
 ) -> dict[str, list[int]]:
-    """Return times in ns of one call of each key, with cold caches, freeing of results included: a
-    few repeats of each, and more of the calls that take most of the iteration.
-
-    calls: key -> calls that cost the same; `measure_memory` has run them, so operators are warm.
-    """
+    """Return for each key the times in ns of single executions with cold caches, freeing of results
+    included: a few for each, and more for the calls that take most of the iteration. calls: key ->
+    calls of the graph that cost the same, the first of which is executed; `measure_memory` has run
+    it, so operators are warm. scratch: a tensor whose change evicts caches."""
     times = {}
     for done, (key, equal) in enumerate(calls.items()):
         report("measuring times", done, len(calls))
@@ -70,7 +69,8 @@ def _repeated(
     *,
     within_ns: float = math.inf,
 ) -> list[int]:
-    """Return times in ns of up to `repeats` executions that begin within `within_ns`."""
+    """Execute `call` up to `repeats` times, as long as less than within_ns has passed, and return
+    the ns of each. Before each, `scratch` is changed, which evicts caches."""
     execution = inputs.execution(call)
     once = _cuda_time_ns if scratch.is_cuda else _cpu_time_ns
     begin = time.perf_counter_ns()
@@ -82,8 +82,8 @@ def _repeated(
 
 
 def cost_of(times: Sequence[int], memory: CallMemory) -> OpCost:
-    """Return the cost of one call from its measured `times` in ns. The least time counts, because
-    other work on a busy machine only adds to it."""
+    """Return the cost of one call from its measured `times` in ns: the least one, because other
+    work on a busy machine only adds to it; their spread is the distance of the quartiles."""
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")
     return OpCost(
         time_ns=min(times),
@@ -105,8 +105,9 @@ def _cpu_time_ns(execution: Execution) -> int:
 
 
 def _cuda_time_ns(execution: Execution) -> int:
-    """Return the time on the device or, if longer, on the host. A step of many small calls is bound
-    by the host, whose time would be hidden here behind the eviction of caches."""
+    """Execute a call once and return its ns on the device or, if longer, on the host: a step of
+    many small calls is bound by the host, whose time would be hidden here behind the eviction of
+    caches."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     begin.record()
     begin_ns = time.perf_counter_ns()

@@ -33,12 +33,10 @@ _LINK_SHARE = 0.1
 def roofline(
     graph: CDGraph, bytes_per_s: float, flops_per_s: float, keys: Keys | None = None
 ) -> Profile:
-    """Return costs without execution, for a machine with these rates; sizes from specs, no
-    workspace.
-
-    Time is the larger of bytes read and written over `bytes_per_s` and floating-point operations
-    (of matrix products, convolutions and attention) over `flops_per_s`. keys: of `graph`, if known.
-    """
+    """Return the profile of `graph` on a machine with these rates, without running anything: sizes
+    of results from their specs, no workspace. The time of a call is the larger of bytes read and
+    written over `bytes_per_s` and floating-point operations (of matrix products, convolutions and
+    attention) over `flops_per_s`. keys: those of the calls of `graph`, None to compute them."""
     costs: dict[str, OpCost] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
         for call, key in zip(node.calls, own_keys, strict=True):
@@ -59,7 +57,9 @@ def fallback_rates(graph: CDGraph) -> tuple[float, float]:
 
 
 def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
-    """Return the cost of a call from the specs of its arguments and named results."""
+    """Return the cost of a call from the specs of its arguments and results: time in ns by the two
+    rates, no workspace, for each result the bytes of its storage; 0 for results that are unnamed or
+    in a storage counted before. Its `repeats` is 0, which marks an estimate."""
     seen = {graph.values[ref.index].data for ref in refs(call)}
     sizes: list[int] = []
     for value in call.results:
@@ -112,7 +112,8 @@ def _larger(a: OpCost, b: OpCost) -> OpCost:
 
 
 def flops_of(graph: CDGraph, call: Call) -> int:
-    """Return floating-point operations by PyTorch's own formulas; 0 for operators without one."""
+    """Return the number of floating-point operations of a call by PyTorch's own formulas
+    (torch.utils.flop_counter); 0 for operators without one."""
     formula = _flops_formula(call.op)
     if formula is None:
         return 0
@@ -142,8 +143,9 @@ def _flops_formula(op: str) -> Callable[..., int] | None:
 
 
 def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
-    """Return shapes of attention with as many heads of keys and values as of queries, since kernels
-    repeat them and the formulas of torch 2.11 accept no others."""
+    """Return arguments of attention in which shapes (batch, heads, length, size) all have as many
+    heads as the largest: kernels repeat those of keys and values, and the formulas of torch 2.11
+    accept no others."""
 
     def is_tensor(argument: object) -> bool:
         return isinstance(argument, torch.Size) and len(argument) == 4

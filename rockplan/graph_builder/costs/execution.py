@@ -35,7 +35,8 @@ _OUT_OF_RANGE = re.compile("out of (bounds|range)", re.IGNORECASE)
 
 @contextlib.contextmanager
 def as_executed(graph: CDGraph) -> Iterator[None]:
-    """Set the state in which generated code runs operators; generators are put back at the end."""
+    """Inside the `with` block, run operators as generated code does: below autograd, without
+    autocast or modes, on the graph's device. Random generators are put back at the end."""
     devices = sorted({v.spec.device for v in graph.values} - {"cpu"})
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=devices))
@@ -69,7 +70,8 @@ class Execution:
         return self.operator(*self.args, **self.kwargs)
 
     def refuse_bad_indices(self) -> None:
-        """Raise IndexError if the CPU kernel reports an index out of range."""
+        """Execute the call on copies of its arguments on the CPU; raise IndexError if the kernel
+        there says that an index is out of range. Other errors are ignored."""
         args, kwargs = pytree.tree_map_only(
             torch.Tensor, torch.Tensor.cpu, (self.args, self.kwargs)
         )
@@ -103,8 +105,9 @@ class Inputs:
         return self._execution(call, {})
 
     def _execution(self, call: Call, environment: dict[int, torch.Tensor]) -> Execution:
-        """Return a call with its arguments. environment: value -> tensor, for values made so far on
-        the way to them; what is made here is added."""
+        """Return `call` with made-up or real tensors as arguments. environment: value -> tensor,
+        for values made so far on the way to them; what is made here is added. An argument that the
+        call changes in place is a clone if it is one of the user's tensors."""
         operator = facts.resolve(call.op)
         assert not facts.facts_of(operator).effect, f"{operator} acts outside of the step"
         copies = copies_storages(self.graph, call)
@@ -126,10 +129,11 @@ class Inputs:
             self._look_at_indices(execution, {ref.index for ref in refs(call)})
         return execution
 
-    def _look_at_indices(self, execution: Execution, given: set[int]) -> None:
-        """Raise IndexError if an index is out of range, now or in an earlier call: not every kernel
-        says so. given: values that the call reads."""
-        computed = {i for i in given if self._is_computed_index(i, execution.operator)}
+    def _look_at_indices(self, execution: Execution, read_values: set[int]) -> None:
+        """Raise IndexError if an index computed from made-up values is out of range, in this call
+        or in an earlier one: CUDA kernels do not say so, or end the process. read_values: values
+        that the call reads."""
+        computed = {i for i in read_values if self._is_computed_index(i, execution.operator)}
         if computed & self.out_of_range:
             raise IndexError("an index was out of range before")
         if computed:
@@ -140,8 +144,8 @@ class Inputs:
                 raise
 
     def _is_computed_index(self, index: int, operator: OpOverload) -> bool:
-        """Return whether the value may be an index that is computed from made-up values, outside or
-        inside of the kernel."""
+        """True if the value is of integers computed from made-up values, by calls before or inside
+        of a compiled kernel, so that it may be an index out of range."""
         value = self.graph.values[index]
         is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
         is_computed = value.view is not None or index in self.made_by
@@ -149,8 +153,9 @@ class Inputs:
         return is_index and is_computed and index not in self.given
 
     def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
-        """Put the tensor for value `index` into `environment`. with_storage: a made-up tensor gets
-        a storage as large as in the model."""
+        """Put a tensor for the value `index` into `environment`: the user's, a made-up one, or, if
+        it is of integers that are computed, the result of the calls that compute it. with_storage:
+        a made-up tensor gets a storage as large as in the model."""
         value = self.graph.values[index]
         if index in self.given:
             environment[index] = self.given[index]
@@ -174,7 +179,8 @@ class Inputs:
 
 
 def inputs_of(graph: CDGraph, given: Mapping[int, torch.Tensor]) -> Inputs:
-    """Return Inputs for the calls of `graph`. given: real tensors by value."""
+    """Return what supplies the calls of `graph` with arguments. given: value -> real tensor, for
+    values that must not be made up."""
     made_by = {
         v: node
         for node in graph.nodes

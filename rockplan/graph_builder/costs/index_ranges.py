@@ -24,7 +24,8 @@ indexed by the i-th index; position of the indices). The first argument is the i
 
 
 def check_index_ranges(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
-    """Raise ForwardRaises if an index in `values` (value -> real tensor) is out of range."""
+    """Raise ForwardRaises, which names module and line, if a call looks up an index that is out of
+    range. values: value -> real tensor, for the indices that are known."""
     for node in graph.nodes:
         for call in node.calls:
             for size, index in _lookups(graph, call, values):
@@ -40,7 +41,9 @@ def check_index_ranges(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> No
 def _lookups(
     graph: CDGraph, call: Call, values: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (size of the indexed dimension, index tensor) for each known index of the call."""
+    """Yield (size of the dimension that is indexed, tensor of indices) for each index of `call`
+    that `values` has (value -> real tensor). Nothing for calls that look nothing up; masks are left
+    out."""
     if call.op not in _LOOKUPS:
         return
     dimension, position = _LOOKUPS[call.op]

@@ -20,11 +20,13 @@ from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
 
 
 def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
-    """Execute each unique call whose results are viewed in a way that depends on strides, and raise
-    UnsupportedModel if the real strides differ from those of the capture. PyTorch's shape rules are
-    wrong for a few operators, and such a view would fail or read other elements. Calls with side
-    effects are not executed: their rule is trusted. Nor are calls that were checked at another size
-    (`operators.layouts.SEEN`)."""
+    """Raise UnsupportedModel if a real call gives other strides than the capture has, and a view by
+    strides depends on them: it would fail or read other elements. (PyTorch's shape rules are wrong
+    for a few operators.)
+
+    Runs each unique call whose results are viewed so. Not those with side effects, nor those that
+    were checked at another size (`operators.layouts.SEEN`). values: value -> real tensor.
+    """
     viewed = _viewed_by_layout(graph)
     at_other_sizes = SEEN.get()
     seen: set[object] = set() if at_other_sizes is None else at_other_sizes.checked
@@ -48,7 +50,8 @@ def _form(graph: CDGraph, call: Call) -> object:
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
-    """Return the values that a view by strides is derived from, through views of any kind."""
+    """Return the values (indices) that some view by strides, such as `as_strided`, is derived from,
+    directly or through other views."""
     layouts: set[int | None] = set()
     for value in graph.values:
         view = value.view
@@ -64,7 +67,9 @@ def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
 
 
 def _check_layout(graph: CDGraph, inputs: Inputs, node: ComputeNode, call: Call) -> None:
-    """Run one call; raise UnsupportedModel if a result has other strides than captured."""
+    """Run `call` and raise UnsupportedModel if a result has other strides than captured, in
+    dimensions of more than one element. A call that fails is not checked. node: what names module
+    and line."""
     try:
         results = flat_results(inputs.execution(call).run())
     except facts.CALL_ERRORS:

@@ -50,20 +50,21 @@ def measure(
     *,
     known: Profile | None = None,
 ) -> Profile:
-    """Execute each unique call of `graph` with made-up inputs.
+    """Return time and memory of each unique call of `graph`, executed with made-up inputs; calls
+    that fail are estimated.
 
     values: real tensors for some indices of `graph.values` (integer inputs and what is computed
     from them), used as arguments as they are. known: costs that need not be measured again, if they
     hold for this device, this version of torch and this number of threads; impossible ones are
-    named in a warning and measured again.
-    Raises InvalidInput for a device that is neither CPU nor CUDA.
+    named in a warning and measured again. Raises InvalidInput for a device that is neither CPU nor
+    CUDA, CaptureError if eager would fail too.
     """
     if torch.device(device_of(graph)).type not in SCRATCH_BYTES:
         raise InvalidInput(
             f"operators on {device_of(graph)} cannot be measured; move the model to CPU or CUDA"
         )
-    equal = calls_by_key(graph, call_keys(graph))
-    calls = {key: same[0] for key, same in equal.items()}
+    same_calls = calls_by_key(graph, call_keys(graph))
+    calls = {key: same[0] for key, same in same_calls.items()}
     costs = _still_valid(known, device_of(graph))
     costs = _possible(graph, calls, costs)
     missing = {key: call for key, call in calls.items() if key not in costs}
@@ -75,7 +76,7 @@ def measure(
         times: dict[str, list[int]] = {}
         if memory:
             scratch = scratch_for(torch.device(device_of(graph)))
-            times = measure_times(inputs, {key: equal[key] for key in memory}, scratch)
+            times = measure_times(inputs, {key: same_calls[key] for key in memory}, scratch)
     for key, call in missing.items():
         if key in memory:
             costs[key] = cost_of(times[key], memory[key])
@@ -104,7 +105,8 @@ _said: set[str] = set()
 
 
 def _say_unknown(calls: Iterable[Call]) -> None:
-    """Warn, once in a process, of operators with results that may have unknown side effects."""
+    """Log a warning of those operators of `calls` that return something and of which nobody knows
+    whether they have side effects; each once in a process."""
     unknown = (c.op for c in calls if any(r is not None for r in c.results))
     names = {op for op in unknown if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
     _said.update(names)
@@ -119,7 +121,8 @@ def _say_unknown(calls: Iterable[Call]) -> None:
 
 
 def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
-    """Return those costs of `known` that were measured on this device, torch and thread count."""
+    """Return the measured costs of `known`, by key, if they are of this device, version of torch
+    and number of threads; {} otherwise. Estimates are left out."""
     current = profile_of("measured", device, {})
     if known is None or not known.source.startswith("measured"):
         return {}
@@ -136,7 +139,8 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
 def _possible(
     graph: CDGraph, calls: Mapping[str, Call], costs: Mapping[str, OpCost]
 ) -> dict[str, OpCost]:
-    """Return those of `costs` that `calls` need and that can be right; warn of the others."""
+    """Return those of `costs` whose keys are in `calls` and that can be right; warn of the others
+    that `calls` has."""
     known = {key: costs[key] for key in calls if key in costs}
     possible = {key: c for key, c in known.items() if _can_cost(graph, calls[key], c)}
     broken = [calls[key].op for key in known if key not in possible]
@@ -151,7 +155,7 @@ def _possible(
 
 
 def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
-    """Return whether sizes and times are possible: not negative, not huge, and each new result's
+    """True if `cost` is possible for `call`: no number negative or huge, and each new result's
     storage holds its elements (0 bytes: the storage of an argument or of another result)."""
     numbers = (cost.time_ns, cost.spread_ns, cost.workspace_bytes, *cost.result_bytes)
     if not all(0 <= number <= _MOST for number in numbers):
@@ -163,7 +167,8 @@ def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
 
 
 def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile:
-    """Return the profile of these costs on this machine. source: says how they were found."""
+    """Return these costs (by key) as a profile that names this machine, torch and thread count.
+    source: how they were found; the number of estimates among them is added to it."""
     estimated = sum(cost.repeats == 0 for cost in costs.values())
     return Profile(
         source=f"{source} ({estimated} calls estimated)" if estimated else source,
@@ -175,8 +180,8 @@ def profile_of(source: str, device: str, costs: Mapping[str, OpCost]) -> Profile
 
 
 def profile_key(graph: CDGraph) -> str:
-    """Return a text of what measured costs depend on besides the call: device, torch, threads, what
-    was measured, and how kernels are compiled."""
+    """Return the text under which measured costs are cached: what they depend on besides the call,
+    that is device, torch, threads, and how kernels are compiled."""
     current = profile_of("measured", device_of(graph), {})
     key = f"{current.device}, torch {current.torch_version}, {current.threads} threads"
     if torch.device(device_of(graph)).type == "cuda":
@@ -185,7 +190,8 @@ def profile_key(graph: CDGraph) -> str:
 
 
 def _device_name(device: str) -> str:
-    """Return the model name of a GPU, or of the CPU."""
+    """Return the model name of the GPU, or of this machine's CPU, that `device` ('cpu', 'cuda:0')
+    is."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
@@ -247,7 +253,8 @@ class _CallReplay:
 
 
 def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
-    """Return the memory of one call at `cost`. Raises PlanFormatError if it has none."""
+    """Return what one call of a node allocates at `cost`, by storage. Raises PlanFormatError if
+    `cost` is None or has another number of results."""
     if cost is None or len(cost.result_bytes) != len(call.results):
         raise PlanFormatError(
             f"the profile has no cost for {call.op} with these arguments: it belongs to another "
@@ -268,15 +275,16 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
 
 
 def _replay(node: ComputeNode, steps: list[_CallReplay]) -> int:
-    """Return the peak of bytes alive inside the node beyond its inputs; `writes` live to its
-    end."""
+    """Return the most bytes alive while the node's calls run one after the other, beyond its
+    inputs. `steps`: of each call, what it allocates. What the node writes lives to its end, other
+    results to their last use."""
     last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
     alive: dict[int, int] = {}
-    peak = 0
+    peak_bytes = 0
     for i, step in enumerate(steps):
-        during = sum(step.made.values()) + step.unnamed_bytes + step.cost.workspace_bytes
-        peak = max(peak, sum(alive.values()) + during)
+        during_bytes = sum(step.made.values()) + step.unnamed_bytes + step.cost.workspace_bytes
+        peak_bytes = max(peak_bytes, sum(alive.values()) + during_bytes)
         alive |= step.made
         for data in [d for d in alive if last_touch[d] == i and d not in node.writes]:
             del alive[data]
-    return peak
+    return peak_bytes

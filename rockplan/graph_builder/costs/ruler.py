@@ -88,7 +88,8 @@ def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
 
 
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
-    """Return live bytes over time of one `step()` on CPU, by one profiler session."""
+    """Run `step()` once in a profiler session and return its live bytes on the CPU over time (ns),
+    both relative to its begin."""
     gc.collect()
     with (
         profiled() as session,
@@ -147,11 +148,10 @@ def _cpu_peak(step: Callable[[], object]) -> LiveBytes:
 
 
 def rise_of(step: Callable[[], object], device: torch.device) -> int:
-    """Return the most bytes that `step`, which ran before, has allocated at one time.
-
-    The caching allocator of CUDA may leave a block of more than a MiB unsplit, with up to another
-    MiB that was not requested; so bytes requested, in whole granules, count there if they are less.
-    """
+    """Return how many bytes the peak during `step()`, which ran before, lies above what is
+    allocated at its begin. The caching allocator of CUDA may leave a block of more than a MiB
+    unsplit, with up to another MiB that was not requested; so bytes requested, in whole granules,
+    count there if they are less."""
     if device.type != "cuda":
         return _cpu_peak(step).peak_bytes
     torch.cuda.reset_peak_memory_stats(device)
@@ -161,7 +161,9 @@ def rise_of(step: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Return the peak of bytes between two statistics of the caching allocator, as `rise_of`."""
+    """Return the peak in bytes, above what was allocated at `before`, of the time between two
+    results of `torch.cuda.memory_stats_as_nested_dict`; peaks were reset at `before`. Counts as
+    `rise_of` does."""
 
     def rise(statistic: str) -> int:
         return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
@@ -173,7 +175,8 @@ def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
-    """Measure live bytes of one `step()` by the statistics of CUDA's caching allocator."""
+    """Run `step()` once and return its peak and its bytes at the end, relative to its begin, by the
+    statistics of CUDA's caching allocator."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -204,7 +207,9 @@ def stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Str
 
 
 def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
-    """Return live bytes of a marked step, by the memory events of one profiler session."""
+    """Run `step(mark)` once on the CPU and return, for each stretch of time from one call of
+    `mark(what)` to the next, what it is called, the bytes alive at its begin and at its peak,
+    relative to the begin of the step. The first one is called None. Uses one profiler session."""
     marks: list[Any] = [None]
 
     def mark(what: Any) -> None:
@@ -235,7 +240,8 @@ _MARK = "rockplan mark "
 
 
 def _cuda_stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
-    """Return live bytes of a marked step, by peak statistics that each mark resets."""
+    """Run `step(mark)` once on CUDA and return stretches as `_cpu_stretches` does, by the
+    allocator's peak statistics, which each mark resets."""
     # The allocator counts memory when the host requests it: no synchronization is needed.
     before = torch.cuda.memory_allocated(device)
     result: list[Stretch] = []

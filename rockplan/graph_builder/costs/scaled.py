@@ -54,17 +54,19 @@ def scaled(
     known: CDGraph,
     alike: Mapping[int, int],
 ) -> tuple[CDGraph, Profile]:
-    """Return `graph` with prices derived from the priced graph `known`, and the profile. values: as
-    for `measure`; alike: index of a node of `graph` -> index of the same node in `known`."""
+    """Return (`graph` with sizes, workspaces and times, the profile they come from), without
+    measuring times: these are estimates, scaled as measured times of `known`, a priced graph of
+    another size, relate to its estimates. values: as for `measure`. alike: index of a node of
+    `graph` -> index of the same node in `known`; nodes without one are scaled as the sum of all."""
     keys = call_keys(graph)
     profile = sized(graph, values, keys)
     priced = price(graph, profile, keys)
-    before_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
-    usual = known.time_ns / max(sum(before_ns), 1)
+    estimates_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
+    usual_rate = known.time_ns / max(sum(estimates_ns), 1)
     nodes = []
     for node in priced.nodes:
         same = alike.get(node.index)
-        rate = usual if same is None else known.nodes[same].time_ns / before_ns[same]
+        rate = usual_rate if same is None else known.nodes[same].time_ns / estimates_ns[same]
         # Times of `sized` are estimates.
         nodes.append(replace(node, time_ns=round(rate * _with_calls(node, node.time_ns))))
     return replace(priced, nodes=tuple(nodes)), profile
@@ -76,7 +78,8 @@ def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
 
 def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Profile:
     """Return costs with measured bytes, as `measure` finds them, and estimated times. A call runs
-    only if its bytes do not follow from the specs of its arguments. keys: of `graph`."""
+    only if its bytes do not follow from the specs of its arguments. values: as for `measure`; keys:
+    those of the calls of `graph`."""
     rates = fallback_rates(graph)
     costs: dict[str, OpCost] = {}
     waiting: dict[str, Call] = {}
@@ -97,10 +100,10 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
 
 
 def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
-    """Return the workspace of a CPU call whose bytes follow from specs: an elementwise operator or
-    a matrix product whose results hold just their elements. None for all others: operands of
-    another dtype than the rest, complex ones, or ones negated when read are converted or copied
-    first, and so are those of products in a layout that BLAS does not take."""
+    """Return the workspace in bytes of a CPU call for which it follows from specs: an elementwise
+    operator or a matrix product whose results hold just their elements. None for all other calls.
+    Operands of another dtype than the rest, complex ones, or ones negated when read are converted
+    or copied first, and so are those of products in a layout that BLAS does not take."""
     operands = [graph.values[ref.index].spec for ref in refs(call)]
     made = [graph.values[v].spec for v in call.made]
     dtypes = {spec.dtype for spec in (*operands, *made)}

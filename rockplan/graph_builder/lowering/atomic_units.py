@@ -22,7 +22,8 @@ from rockplan.values.graph import DataKind
 
 
 def divided(view: RunView) -> tuple[tuple[int, ...], ...]:
-    """Return the units in execution order, each as positions of calls in program order. Raises
+    """Return the units of a recorded run, groups of calls that become one node, in execution order;
+    each as positions of its calls in program order. Calls that nobody needs are in none. Raises
     UnsupportedModel for a change in place that no order of units allows."""
     for recorded in view.calls:
         for storage in sorted(view.storages(recorded.writes)):
@@ -35,8 +36,8 @@ def divided(view: RunView) -> tuple[tuple[int, ...], ...]:
 
 
 def check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:
-    """Raise UnsupportedModel for a call that changes a storage of the other phase, or a tangent.
-    kind: of the storage; own: of what the call makes."""
+    """Raise UnsupportedModel for a call that changes a storage of the other phase, or an incoming
+    gradient. kind: of the storage that it changes; own: kind of what calls of its phase make."""
     if kind is DataKind.TANGENT or kind is not own:
         raise UnsupportedModel.at(
             recorded.module,
@@ -84,11 +85,10 @@ def _units(view: RunView, live: Sequence[int]) -> tuple[tuple[int, ...], ...]:
 def _in_order(
     view: RunView, groups: list[tuple[int, ...]], dependencies: set[tuple[int, int]]
 ) -> tuple[tuple[int, ...], ...]:
-    """Return the groups in topological order, by last call where there is a choice.
-
-    Random draws and calls with side effects stay in program order, and so do calls that touch the
-    same storage of the caller. dependencies: (position of a maker, position of a reader).
-    """
+    """Return the groups in topological order, by their last call where there is a choice. Raises
+    UnsupportedModel if there is none. Random draws and calls with side effects stay in program
+    order, and so do calls that touch the same storage of the caller. dependencies: (position of a
+    maker, position of a reader)."""
     group_of = {p: g for g, group in enumerate(groups) for p in group}
     edges = {(group_of[a], group_of[b]) for a, b in dependencies}
     sequences: dict[object, list[int]] = defaultdict(list)

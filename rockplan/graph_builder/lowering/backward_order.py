@@ -49,7 +49,9 @@ gradients of biases move too, and nothing is gained."""
 
 
 def reordered(graph: CDGraph) -> CDGraph:
-    """Return `graph` with its backward nodes in an order that needs no more, often less, bytes."""
+    """Return `graph` with its backward nodes in an order in which no node needs more bytes, and
+    often fewer are needed; all nodes are renumbered, and `eager_order` has the order they had.
+    Returns `graph` itself if nothing moves."""
     first = len(graph.forward)
     order = (*range(first), *_backward_order(graph))
     if order == tuple(sorted(order)):
@@ -66,7 +68,8 @@ def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
 
 
 def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Translate `schedule` to the graph as it was before `reordered`."""
+    """Return `schedule` with the node numbers that the graph had before `reordered`; the schedule
+    itself if nothing moved."""
     if not graph.eager_order:
         return schedule
     eager = dict(zip(graph.eager_order, required(graph.nodes), strict=True))
@@ -78,7 +81,8 @@ def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
 
 def _backward_order(graph: CDGraph) -> list[int]:
     """Return the indices of the backward nodes in the new order: each is inserted into the order of
-    those before it where it costs least."""
+    those before it where memory is least. The first ones, beside which the caller's loss hides,
+    stay."""
     after = predecessors(graph)
     memory = _Liveness(graph)
     fixed = _beside_the_loss(graph)
@@ -93,8 +97,9 @@ def _backward_order(graph: CDGraph) -> list[int]:
 
 
 def _beside_the_loss(graph: CDGraph) -> int:
-    """Return how many backward nodes run up to and including the first that needs what the caller's
-    loss did, or else up to the one that needs most."""
+    """Return the number of backward nodes that keep their places: up to and including the first one
+    during which at least as many bytes are alive as beside the caller's loss, or else the one with
+    most."""
     schedule = keep_all(graph)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     needs = [step.during_bytes for event, step in steps if isinstance(event, Compute)]
@@ -105,8 +110,9 @@ def _beside_the_loss(graph: CDGraph) -> int:
 
 
 def predecessors(graph: CDGraph) -> list[set[int]]:
-    """Return for each node the nodes that must run before it, without those that follow from
-    theirs."""
+    """Return for each node the nodes that must run before it: makers of what it reads, the node
+    before in a fixed order (random, with effects), earlier readers of a gradient that autograd adds
+    to. What follows from those of other nodes is left out."""
     producer = producers(graph)
     before = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
     last: int | None = None
@@ -151,7 +157,8 @@ class _Liveness:
             self._readers_left[d] += 1
 
     def effect(self, node: ComputeNode) -> _ByteEffect:
-        """Return the effect of running `node` now."""
+        """Return by how many bytes memory rises while `node` runs now, and by how many it differs
+        after it, takeovers counted."""
         dying = [d for d in node.reads if self._readers_left[d] == 1]
         made = self._made[node.index]
         unread = sum(self._sizes[d] for d in node.writes if not self._readers_left[d])

@@ -29,8 +29,10 @@ LEAST_BYTES = 1 << 16
 
 
 def with_copies(capture: Capture) -> Capture:
-    """Return `capture` with copies of the buffers that need them; unchanged if there are none, if
-    they would take too much, or if the forward changes other storages together with them."""
+    """Return `capture` in which each buffer that the forward reads and changes is copied twice
+    before the first change (one copy to keep, one to run on), so that the forward can run again.
+    Unchanged if no buffer needs one, if copies would take more than SHARE of what the forward
+    makes, or if other storages are changed together with them."""
     view = capture.view
     if view.changed_outside.isdisjoint(view.storage(v) for _, v in capture.buffers):
         return capture
@@ -61,8 +63,9 @@ def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
 
 
 def _copied(view: RunView) -> list[int]:
-    """Return the buffers to copy: those that are changed and from which results are computed, with
-    all buffers that are changed in the same unit."""
+    """Return the buffers to copy: those that the forward changes and from which it computes
+    results, with all that are changed in the same unit of calls. A group in which one cannot be
+    copied is left out."""
     together = networkx.utils.UnionFind(view.changed_outside)
     wanted: set[int] = set()
     for unit in divided(view):
@@ -78,8 +81,8 @@ def _copied(view: RunView) -> list[int]:
 
 
 def _alone(view: RunView) -> dict[int, int]:
-    """Return storage -> buffer, for changed storages that one contiguous buffer fills, and that the
-    backward pass does not change."""
+    """Return storage -> buffer (value), for the changed storages that can be copied: one contiguous
+    buffer fills it, nothing else of the caller's is in it, and the backward does not change it."""
     members: dict[int, list[int]] = defaultdict(list)
     for value in view.given:
         members[view.storage(value)].append(value)

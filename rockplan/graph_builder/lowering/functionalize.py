@@ -25,8 +25,9 @@ from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, renamed
 
 
 def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
-    """Return `capture`, in which changes that should not run in one node with what they change make
-    new storages. everywhere: all changes do, if an operator exists for that."""
+    """Return `capture` in which changes in place that should not run in one node with what they
+    change are replaced by operators that make new storages. everywhere: all changes are, if such an
+    operator exists."""
     if not any(recorded.writes for recorded in capture.calls):
         return capture
     rewriting = _Rewriting(capture, everywhere)
@@ -69,7 +70,8 @@ class _Rewriting:
         self._written: dict[int, int] = {}
 
     def capture(self) -> Capture:
-        """Return the rewritten capture."""
+        """Return the capture as rewritten so far; the results of the forward are the latest
+        versions of theirs."""
         outputs = tuple(
             o if o.value is None else replace(o, value=self._latest(o.value))
             for o in self._capture.outputs
@@ -78,8 +80,9 @@ class _Rewriting:
         return replace(self._capture, values=values, calls=calls, outputs=outputs)
 
     def add(self, position: int) -> None:
-        """Add the call at `position`, on the latest versions of its arguments. Its change in place
-        becomes a new version if it should not run in one node with the old one."""
+        """Append the call at `position` of the recorded run, on the latest versions of its
+        arguments. Its change in place makes a new version of the storage if it should not run in
+        one node with the old."""
         recorded = self._run.calls[position]
         read = self._run.storages(recorded.reads)
         call = renamed(recorded.call, self._latest, int)
@@ -95,8 +98,9 @@ class _Rewriting:
         self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
-        """Update inputs and `is_read` of latest versions, for a call that is added next. read: the
-        storages that it reads, as recorded."""
+        """Update what is known of the latest versions (what they were made from, whether something
+        has read them), for a call that is appended next. read: the storages that it reads, as
+        recorded."""
         made = self._run.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}
@@ -105,9 +109,10 @@ class _Rewriting:
             self._versions[storage].is_read = True
 
     def _changing(self, recorded: RecordedCall, call: Call, read: frozenset[int]) -> Call | None:
-        """Return the out-of-place call for what `recorded` changes. None if it may as well run in
-        one node with the old version, or if no operator makes the same bits. call: `recorded` on
-        the latest versions; read: storages that it reads."""
+        """Return the out-of-place call that makes what `recorded` changes in place, without its
+        result. None if the change may as well run in one node with the old version, or if no
+        operator makes the same bits. call: `recorded` on the latest versions; read: storages that
+        it reads."""
         op = out_of_place(call.op)
         if op is None or len(recorded.writes) != 1 or recorded.call.results != recorded.writes:
             return None
@@ -121,8 +126,8 @@ class _Rewriting:
         is_late = version.inputs and self._is_late(version, read - {value.storage})
         if not (self._everywhere or version.is_read or is_late):
             return None
-        made = replace(call, op=op)
-        return made if tensor_spec(self._writing.made(made)) == value.spec else None
+        functional = replace(call, op=op)
+        return functional if tensor_spec(self._writing.made(functional)) == value.spec else None
 
     def _is_late(self, version: _Version, storages: Iterable[int]) -> bool:
         """Return whether one of `storages` is made or changed after the version began."""
@@ -131,7 +136,8 @@ class _Rewriting:
     # -- values ----------------------------------------------------------------------------
 
     def _renew(self, changed: int, phase: Phase) -> int:
-        """Begin a version of the storage of `changed`; return the value that covers all of it."""
+        """Begin a new version of the storage of the value `changed`, in a storage of its own;
+        return the new value that covers all of it. phase: in which the change runs."""
         value = replace(self._run.values[changed], storage=self._storages)
         self._storages += 1
         base = self._new(value)
@@ -144,9 +150,9 @@ class _Rewriting:
         return len(self._values) - 1
 
     def _results_of(self, recorded: RecordedCall) -> tuple[int | None, ...]:
-        """Return the results of a call that begins no version by a change in place. Each is one of
-        its arguments, or a new tensor, either in a new storage (whose first version begins here) or
-        a view into the latest version of a storage."""
+        """Return the results (values, None for unused ones) of a call that makes no new version by
+        a change in place. Each is one of its arguments, or a new tensor, either in a new storage
+        (whose first version begins here) or a view into the latest version of a storage."""
         for value in recorded.call.made:
             storage = self._run.storage(value)
             if value in recorded.reads or storage in self._callers:
@@ -160,8 +166,9 @@ class _Rewriting:
         return tuple(None if r is None else self._latest(r) for r in recorded.call.results)
 
     def _latest(self, value: int) -> int:
-        """Return the value with the current content of `value`, in the latest version of its
-        storage; write a view of that version if there is none yet."""
+        """Return the value that has the present content of the recorded `value`: in the latest
+        version of its storage, to which a call that derives the view is appended if there is none
+        yet; `value` itself if its storage has no new version."""
         version = self._versions.get(self._run.storage(value))
         if version is None or version.base is None:
             return value
@@ -172,7 +179,8 @@ class _Rewriting:
         return version.members[value]
 
     def _derived(self, version: _Version, spec: TensorSpec) -> int:
-        """Write a view of the version with this spec; return its value."""
+        """Append a call that views the version's storage as `spec` says (shape, strides, offset),
+        and return its result, a new value."""
         assert version.base is not None
         last = self._calls[-1]
         base = self._values[version.base]
@@ -184,9 +192,9 @@ class _Rewriting:
 
 
 def _unchangeable(view: RunView) -> set[int]:
-    """Return storages that get no versions: those viewed in several dtypes or as conjugates, since
-    strides do not describe such views; and gradients that are handed over, since the recorded calls
-    tell which of them autograd sums."""
+    """Return the storages in which changes in place stay: those viewed in several dtypes or as
+    conjugates, since strides do not describe such views; and gradients handed to autograd, since
+    the recorded calls tell which of them autograd sums."""
     unchangeable = {view.storage(g) for _, g in view.gradients if g is not None}
     kinds: dict[int, str] = {}
     for value in view.values:

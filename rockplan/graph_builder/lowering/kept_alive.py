@@ -22,9 +22,10 @@ from rockplan.values.interface import Interface
 def summed_in_place(
     nodes: list[ComputeNode], values: Sequence[Value], gradients: Gradients
 ) -> frozenset[int]:
-    """Keep contributions to one gradient alive as long as autograd needs them. Return the targets
-    whose contributions are added to the first one as they are made; for other targets all
-    contributions wait for the last."""
+    """Let nodes read contributions to one gradient, so that these stay alive as long as autograd
+    needs them; `nodes` is changed. Returns the values whose gradient is summed into its first
+    contribution as others are made; for other values all contributions wait for the last.
+    gradients: pairs (value, its contributions)."""
     made_by = {d: n.index for n in nodes for d in n.writes}
     read = {d for node in nodes for d in node.reads}
     times_handed = Counter(values[g].data for _, parts in gradients for g in parts)
@@ -45,8 +46,10 @@ def summed_in_place(
 def _sum_into_first(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> bool:
-    """Keep the first contribution to a gradient alive until the last is made: autograd adds each of
-    the others to it in place when it is handed over. Return False if they are not made in order."""
+    """Let the makers of later contributions to a gradient read the first one, which stays alive so:
+    autograd adds each to it in place when it is handed over. Changes `nodes`; returns False, and
+    changes nothing, if contributions are not made in order. made_by: storage -> node that makes it;
+    contributions: storages."""
     makers = [made_by.get(d, -1) for d in contributions]
     if makers != sorted(makers) or makers[0] < 0:
         return False
@@ -59,8 +62,9 @@ def _sum_into_first(
 def _keep_until_last(
     nodes: list[ComputeNode], made_by: dict[int, int], contributions: Sequence[int]
 ) -> None:
-    """Keep all contributions to one gradient alive until the last is made: they are handed over
-    together, so that autograd never holds one that the plan does not count."""
+    """Let the maker of the last contribution to a gradient read the others, so that they stay
+    alive: all are handed over together, and autograd never holds one that the plan does not count.
+    Changes `nodes`. made_by: storage -> node that makes it; contributions: storages."""
     makers = {made_by[d] for d in contributions if d in made_by}
     if not makers:
         return
@@ -70,9 +74,10 @@ def _keep_until_last(
 
 
 def keep_what_acts(nodes: list[ComputeNode], values: Sequence[Value], interface: Interface) -> None:
-    """Keep results of forward operators with side effects alive until the backward phase starts. If
-    incoming gradients have other strides than planned, the rest of the forward runs again, but
-    these operators must not. Nothing to do if backward starts from scalars only."""
+    """Let the first backward node read the results of forward operators with side effects, so that
+    they stay alive until it; `nodes` is changed. If incoming gradients have other strides than
+    planned, the rest of the forward runs again, but these operators must not. Nothing to do if
+    backward starts from scalars only."""
     tangents = [o.tangent for o in interface.outputs if o.tangent is not None]
     if not any(values[t].spec.shape for t in tangents):
         return

@@ -55,11 +55,12 @@ class Lowered:
 
 
 def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
-    """Build the CDGraph.
+    """Build the graph of a recorded run, forward nodes first, with the roles of its storages and
+    values.
 
     rng_state_bytes: size of one saved generator state on the device. released: positions of leaves
     of the result that the caller does not hold in the backward phase. Raises InvalidInput if one is
-    not a tensor made by the forward.
+    not a tensor made by the forward, UnsupportedModel for changes in place that cannot be planned.
     """
     view = capture.view
     numbering = _Numbering(view)
@@ -140,7 +141,8 @@ class _Numbering:
         return self.data_of[ordinal]
 
     def value(self, recorded: int, name: str | None = None) -> int:
-        """Return the graph's index of a recorded value; its chain of views is numbered first."""
+        """Return the graph's index of the value `recorded`, which is added with its storage if it
+        is new; what it is a view of is added first. name: None for one by its operator."""
         if recorded in self.value_of:
             return self.value_of[recorded]
         value = self._run.values[recorded]
@@ -163,8 +165,8 @@ class _Numbering:
         return index
 
     def views_with_siblings(self) -> tuple[Value, ...]:
-        """Return all values; a view names every result of its call that the graph uses, so that one
-        execution derives them all."""
+        """Return all values of the graph, in which the call of a view names every result that the
+        graph uses, so that one execution of, say, `split` derives them all."""
         values = list(self.values)
         for recorded, index in self.value_of.items():
             position, view = self._run.views.get(recorded), values[index].view
@@ -191,7 +193,8 @@ class _Numbering:
 
 
 def _interface(capture: Capture, numbering: _Numbering) -> Interface:
-    """Return the roles of the values, in the numbering of the graph."""
+    """Return which values of the graph are parameters, buffers, inputs, results, gradients and so
+    on, from the same of the capture."""
     of, view = numbering.value, capture.view
     changed = (v for v in view.given if view.storage(v) in view.changed_outside)
     return Interface(
@@ -219,7 +222,9 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
 
 
 def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequence[int]) -> set[int]:
-    """Return storages of the leaves of the result that the caller holds in the backward phase."""
+    """Return the storages of results that the caller holds during the backward phase: all but the
+    `released` ones (positions of leaves) from which backward does not start. Raises InvalidInput
+    for a position that is no tensor's."""
     leaves = {i: o for i, o in enumerate(interface.outputs) if o.value is not None}
     if not leaves.keys() >= set(released):
         raise InvalidInput(
@@ -234,10 +239,9 @@ def _held_outputs(interface: Interface, numbering: _Numbering, released: Sequenc
 
 
 def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
-    """Add the caller's scalars to the data; return those that backward() holds from its start to
-    its end. These are the gradient of a loss that the module returns, which is the root of the
-    engine's run; and the value and gradient of what the caller computes from the result (a
-    loss)."""
+    """Return the storages of scalars that the caller or autograd's engine holds throughout the
+    backward: gradients of scalar results, and one storage more, which is added to the data here,
+    for the value and gradient of the loss that the caller computes from the result."""
     tangents = [o.tangent for o in capture.outputs if o.tangent is not None]
     scalars = [t for t in tangents if not capture.values[t].spec.shape]
     held = {numbering.values[numbering.value(t)].data for t in scalars}
@@ -251,7 +255,9 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
 
 
 def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int) -> ComputeNode:
-    """Return the node of one unit. unit: positions of its calls; index: of the node."""
+    """Return the node with number `index` of one unit, positions of calls that run together: what
+    it reads and writes, whether it may run again, and with which calls. New results are
+    numbered."""
     recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()

@@ -58,8 +58,9 @@ def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Compu
 
 
 def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Iterator[Takeover]:
-    """Yield the ways in which the node may write its only result over an operand. seen: data that
-    the caller or autograd sees."""
+    """Yield each way in which the node's first call may write its only result over an operand with
+    the same shape, strides and dtype. seen: storages that the caller or autograd sees, which are
+    never written over."""
     if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call, *rest), (written,) = node.calls, node.writes
@@ -124,8 +125,8 @@ def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
 
 
 def _variant(call: Call, operand: int) -> Call | None:
-    """Return `call` writing its result into the value `operand`, one of its arguments; None if no
-    operator does so."""
+    """Return `call` with its result written into `operand`, the value of one of its arguments, by
+    `out=` or by the in-place operator; None if no operator does so."""
     target = ValueRef(operand)
     if row_of(call.op).writes_as and len(call.args) > 2:  # `add.Scalar` with a factor
         return None
@@ -139,8 +140,8 @@ def _variant(call: Call, operand: int) -> Call | None:
 
 @functools.cache
 def _writing_operator(op: str) -> tuple[str, str | None]:
-    """Return the overload that writes into an operand, and the name of its argument for that, None
-    if it is the first argument. ('', None) if there is no such overload."""
+    """Return (name of the overload of `op` that writes its result into an operand, name of the
+    argument for it; None if it is the first one). ('', None) if there is no such overload."""
     functional = facts.resolve(row_of(op).writes_as or op)
     packet = functional.overloadpacket
     namespace, name, overload = op.split(".")
@@ -161,8 +162,9 @@ def _writing_operator(op: str) -> tuple[str, str | None]:
 
 @functools.cache
 def out_of_place(op: str) -> str | None:
-    """Return `add.Tensor` for `add_.Tensor`: the operator whose result has the bits that `op`
-    writes into its first argument, and may be written there; None for other operators."""
+    """Return the name of the operator whose result has the bits that `op` writes into its first
+    argument, and may be written there: 'aten.add.Tensor' for 'aten.add_.Tensor'. None if `op` is
+    not in place, or nothing says so of that operator."""
     namespace, name, overload = op.split(".")
     functional = f"{namespace}.{name.removesuffix('_')}.{overload}"
     row = row_of(functional)

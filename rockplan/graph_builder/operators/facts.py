@@ -52,7 +52,7 @@ def resolve(name: str) -> OpOverload:
 
 
 def tensors(arguments: object) -> list[torch.Tensor]:
-    """Return every tensor in nested arguments, in order."""
+    """Return every tensor in nested tuples, lists and dicts of arguments, in order."""
     if isinstance(arguments, torch.Tensor):
         return [arguments]
     operands: list[torch.Tensor] = []
@@ -71,9 +71,10 @@ _CONTAINERS = (tuple, list, dict)
 
 @functools.cache
 def facts_of(operator: Any) -> OperatorFacts:
-    """Return what the schema and the rows say of an operator of PyTorch or a library. operator: an
-    overload, or a name. A higher-order operator, which is no overload, is refused unless its row
-    says that what it calls is recorded."""
+    """Return what the schema and our rows say of an operator: what it writes, whether it draws
+    random numbers, has side effects, is refused, and so on. operator: an overload, or a name. A
+    higher-order operator, which is no overload, is refused unless its row says that what it calls
+    is recorded."""
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
@@ -100,7 +101,8 @@ def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
 
 
 def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
-    """Return what the schema and the tags of an operator say."""
+    """Return the facts of an operator that follow from its schema and tags alone, without our
+    rows."""
     name, arguments = str(operator), operator._schema.arguments
     namespace = operator.namespace
     packet = operator._schema.name.split("::")[-1]
@@ -158,8 +160,9 @@ def pure(operator: Any) -> Any:
 
 
 def _effect(operator: OpOverload) -> Effect:
-    """Return the effect by library and schema: an operator that returns nothing and writes nothing
-    is called for a side effect."""
+    """Return which side effect an operator has, by its library and schema: none, unknown (of
+    libraries we do not know), or CHECKS if it returns nothing and writes nothing, since it is
+    called for that."""
     schema, library = operator._schema, operator.namespace
     is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     if library in ANNOTATIONS or schema.name in _PURE or is_view:
@@ -177,9 +180,9 @@ def _is_known_to_be_pure(operator: OpOverload) -> bool:
 
 
 def operators_named(name: str) -> tuple[Any, ...]:
-    """Return the operators that a user may mean: 'aten.add.Tensor', 'aten::add', 'add' (all
-    overloads that make their result, or else those with an `out` argument), 'cond'. Raises
-    InvalidInput if there is none."""
+    """Return the operators that a user may mean by 'aten.add.Tensor', 'aten::add', 'add' or 'cond':
+    one overload, or all with tensors (those with `out` only if there are no others), or the name of
+    a higher-order operator. Raises InvalidInput, with near names, if there is none."""
     library, *rest = name.removeprefix("torch.ops.").replace("::", ".").split(".")
     if not rest:
         if library in _ROWS:
@@ -239,7 +242,8 @@ def given(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[
 def written(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that this call changes in place."""
+    """Return the tensors among the arguments that this call changes in place, by the schema and our
+    rows."""
     facts, names = facts_of(operator), argument_names(operator)
     places = [names[position] for position in _declared_writes(operator)]
     undeclared = [name for name in facts.writes if name not in places]
@@ -256,8 +260,8 @@ def out_of_place_view(operator: OpOverload) -> OpOverload | None:
 
 
 def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
-    """Return `squeeze` for `squeeze_`: the view operator for one that changes shape or strides of
-    its argument in place, without touching its elements; None for other operators."""
+    """Return the view operator that does to a new tensor what `operator` does to its argument in
+    place, shape or strides and no element: `squeeze` for `squeeze_`. None for other operators."""
     if torch.Tag.inplace_view not in operator.tags:
         return None
     namespace, name = operator._schema.name.split("::")
@@ -283,8 +287,9 @@ def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any
 def without_statistics(
     name: str, args: tuple[object, ...]
 ) -> tuple[str, tuple[object, ...]] | None:
-    """Return (operator, args) that compute the same as batch normalization in training mode but
-    leave running statistics alone; None if `name` is no such operator."""
+    """Return (name of an operator, its args) that compute the same as this call of batch
+    normalization in training mode, but leave running statistics alone. None if `name` is no such
+    operator, or the call is not in training mode."""
     again = facts_of(name).runs_again_as
     if not again or not _holds(resolve(name), args):
         return None
@@ -312,7 +317,8 @@ def _holds(operator: OpOverload, args: tuple[object, ...]) -> bool:
 
 
 def reads_content(operator: OpOverload) -> bool:
-    """Return whether a call reads elements of an argument that it does not write."""
+    """True if a call of the operator may read elements of an argument that it does not write,
+    rather than its shape and dtype only."""
     facts = facts_of(operator)
     if facts.if_argument:
         return True
@@ -330,12 +336,10 @@ def reads_first(operator: OpOverload) -> bool:
 def without_argument(
     operator: OpOverload, args: tuple[Any, ...], result: Any
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
-    """Return (operator, args, kwargs) that make the same as a call that reads no element of its
-    argument, without that argument: then a dropout mask can be drawn while what it masks is not
-    alive.
-
-    None for other calls, and if the new tensor has strides that only `empty` can be given.
-    """
+    """Return (operator, args, kwargs) that make the same as this call, which reads no element of
+    its argument (`zeros_like`), without that argument: then a dropout mask can be drawn while what
+    it masks is not alive. result: the call's result, on fake tensors. None for other calls, and if
+    the new tensor has strides that only `empty` can be given."""
     facts = facts_of(operator)
     if not facts.recorded_as:
         return None

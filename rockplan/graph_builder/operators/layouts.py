@@ -33,12 +33,13 @@ from rockplan.graph_builder.operators.rows import ShapeRule
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the result of a call on fake tensors.
+    """Return the result of a call on fake tensors, with three kinds of PyTorch's shape rules
+    corrected.
 
-    It corrects three kinds of shape rules. Gradients that are not wanted (`output_mask`) are None,
-    as kernels return them; some rules make them anyway. The rule of grouped matrix products
-    requires what CUDA kernels need (bfloat16), also on other devices. The rules of operators that
-    copy a whole storage make only the elements that the argument shows.
+    Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
+    them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
+    also on other devices. The rules of operators that copy a whole storage make only the elements
+    that the argument shows.
     """
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
@@ -59,7 +60,8 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
 def _grouped_product(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> torch.Tensor:
-    """Return the fake result of a grouped matrix product in any dtype."""
+    """Return an empty tensor like the result of a grouped matrix product of `self` and `mat2` (2 or
+    3 dimensions each; `offs`: ends of the groups), in any dtype."""
     named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
     offsets: Any = named.get("offs")
     left, right = named["self"], named["mat2"]
@@ -74,8 +76,9 @@ def _grouped_product(
 
 
 def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
-    """Return `made` in a storage as large as that of `argument`. If `argument` repeats elements, so
-    that `made` has other strides, only elements are copied: `made` is right already."""
+    """Return `made`, the result of an operator that copies the whole storage of `argument`, in a
+    new storage as large as that. If `argument` repeats elements, so that `made` has other strides,
+    only elements are copied: `made` is right already."""
     elements = argument.untyped_storage().nbytes() // made.itemsize
     if made.stride() != argument.stride():
         return made
@@ -110,8 +113,9 @@ SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other siz
 
 
 def form(name: str, arguments: object) -> object:
-    """Return a key of a call that is equal for calls which differ in sizes only. arguments: nested,
-    with tensors or their specs as leaves."""
+    """Return a key of a call that is equal for calls which differ in sizes only: the operator's
+    name, of tensors dtype and order of dimensions, other literals. arguments: nested, with tensors
+    or their specs as leaves."""
 
     def described(leaf: Any) -> object:
         """Return a leaf without its sizes: the arrangement of a tensor; sizes in a list as 0, 1 or
@@ -134,8 +138,9 @@ def _is_numbers(argument: object) -> bool:
 
 
 def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
-    """Return the dimensions from the outermost to the innermost, and for each whether it has none,
-    one or several elements, repeats them, and lies without a gap beside the next."""
+    """Return (dimensions from the outermost to the innermost; for each 0, 1 or 2 for no, one or
+    several elements; for each 1 if it lies without a gap around the next, -1 if it repeats
+    elements, else 0)."""
     order = _outermost_first(strides)
     beside = [0] * len(order)
     expected = 1
@@ -150,7 +155,8 @@ def _outermost_first(strides: Sequence[int]) -> list[int]:
 
 
 def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
-    """Return strides without gaps, for dimensions in `order`, the outermost first."""
+    """Return the strides, in elements, of a tensor of this shape without gaps. order: dimensions
+    from the outermost to the innermost."""
     strides = [1] * len(shape)
     expected = 1
     for dimension in reversed(order):
@@ -179,7 +185,9 @@ class Layouts:
     def corrected(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
     ) -> Any:
-        """Return `result` of a fake call with the strides and dtypes that the real call gives."""
+        """Return `result` of a call on fake tensors with the strides and dtypes that the real call
+        gives; itself where the rules are trusted (new tensors from contiguous arguments of one
+        dtype) or the real call fails."""
         given = tensors((args, kwargs))
         made = tensors(result)
         if any(t.layout is not torch.strided for t in made):
@@ -218,7 +226,9 @@ class Layouts:
         made: Sequence[torch.Tensor],
         is_view: bool,
     ) -> tuple[_Layout, ...]:
-        """Return strides and dtype of each real result, cached; empty if the real call fails."""
+        """Return (strides, dtype) of each tensor that the real call returns: known from the same
+        call, or from one of other sizes, or found by running it. () if the real call fails. made:
+        the fake results."""
 
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
@@ -243,7 +253,9 @@ class Layouts:
         kwargs: dict[str, Any],
         made: Sequence[torch.Tensor],
     ) -> tuple[_Layout, ...] | None:
-        """Return the layouts by the same call at another size, None if it was not seen."""
+        """Return (strides, dtype) of each result as the same call at another size had them: dense,
+        in the same order of dimensions. None if none was seen, or its results were not dense; made:
+        the fake results."""
         if self._seen is None:
             return None
         orders = self._seen.results.get(form(operator_name(operator), (args, kwargs)))
@@ -260,7 +272,9 @@ class Layouts:
         made: Sequence[torch.Tensor],
         real: tuple[_Layout, ...],
     ) -> None:
-        """Store the layouts of a real call for calls of other sizes."""
+        """Store the order of dimensions and dtype of each result of a real call, for calls of other
+        sizes; None (nothing follows) if one has gaps. made: the fake results; real: their real
+        strides and dtypes."""
         if self._seen is None or len(real) not in (0, len(made)):
             return
         pairs = [*zip(made, real, strict=False)]
@@ -276,8 +290,9 @@ class Layouts:
 
 
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether the rules may be wrong: a call on floating-point tensors and masks, of which
-    one does not have the strides of a new tensor, or which differ in precision."""
+    """True if fake strides or dtypes of the result may be wrong: all arguments are floating-point
+    tensors and masks, and one does not have the strides of a new tensor, or they differ in
+    precision."""
     given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
@@ -288,8 +303,9 @@ def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def _real_layouts(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
 ) -> tuple[_Layout, ...]:
-    """Return strides and dtypes of the tensors that the real call on zeros returns; none if it
-    fails. Generators are put back."""
+    """Run the call on zeros like its fake arguments (on the meta device if is_view) and return
+    (strides, dtype) of each tensor of its result; () if it fails. Random generators are put
+    back."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         device = "meta" if is_view else tensor.device

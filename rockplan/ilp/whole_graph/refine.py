@@ -126,7 +126,7 @@ def looking_closer(
     written: Program, moments: Moments, orders: Orders, budget_bytes: int
 ) -> Moments | None:
     """Return `moments` and one more: the first execution, not yet among them, at which the schedule
-    `orders` exceeds the budget most. None if the budget is kept at all others. made: the program
+    `orders` exceeds the budget most. None if the budget is kept at all others. written: the program
     with these moments, whose intervals become unions of the next one."""
     graph = written.facts.graph
     schedule = with_frees(graph, orders.forward, orders.backward)
