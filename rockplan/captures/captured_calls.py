@@ -81,7 +81,8 @@ def arguments(
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
-    """Raise InvalidInput for a compiled model, and for wrappers of several devices or processes."""
+    """Raise InvalidInput for a model compiled by torch.compile, and for wrappers of several devices
+    or processes, which say how to plan what is inside."""
     if hasattr(model, "_orig_mod"):
         raise InvalidInput(
             "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
@@ -114,7 +115,8 @@ _DISTRIBUTED = {
 
 
 def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
-    """Raise InvalidInput if the model is on several devices, or the sample on another one."""
+    """Raise InvalidInput if parameters are on several devices, or if one of the sample's
+    `arguments` is on another kind of device than the model. The meta device does not count."""
     devices = {p.device for p in model.parameters() if not p.is_meta}
     if len(devices) > 1:
         raise InvalidInput(
@@ -211,7 +213,8 @@ class CapturedCall:
 
     @property
     def waits(self) -> Waits:
-        """The gradients of parameters with hooks, as storages: (contributions, parameter)."""
+        """(Contributions to the gradient of a parameter, parameter), all as storages, for each
+        parameter that has a hook."""
         values, interface = self.lowered.graph.values, self.lowered.interface
         hooked = {value for name, value in interface.parameters if name in self.hooked}
         return tuple(
@@ -224,9 +227,10 @@ class CapturedCall:
 def captured_call(
     call: ModuleCall, options: Options, is_asked: bool = True, may_run: bool = True
 ) -> CapturedCall:
-    """Capture one kind of call, in the variants of the options. is_asked: log why the head cannot
-    be tiled, if the options ask for it. may_run: the original may be called for real, if its first
-    call stores tables (`first_call`)."""
+    """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
+    Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
+    may_run: the module may be called for real if its first call stores tables (`first_call`).
+    Raises CaptureError, InvalidInput."""
     report("capturing the model")
     check_options(options)
     module, incoming = call.module, call.incoming
@@ -254,7 +258,8 @@ def _recorded(
     forward: Callable[..., Any],
     *how: Any,
 ) -> Capture:
-    """Record one call; if the first call stores tables, the second one. how: as in `capture`."""
+    """Record one call. If the module's first call stores tables, record it as a second call. how:
+    further arguments of `capture`, in order."""
     try:
         return capture(module, args, kwargs, forward, *how)
     except StoredByTheFirstCall as refusal:
@@ -266,7 +271,9 @@ def _recorded(
 def _in_parts(
     run: Capture, state_bytes: int, hooked: frozenset[str], options: Options, is_asked: bool
 ) -> CapturedCall | None:
-    """Return the call with a tiled head. None if it cannot be tiled: the log says why."""
+    """Return the recorded run lowered with a tiled head; None if the head cannot be tiled, and if
+    is_asked the log says why. state_bytes: of a saved generator state; hooked: names of parameters
+    with hooks."""
     try:
         return CapturedCall(lower(run, state_bytes, options), hooked)
     except HeadStaysWhole as reason:
@@ -278,16 +285,17 @@ def _in_parts(
 def prepared(
     module: nn.Module, call: SizedCall, options: Options
 ) -> tuple[CapturedCall, tuple[Problem, ...]]:
-    """Capture a call, and measure its operations. Returns it with a search problem for each
-    variant."""
+    """Capture a call of `module` and measure its operations. Returns it with a search problem for
+    each variant (as it is, with the head in parts). Errors name the sizes of the call and parts
+    that can be planned."""
     with named_in_refusals(module), outside_of_initialization(), call.named_in_errors():
         source = captured_call(call.of(module), options)
         return source, problems_of(source, options)
 
 
 def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
-    """Return the search problem of each variant; operations that several have in common are
-    measured once."""
+    """Return the search problem of each variant of a captured call, its operations priced on this
+    machine; operations that several variants have in common are measured once."""
     problems: tuple[Problem, ...] = ()
     with PLANNING:
         for variant in source.variants:

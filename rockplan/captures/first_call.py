@@ -30,8 +30,9 @@ def after_a_first_call(
     kwargs: dict[str, Any],
     refusal: Exception,
 ) -> Iterator[None]:
-    """Run inside with what the first call of the module stores. Raises `refusal` if the call fails,
-    or if the second one returns other values."""
+    """Call `module` for real, and run the `with` block with the tensors that its first call stored
+    in place (tables in caches). They are taken away again only if the block raises. Raises
+    `refusal` if the call fails, or if a second one returns other values."""
     snapshot = Snapshot.of(module, forward, args, kwargs)
     snapshot.begin()
     stored = _stored_by_a_call(snapshot, module, forward, args, kwargs)
@@ -53,9 +54,9 @@ def _stored_by_a_call(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> list[tuple[Held, list[Element]]] | None:
-    """Call the module twice, and leave all as it was. Returns (holder, its elements after the first
-    call) for holders in which that call stored a tensor; None if the second call has other
-    results."""
+    """Call the module for real twice, and leave everything as it was. Returns (holder, its elements
+    after the first call) for each object in which that call stored a tensor; None if a call fails
+    or the second one has other results."""
     with untouched(module, args, kwargs) as run, torch.no_grad():
         try:
             with run.draws_restored():

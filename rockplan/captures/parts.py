@@ -25,7 +25,8 @@ _PATTERNS = 4
 
 @contextlib.contextmanager
 def named_in_refusals(model: nn.Module) -> Iterator[None]:
-    """Add to an error that refuses `model` which parts can be planned."""
+    """Add to a CaptureError raised in the `with` block which parts of `model` can be planned by
+    themselves, unless the remedy is another one."""
     try:
         yield
     except (ForwardRaises, NothingToDifferentiate):
@@ -40,7 +41,8 @@ def named_in_refusals(model: nn.Module) -> Iterator[None]:
 
 
 def _advice(model: nn.Module, refused: str) -> str:
-    """Return the sentence that says how to plan parts, '' if no part can be planned."""
+    """Return the sentence that says how to plan parts of the model; '' if no part can be planned.
+    refused: path of the module that cannot be."""
     parts = _parts(model, refused)
     if not parts:
         return ""
@@ -55,8 +57,8 @@ def _advice(model: nn.Module, refused: str) -> str:
 
 
 def _parts(model: nn.Module, refused: str) -> list[str]:
-    """Return the repeated blocks without the refused place; if there are none, the largest other
-    submodules."""
+    """Return the paths of the repeated blocks whose class does not hold the module at `refused`; if
+    there are none, of the largest other submodules without it."""
     kinds = {type(m) for path, m in model.named_modules() if path and _is_in(refused, path)}
 
     def is_unaffected(path: str) -> bool:
@@ -66,8 +68,9 @@ def _parts(model: nn.Module, refused: str) -> list[str]:
 
 
 def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
-    """Yield the outermost submodules with submodules and parameters of their own beside
-    `refused`."""
+    """Yield the paths of the outermost submodules below `path` that do not contain the module at
+    `refused`, and have submodules and parameters of their own. Lists and dictionaries of modules
+    count only by what is inside."""
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
         has_parts = any(True for _ in child.children()) and any(True for _ in child.parameters())
@@ -84,7 +87,8 @@ def _is_in(path: str, outer: str) -> bool:
 
 
 def _patterns(model: nn.Module, parts: Iterable[str]) -> list[str]:
-    """Abbreviate `parts`: '*' for numbers, if the pattern matches no other submodule."""
+    """Return the paths `parts`, with '*' in place of layer numbers where that matches no other
+    submodule of the model."""
     named: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         named.setdefault(re.sub(r"\b\d+\b", "*", path), []).append(path)

@@ -44,7 +44,8 @@ class SizedCall:
 
     @contextlib.contextmanager
     def named_in_errors(self) -> Iterator[None]:
-        """Prefix errors of planning with the sizes of this call."""
+        """Begin the message of errors of planning in the `with` block with the sizes of this call,
+        if it has a name."""
         try:
             yield
         except (CaptureError, InfeasibleBudget) as error:
@@ -89,8 +90,9 @@ def _has_strides(leaf: Any) -> bool:
 def _varying(
     ranges: Sequence[SizeRange], tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[int, SizeRange]]:
-    """Return, by name of a tensor, its dimensions that vary with their ranges. Ranges of one tensor
-    take precedence over ranges of all."""
+    """Return name of a tensor -> dimension -> range, for the dimensions that vary. `tensors`: of
+    the sample, by name. A range that names a tensor takes precedence over one for all. Raises
+    InvalidInput."""
     varying: dict[str, dict[int, SizeRange]] = {}
     for one in sorted(ranges, key=lambda r: not r.argument):
         if one.argument:
@@ -108,8 +110,8 @@ def _varying(
 
 
 def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
-    """Return the tensor that a range names. Raises InvalidInput if the sample has no such
-    dimension."""
+    """Return the name of the tensor that the range `one` is of. Raises InvalidInput if the sample
+    has no such tensor or dimension, or a size outside of the range."""
     tensor = tensors.get(one.argument)
     if tensor is None:
         raise InvalidInput(
@@ -128,8 +130,9 @@ def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
 def _of_one_size(
     one: SizeRange, names: Sequence[str], tensors: dict[str, torch.Tensor]
 ) -> list[str]:
-    """Return the tensors among `names` that vary; tensors of size 1 do not, if others are larger
-    (broadcasting). Raises InvalidInput if several sizes remain."""
+    """Return those of the tensors `names` whose dimension varies with the range `one`; where others
+    are larger, those of size 1 do not (broadcasting). Raises InvalidInput if several sizes remain,
+    no tensor has the dimension, or the sample's size is outside of the range."""
     if not names:
         raise InvalidInput(
             f"sizes names dimension {one.dimension}, which no tensor of the sample has that is not "
@@ -172,15 +175,16 @@ def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Sh
 
 
 def _once(
-    made: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
+    resized: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    """Return `tensor` in this shape; the same result for the same tensor."""
+    """Return `tensor` repeated or cut to `shape`; itself if it has that shape. One tensor that is
+    given several times stays one: `resized` has the results so far."""
     if tensor.shape == shape:
         return tensor
     key = (id(tensor), shape)
-    if key not in made:
-        made[key] = _of_shape(tensor, shape)
-    return made[key]
+    if key not in resized:
+        resized[key] = _of_shape(tensor, shape)
+    return resized[key]
 
 
 def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:

@@ -57,8 +57,8 @@ def untouched(
     loss: object = None,
     written: Collection[torch.Tensor] | None = None,
 ) -> Iterator[Untouched]:
-    """Leave everything as it was on exit. loss: a function that may be called inside, and is left
-    as it was, too.
+    """Restore everything on leaving the `with` block: tensors, gradients, hooks, random generators,
+    and what Python holds. loss: a function that may be called inside, and is left as it was, too.
 
     written: tensors that an earlier run wrote to; they and the buffers are copied at once. None:
     operators are watched, without the compiler, and a tensor is copied before the first write to

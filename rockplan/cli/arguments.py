@@ -118,8 +118,9 @@ _AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 
 def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[object]:
-    """Return the context of torch.autocast with this dtype, on the model's device. Raises
-    InvalidInput."""
+    """Return a context in which torch.autocast with this dtype is on, for the device of the model;
+    one that does nothing for None. Raises InvalidInput for other names than those of float
+    types."""
     if dtype is None:
         return nullcontext()
     if dtype not in _AUTOCAST_DTYPES:
@@ -144,7 +145,8 @@ def planning_options(
     host_path: str | None = None,
     link: str | None = None,
 ) -> Options:
-    """Return the options of the command line's arguments. Raises InvalidInput."""
+    """Return the Options that these arguments of the command line stand for. Raises InvalidInput
+    for near without compiled, and for values that Options refuses."""
     if near and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
     options = Options(
@@ -163,7 +165,8 @@ def planning_options(
 
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
-    """Parse ranges into the form of `Options.sizes`, which checks their numbers."""
+    """Convert texts such as '1=64:2048' (dimension 1 of all tensors) and 'input_ids.1=64:2048' to
+    the form of `Options.sizes`, which checks the numbers. Raises InvalidInput for other texts."""
     by_name: dict[Any, Any] = {}
     for text in texts:
         match = re.fullmatch(r"(?:(.+)\.)?(\d+)=(\d+):(\d+)", text)
@@ -178,8 +181,8 @@ def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
 
 
 def is_plan_file(source: str, for_model: bool) -> bool:
-    """True if PLAN|MODEL is a plan file. for_model: there are arguments that only a MODEL takes;
-    then a plan file raises InvalidInput."""
+    """True if `source`, which stands for PLAN|MODEL, is a plan file. for_model: there are arguments
+    that only a MODEL takes; then a plan file raises InvalidInput."""
     if ":" in source and not Path(source).is_file():
         return False
     if for_model:

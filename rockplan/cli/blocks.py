@@ -99,7 +99,8 @@ class SolvedBlocks:
 
     @property
     def row(self) -> display.Row:
-        """The plan as a row of JSON."""
+        """The plan as a row of the command's JSON: bytes and ns, shares as fractions, and a row for
+        each block."""
         plan = self.plan
         return {
             "budget": self.asked,
@@ -117,6 +118,7 @@ class SolvedBlocks:
 
 
 def _placed_row(block: PlacedBlock) -> display.Row:
+    """Return the row of one block for JSON: its kind, bytes and ns."""
     return {
         "path": block.path,
         "kind": block.kind,
@@ -135,8 +137,9 @@ def _solve_each(
     optimizer: str | None,
     options: Options,
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
-    """Return the plan of each budget; for one that is too small the error that
-    `rockplan.solve_blocks` raises. The model is left as it was."""
+    """Return for each budget, as text, the plan of the blocks, or the InfeasibleBudget that says
+    that it is too small. Blocks are put back after each. patterns: of paths of blocks; None: found
+    by rockplan."""
     solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:
@@ -155,7 +158,9 @@ def _solved(
     optimizer: str | None,
     options: Options,
 ) -> SolvedBlocks:
-    """Plan the blocks for one budget."""
+    """Plan the blocks of the model within the budget `asked`, and return the plan with a
+    description of each group of equal blocks. Leaves planned blocks in the model. Raises
+    InfeasibleBudget."""
     model = rockplan.solve_blocks(
         subject.model,
         subject.sample_input,

@@ -120,6 +120,7 @@ def _entries(kinds: list[str] | None) -> list[Entry]:
 
 
 def _entry_row(entry: Entry) -> display.Row:
+    """Return an entry of the cache as a row for JSON."""
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -137,7 +138,8 @@ def _age(entry: Entry) -> str:
 
 
 def _for(entry: Entry) -> str:
-    """Return the facts of a key that tell entries of one kind apart at a glance."""
+    """Return the facts of an entry's key that tell entries of one kind apart at a glance, as text;
+    '?' for one that is missing."""
     facts = {
         "profile": ("profile",),
         "options": ("block",),

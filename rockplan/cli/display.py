@@ -38,8 +38,9 @@ def show_table(
     words: Collection[int] = (0,),
     plain_width: int = PLAIN_WIDTH,
 ) -> None:
-    """Print a table to stdout; columns of words are left-aligned and folded, those of numbers
-    right. plain_width: columns if stdout is no terminal."""
+    """Print a table to stdout. words: positions of columns of words, which are left-aligned and
+    folded where too wide; others are numbers, aligned right. plain_width: characters if stdout is
+    no terminal."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for position, column in enumerate(columns):
         is_words = position in words
@@ -73,7 +74,8 @@ def print_json(document: object) -> None:
 
 
 def plan_row(asked: str, plan: Plan) -> Row:
-    """Return the figures of a plan; bytes and nanoseconds, shares as fractions."""
+    """Return the figures of a plan as a row for JSON: bytes and ns, shares as fractions. asked: the
+    budget as the user wrote it."""
     certificate = plan.certificate
     return {
         "budget": asked,
@@ -104,7 +106,8 @@ def plan_row(asked: str, plan: Plan) -> Row:
 
 
 def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
-    """Return the figures of a budget that is too small."""
+    """Return the row for JSON of a budget that is too small: how many bytes it is and how many are
+    needed, where and for what. asked: the budget as the user wrote it."""
     return {
         "budget": asked,
         "feasible": False,
@@ -120,7 +123,8 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
 
 
 def show_plans(asked: Sequence[str], plans: Sequence[Plan | InfeasibleBudget]) -> None:
-    """Print one line for each budget."""
+    """Print a table with a row for each budget: its plan's figures, or the least bytes if it is too
+    small. asked: the budgets as the user wrote them."""
     rows = []
     for text, plan in zip(asked, plans, strict=True):
         if isinstance(plan, InfeasibleBudget):
@@ -144,6 +148,7 @@ def show_plans(asked: Sequence[str], plans: Sequence[Plan | InfeasibleBudget]) -
 
 
 def curve_row(curve: Curve) -> list[Row]:
+    """Return the points of a curve as rows for JSON: bytes and ns, overhead as a fraction."""
     return [
         {
             "peak_bytes": p.peak_bytes,
@@ -194,7 +199,8 @@ def shares_by_operator(plan: Plan) -> list[CostShare]:
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
-    """Sum up the operations by name. names: node -> name."""
+    """Return for each name how many operations have it, their time in ns, and the bytes of their
+    results that are kept for backward; most bytes first. names: node -> name."""
     kept = kept_data(plan.graph, plan.schedule)
     operations: Tally = {}
     times: Tally = {}
@@ -219,7 +225,8 @@ def share_row(share: CostShare) -> Row:
 
 
 def show_shares(title: str, shares: Sequence[CostShare], top: int) -> None:
-    """Print a table of the largest shares; the last line sums up the rest."""
+    """Print a table of the first `top` shares, with percentages of all; a last row sums up the
+    rest. title: of the column of names."""
     time_ns = max(sum(s.time_ns for s in shares), 1)
     kept_bytes = max(sum(s.kept_bytes for s in shares), 1)
     shown = list(shares[:top])

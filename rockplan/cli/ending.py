@@ -54,8 +54,9 @@ _RAISE_AGAIN_S = 0.5
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Make an interrupt end what runs inside, even if Python drops it, or turns it into another
-    error (as before 3.12 in the body of a class)."""
+    """Let an interrupt (Ctrl-C) in the `with` block end in KeyboardInterrupt, even if Python drops
+    the first one, or turns it into another error (as before 3.12 in the body of a class). Only in
+    the main thread; signal handlers are put back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -89,10 +90,9 @@ def _interruptible() -> Iterator[None]:
 
 @contextmanager
 def ending(as_json: bool) -> Iterator[None]:
-    """Turn errors into a message, a JSON document if wanted, and an exit code.
-
-    Output of the user's own code inside goes to stderr: stdout is for the result.
-    """
+    """End the command if the `with` block raises: print an error of rockplan or of a file to
+    stderr, with as_json also as a document to stdout, and exit with its code. Output of the user's
+    own code inside goes to stderr: stdout is for the result."""
     try:
         with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.showwarning = _show_warning
@@ -109,7 +109,8 @@ def ending(as_json: bool) -> Iterator[None]:
 
 
 def _exit_code(error: Exception) -> ExitCode:
-    """Return the exit code of an error; raise the error if it is a bug."""
+    """Return the exit code of the command for `error`; raise `error` if it is of no known kind,
+    that is a bug."""
     match error:
         case InfeasibleBudget():
             return ExitCode.INFEASIBLE

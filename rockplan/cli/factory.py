@@ -32,8 +32,9 @@ class Subject:
 
 
 def make_subject(name: str) -> Subject:
-    """Import and call the factory. An exception of the factory becomes the cause of an
-    InvalidInput."""
+    """Import and call the factory that `name` ('module:factory' or 'file.py:factory') names, and
+    return the model and sample that it makes. Raises InvalidInput, with an exception of the factory
+    as its cause."""
     module_name, colon, path = name.rpartition(":")
     if not (module_name and colon and path):
         raise InvalidInput(f"{name!r} does not name a model; {_FORM}")
@@ -50,7 +51,8 @@ def make_subject(name: str) -> Subject:
 
 
 def _subject(name: str, made: object) -> Subject:
-    """Check what the factory returned."""
+    """Return what the factory `name` made, (model, sample) or (model, args, kwargs), as a Subject.
+    Raises InvalidInput for anything else."""
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InvalidInput(f"{name} returned {what}; {_RESULT}")
@@ -66,7 +68,8 @@ def _subject(name: str, made: object) -> Subject:
 
 
 def _file(name: str) -> ModuleType:
-    """Import a file by its path."""
+    """Import a Python file by its path; its folder is put on sys.path, as when Python runs it.
+    Raises InvalidInput if there is none or it fails."""
     path = Path(name)
     if not path.is_file():
         raise InvalidInput(f"there is no file {name}; {_FORM}")
@@ -87,7 +90,8 @@ def _module(name: str) -> ModuleType:
 
 
 def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Run an import; raises InvalidInput if it fails."""
+    """Return the module that `load` imports. Raises InvalidInput, which names `name`, if that
+    raises or exits."""
     try:
         return load()
     except SystemExit as error:
@@ -112,7 +116,8 @@ def _failed(error: BaseException) -> str:
 
 
 def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], object]:
-    """Return the factory of this name in a module. Raises InvalidInput."""
+    """Return the factory at the dotted `path` in a module. Raises InvalidInput, which lists what
+    the module has, if there is none or it cannot be called."""
     attribute: Any = module
     for part in path.split("."):
         if not hasattr(attribute, part):

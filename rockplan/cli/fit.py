@@ -138,7 +138,9 @@ def _answer(
     autocast: str | None,
     several: dict[str, Any],
 ) -> rockplan.Fit:
-    """Answer which sizes of the model fit on the device."""
+    """Return which sizes of the model fit on the GPU, for the texts of the command line. sizes:
+    dimension of the sample's tensors -> (least, most); several: arguments of rockplan.fit for
+    several processes. Raises InvalidInput."""
     from rockplan.fitting.gpus import gpu as device_of
 
     if not gpu:
@@ -162,7 +164,8 @@ def _answer(
 
 
 def _several(gpus: int, shard: str | None) -> dict[str, Any]:
-    """Return the arguments for several processes. Raises InvalidInput for a shard of one."""
+    """Return the arguments of rockplan.fit for so many processes, a GPU each. shard: how they share
+    the model, None for the default. Raises InvalidInput if it is given for one process."""
     if shard is None:
         return {"gpus": gpus}
     if gpus == 1:
@@ -174,7 +177,8 @@ def _several(gpus: int, shard: str | None) -> dict[str, Any]:
 
 
 def _range(option: str, text: str | None) -> tuple[int, int] | None:
-    """Parse '1:64', or one size. Raises InvalidInput."""
+    """Return (least, most) of '1:64', or of one size '64'; None for None. Raises InvalidInput,
+    which names `option`, for other texts."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)

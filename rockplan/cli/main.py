@@ -41,7 +41,8 @@ app.add_typer(cache.app, name="cache")
 
 
 def main() -> None:
-    """Run the command line; if interrupted, end without waiting for solvers that are still busy."""
+    """Run the command line and exit with its code; if interrupted, end without waiting for solvers
+    that are still busy."""
     try:
         app()
     except (SystemExit, OSError) as end:
@@ -55,8 +56,8 @@ def main() -> None:
 
 
 def _flushed(end: SystemExit | OSError) -> Any:
-    """Flush stdout and return the exit code. A reader that went away (`| head`) is no error; a
-    stdout that cannot be written is one."""
+    """Flush stdout and return the exit code of a command that ended with `end`. A reader that went
+    away (`| head`) gives 0; a stdout that cannot be written is an error of usage."""
     error = end if isinstance(end, OSError) else None
     if isinstance(end.__context__, BrokenPipeError):
         error = end.__context__

@@ -88,7 +88,7 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
-    """Print the passes from a model to its graph."""
+    """Print what each pass from a model to its graph left and took, as a table or as JSON."""
     from rockplan.captures.captured_calls import arguments, captured_call  # which import torch
     from rockplan.runtime.program import ModuleCall
 
@@ -117,8 +117,9 @@ def _planned(
     autocast: str | None,
     options: Options,
 ) -> tuple[tuple[Plan, ...], str, dict[str, int]]:
-    """Return the plan of a model; its generated code if wanted; and, to explain it, what it needs
-    with other options."""
+    """Plan a model for `budget`. Returns (the plan, alone in a tuple; its generated code, '' unless
+    `code`; with `explain`: text of other options -> bytes needed with them). Raises InvalidInput
+    without a budget."""
     from rockplan.api import needed_bytes_with
 
     if budget is None:

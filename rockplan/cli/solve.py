@@ -167,8 +167,8 @@ def _plans(
     step: rockplan.TrainingStep,
     options: Options,
 ) -> tuple[Plan | InfeasibleBudget, ...]:
-    """Return the plan of each budget, checked if the options ask for it; InfeasibleBudget for one
-    that is too small."""
+    """Return for each budget its plan, or the InfeasibleBudget that says that it is too small. With
+    options.check each plan is solved and checked against two steps of the model."""
     from rockplan.api import plan_each
 
     plans = plan_each(
@@ -201,7 +201,9 @@ def _plans(
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
-    """Raise InvalidInput if a plan cannot be written to `name` for each budget."""
+    """Raise InvalidInput unless a file for each budget can be written to `name`: a budget is there,
+    the folder exists, and for several budgets the name has '{budget}' in it. None is fine. option:
+    name of the argument, for the message."""
     if name is None:
         return
     if not budgets:
@@ -228,7 +230,8 @@ def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | 
 def _export(
     export: str | None, asked: str, plan: Plan | InfeasibleBudget, subject: Subject
 ) -> str | None:
-    """Write a plan as checkpointing code; return the path, None if nothing is to be written."""
+    """Write a plan as checkpointing code to the file `export`, with the budget `asked` in its name,
+    and return the name; None if no file is wanted or the budget is too small."""
     if export is None or isinstance(plan, InfeasibleBudget):
         return None
     path = _file_name(export, asked)
@@ -273,7 +276,8 @@ def _show_solved(
     exported: list[str | None],
     as_json: bool,
 ) -> None:
-    """Print the plans, and the files that were written."""
+    """Print the plans of all budgets, as text or as JSON, and to stderr the files written. files,
+    exported: of each plan, None for none."""
     if as_json:
         rows = [
             display.infeasible_row(asked, plan)

@@ -127,8 +127,9 @@ class Explanation:
 
 
 def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
-    """Explain a plan, or the execution that keeps everything, as `rockplan.explain` does. Raises
-    InvalidInput."""
+    """Return who owns the peak of a plan (of `unplanned`: of every operation once as in eager),
+    what each owner would cost to drop, and what each recomputation buys. Raises InvalidInput for
+    what has no plan."""
     explained = plan_in(plan)
     if unplanned:
         graph = as_eager(explained.graph)
@@ -137,7 +138,8 @@ def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
-    """Explain one legal schedule of a priced graph."""
+    """Return who owns the peak of one legal schedule of a priced graph, what each owner would cost
+    to drop, and what each recomputation buys."""
     scene = _Scene(graph, schedule)
     replay = scene.replay
     tenants = tuple(sorted(scene.tenants(), key=lambda t: (-t.size_bytes, t.name, t.kind)))
@@ -198,7 +200,8 @@ class _Scene:
             yield self.tenant(lifetime)
 
     def tenant(self, lifetime: Lifetime) -> Tenant:
-        """Describe a storage, or other bytes, alive at the peak."""
+        """Return what holds the bytes of `lifetime` at the peak, why, who reads them next, and at
+        what price they could be dropped or why not."""
         made_by = lifetime.maker(self.graph)
         reading = self._next_reader(lifetime)
         reason = self._reason(lifetime, reading)
@@ -227,8 +230,8 @@ class _Scene:
         return self.next_read(lifetime.index, self.peak_event, lifetime.stop)
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
-        """Say why these bytes are alive at the peak. reading: position of the next read, None if
-        there is none."""
+        """Return in words why these bytes are alive at the peak. reading: position in the schedule
+        of their next read, None if there is none."""
         match lifetime.owner:
             case Owner.WORKSPACE:
                 return "temporaries inside the operation at the peak"
@@ -252,7 +255,8 @@ class _Scene:
         return self._reason_unread(lifetime.index)
 
     def _reason_unread(self, data: int) -> str:
-        """Say why a storage is alive that nothing reads again."""
+        """Return in words why the storage `data` is alive at the peak though nothing reads it
+        again."""
         if self.graph.data[data].kind is DataKind.TANGENT:
             return "incoming gradient that the caller holds"
         if data in self.graph.held or data in self.graph.outputs:
@@ -265,7 +269,8 @@ class _Scene:
         return self.positions[self.node_at(position)][0] < position
 
     def _undroppable(self, lifetime: Lifetime, reading: int | None) -> str:
-        """Say why these bytes cannot be freed, '' if they can."""
+        """Return in words why these bytes cannot be freed at the peak, '' if they can. reading:
+        position of their next read, None if there is none."""
         if lifetime.owner is not Owner.STORAGE:
             return "the operation needs it"
         if self.peak_event in (reading, lifetime.start):
@@ -275,8 +280,9 @@ class _Scene:
         return "" if reading is not None else "nothing reads it later"
 
     def _price(self, data: int, reading: int) -> Price | None:
-        """Return the price of making `data` again just before the event `reading`; None if that is
-        impossible."""
+        """Return what it would cost to free the storage `data` and make it again just before
+        position `reading`: operations, time, and the peak of the whole schedule then. None if it
+        cannot be made again."""
         alive = {
             f.index
             for f in alive_at(self.lifetimes, reading)
@@ -299,10 +305,13 @@ class _Scene:
                 yield self.recomputation(index, positions[1:])
 
     def recomputation(self, index: int, again: list[int]) -> Recomputation:
-        """Describe one operation. again: positions of its re-executions."""
+        """Return what the re-executions of node `index`, at the positions `again`, cost, for whom
+        they are, and by how much the peak would rise if the results were kept instead."""
         node = self.graph.nodes[index]
-        kept = with_frees(self.graph, *_orders(self.schedule, leave_out=frozenset(again)))
-        peak_without_bytes = simulate(self.graph, kept).peak_bytes
+        schedule_without = with_frees(
+            self.graph, *_orders(self.schedule, leave_out=frozenset(again))
+        )
+        peak_without_bytes = simulate(self.graph, schedule_without).peak_bytes
         readers = [self._first_reader(node.writes, position) for position in again]
         return Recomputation(
             name=self.operations[index],
@@ -348,8 +357,8 @@ def _orders(
 
 
 def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
-    """Return the nodes that make `data` from the storages alive, in order; None if one may not run
-    again."""
+    """Return the nodes, ascending, that make the storage `data` when only the storages `alive` are
+    there; None if one of them may not run again."""
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
@@ -360,7 +369,8 @@ def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | Non
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
-    """Sum up the tenants by kind, largest first."""
+    """Return the tenants in groups, those whose names differ only in layer numbers together:
+    number, bytes, name of the largest; most bytes first."""
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
         groups.setdefault(_tenant_pattern(tenant), []).append(tenant)
@@ -407,7 +417,7 @@ def _parts(word: str, room: int) -> Iterator[str]:
 
 
 def explanation_text(explanation: Explanation, rows: int = 8) -> str:
-    """Print an explanation: the headline first, then at most `rows` rows of each table."""
+    """Return an explanation as text: the headline first, then at most `rows` rows of each table."""
     lines = [*_headline(explanation), "", *_share_lines(explanation, rows)]
     if explanation.recomputations:
         lines += ["", *_recomputation_lines(explanation, rows)]
@@ -423,7 +433,8 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _headline(explanation: Explanation) -> list[str]:
-    """Return the lines that name the largest owner and the peak."""
+    """Return the first lines of an explanation: the group that owns most of the peak, and when and
+    where the peak is."""
     lines = []
     for first in explanation.shares[:1]:
         owners = f"{first.tenants} tensors" if first.tenants > 1 else "one tensor"
@@ -439,8 +450,9 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _share_lines(explanation: Explanation, rows: int) -> list[str]:
-    """Return the lines of each kind with its largest tenant: why it is alive, and what freeing it
-    would cost."""
+    """Return the table of who owns the peak, as lines: of each of the first `rows` groups its
+    bytes, and why the largest of it is alive and what freeing it would cost; then a line for the
+    rest."""
     by_name = {(_tenant_pattern(t), t.name): t for t in reversed(explanation.tenants)}
     lines = ["who owns the peak"]
     for share in explanation.shares[:rows]:
@@ -469,7 +481,8 @@ def _indented(text: str) -> list[str]:
 
 
 def price_text(price: Price, explanation: Explanation) -> str:
-    """'to drop: 8.79 ms (+3.4%) to run 4 operations again; the peak would be 8.8 MiB'."""
+    """Return a price in words: 'to drop: 8.79 ms (+3.4%) to run 4 operations again; the peak would
+    be 8.8 MiB'. The share is of an iteration without recomputation."""
     count = len(price.operations)
     what = price.operations[0] if count == 1 else f"{count} operations"
     effect = f"the peak would be {format_bytes(price.peak_bytes)}"
@@ -488,7 +501,8 @@ def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recom
 
 
 def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
-    """Return the lines of the table of recomputations."""
+    """Return the table of recomputations, as lines: of each of the first `rows` groups (layers of a
+    stack together) time and what it buys, the costliest first; then a line for the rest."""
     total_ns = sum(r.time_ns for r in explanation.recomputations)
     costly = recomputation_groups(explanation)
     lines = [
@@ -506,6 +520,8 @@ def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
 
 
 def _recomputation_line(pattern: str, group: list[Recomputation]) -> str:
+    """Return the row of one group of recomputations: time in all, the most that keeping the results
+    of one would add to the peak, and where that one runs."""
     time_ns = sum(r.time_ns for r in group)
     most = max(group, key=lambda r: r.buys_bytes)
     times = sum(r.times for r in group)

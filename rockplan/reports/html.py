@@ -61,7 +61,8 @@ def html_report(
 
 
 def page(title: str, sections: Iterable[str], drawn: str = "") -> str:
-    """Return a page. drawn: the script and data that draw figures, '' for none."""
+    """Return a whole HTML page with our style. sections: HTML; drawn: HTML of the script and data
+    that draw figures, '' for none."""
     return _PAGE.format(
         title=html.escape(title),
         style=_asset("report.css"),
@@ -123,7 +124,8 @@ def _figure(identity: str) -> str:
 
 
 def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> str:
-    """Return the section with the main figures."""
+    """Return the HTML section with the peaks of the plan and of keeping everything, their owners,
+    and the plan's main figures."""
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     gap = plan.certificate.gap
     cards = (
@@ -146,7 +148,8 @@ def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> s
 
 
 def _lead(what: str, explanation: Explanation) -> str:
-    """Return the paragraph that names a peak and its largest owner."""
+    """Return an HTML paragraph that names the peak of `what` ("The plan") and the group that owns
+    most of it."""
     owner = ""
     for first in explanation.shares[:1]:
         share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
@@ -167,7 +170,8 @@ def _basis(plan: Plan) -> str:
 
 
 def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
-    """Return a table. heads: (title, True for a column of numbers); cells are HTML already."""
+    """Return an HTML table. heads: (title, True for a column of numbers); cells of rows are HTML
+    already."""
     classes = [' class="number"' if number else "" for _, number in heads]
     head = "".join(
         f"<th{c}>{html.escape(t)}</th>" for c, (t, _) in zip(classes, heads, strict=True)
@@ -181,7 +185,8 @@ def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> s
 
 
 def _owners(explanation: Explanation) -> str:
-    """Return the section about the owners of the peak."""
+    """Return the HTML section about what owns the peak: a table of groups, and one of each tensor,
+    folded."""
     shares = table(
         (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
         (
@@ -213,7 +218,8 @@ def _owners(explanation: Explanation) -> str:
 
 
 def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
-    """Return the cells of a tenant."""
+    """Return the HTML cells of one tensor at the peak: bytes, name, kind, why it is alive and what
+    dropping it costs."""
     price = price_text(tenant.price, explanation) if tenant.price else tenant.undroppable
     return (
         format_bytes(tenant.size_bytes),
@@ -224,7 +230,8 @@ def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
 
 
 def _recomputed(explanation: Explanation) -> str:
-    """Return the section about re-executed operations."""
+    """Return the HTML section about re-executed operations: a table of groups, and one of each
+    operation, folded."""
     if not explanation.recomputations:
         return section("recomputed", "Recomputed operations", "No operation runs again.")
     heads = (
@@ -255,7 +262,8 @@ def _recomputed(explanation: Explanation) -> str:
 
 
 def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
-    """Return the cells of recomputations of one kind."""
+    """Return the HTML cells of recomputations that differ only in layer numbers: name, executions,
+    time, bytes made, the most that keeping one's results would add to the peak."""
     count = f" x{len(group)}" if len(group) > 1 else ""
     return (
         f"<code>{html.escape(pattern)}</code>{count}",
@@ -267,7 +275,8 @@ def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
 
 
 def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
-    """Return the cells of one recomputation."""
+    """Return the HTML cells of one recomputed operation: name, executions, when and for whom (the
+    first three), time, bytes made, what keeping its results would add to the peak."""
     return (
         f"<code>{html.escape(again.name)}</code>",
         str(again.times),
@@ -285,7 +294,8 @@ def _data(
     measured: MeasuredTimeline | None,
     eager_measured: MeasuredTimeline | None,
 ) -> dict[str, object]:
-    """Return the data that the script of the page draws."""
+    """Return what the page's script draws, as JSON values: timelines of eager and plan, with
+    measurements if there are any, series of the curve, rows of the schedule, colours."""
     planned, eager, rows = planned_timeline(plan), eager_timeline(plan), block_rows(plan)
     return {
         "timelines": [
@@ -314,7 +324,8 @@ def _data(
 def _timeline_data(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> dict[str, object]:
-    """Return the data of one timeline."""
+    """Return one timeline, with its measurement and budget if there are any, as JSON values; times
+    in ns."""
     title = ", ".join(_title_parts(predicted, measured, budget_bytes))
     moments = predicted.moments
     return {
@@ -339,7 +350,8 @@ def _timeline_data(
 def _title_parts(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> Iterator[str]:
-    """Yield the figures in the title of a timeline."""
+    """Yield the figures for the title of a timeline, as text: predicted peak, measured peak and
+    budget where they are given."""
     yield f"predicted peak {format_bytes(predicted.peak_bytes)}"
     if measured is not None:
         yield f"measured {format_bytes(measured.peak_bytes)}"

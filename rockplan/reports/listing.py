@@ -39,8 +39,8 @@ def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
 
 
 def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
-    """Return the kernels that a plan calls with the number of calls in one step, most calls
-    first."""
+    """Return compiled kernel -> number of its calls in one step of `schedule`, most calls first;
+    kernels that are not called are left out."""
     takeovers, calls = taken_over(graph, schedule), Counter[str]()
     executed: set[int] = set()
     for position, event in enumerate(schedule.events):

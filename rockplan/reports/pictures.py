@@ -120,7 +120,8 @@ def draw_memory(
 
 
 def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]) -> None:
-    """Draw the predicted bytes of each module group, stacked."""
+    """Draw into `axis` the predicted bytes over time, stacked by group of modules. colours: by
+    label of the group."""
     edges_ms = [m.start_ns / 1e6 for m in predicted.moments] + [predicted.time_ns / 1e6]
     base = [0.0] * len(predicted.moments)
     for group, label in enumerate(predicted.groups):
@@ -137,7 +138,8 @@ def _draw_lines(
     measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
-    """Draw the measured line, the budget, the start of the backward phase and the title."""
+    """Draw into `axis` the measured line, the budget (unless far above the peak), the start of the
+    backward phase and the title; None leaves a line out."""
     title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
     if measurement is not None:
         times_ms = [t / 1e6 for t in measurement.times_ns]
@@ -163,7 +165,8 @@ def _draw_lines(
 
 
 def _legend_right(figure: Any, axes: Any) -> None:
-    """Draw one legend for all axes, in the order of the stack, highest first."""
+    """Add to the figure one legend for all its axes, at the right, each label once, in the order of
+    the stack, highest first."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -229,7 +232,9 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
 
 
 def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> None:
-    """Draw the row of one block. highest_bytes: the largest of any row, for the scale."""
+    """Draw into `axis`, at row `position`, when a block runs and how many bytes of its activations
+    are alive; the number at the right is what it keeps for backward. highest_bytes: the largest of
+    any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
     for kind, colour in RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
@@ -273,7 +278,8 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
 
 
 def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    """Add the blocks, and edges with the bytes that cross between them."""
+    """Add to `drawing` a node for each block, with what it keeps and recomputes, and edges with the
+    bytes that cross between them. fills: colour of each block."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     titles = block_titles(plan)
@@ -293,7 +299,8 @@ def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
 
 
 def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
-    """Return (block, block) -> bytes of the activations that the second reads from the first."""
+    """Return (block that makes, block that reads) -> bytes of the activations that the forward of
+    the second reads from the first; blocks by position in the plan."""
     block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
     made_by = producers(plan.graph)
     crossing: dict[tuple[int, int], set[int]] = {}
@@ -308,7 +315,8 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    """Add every operation, clustered by block."""
+    """Add to `drawing` a node for each operation, clustered by block and with a bold frame if it
+    runs again, and edges from makers to readers. fills: colour of the forward of each block."""
     names = operation_names(plan.graph)
     again = recomputations(plan)
     made_by = producers(plan.graph)
@@ -348,8 +356,8 @@ def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg"
 
 
 def _figure(width: float, height: float) -> Any:
-    """Return an empty figure of that many inches, on white so that it is legible on dark pages
-    too."""
+    """Return an empty matplotlib figure of that many inches, on white so that it is legible on dark
+    pages too. Raises MissingLibrary without matplotlib."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -361,7 +369,8 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _image_bytes(figure: Any, format: Format) -> bytes:
-    """Return the image file of a figure; the same figure gives the same bytes."""
+    """Return a matplotlib figure as the content of an image file; the same figure gives the same
+    bytes."""
     matplotlib = importlib.import_module("matplotlib")
     file = io.BytesIO()
     settings = {"svg.hashsalt": "rockplan", "svg.fonttype": "none"}

@@ -21,8 +21,8 @@ from rockplan.values import progress
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """Show on stderr how far planning has come and how long it will take; nothing if stderr is no
-    terminal."""
+    """While the `with` block runs, show on stderr how far planning has come and how long it will
+    take; nothing if stderr is no terminal."""
     console = Console(stderr=True)
     if not console.is_terminal:
         yield

@@ -15,8 +15,8 @@ HEADING = ("stage", "overhead", "proven", "peak", "seconds")
 
 
 def passes_trace(passes: Sequence[PassTrace]) -> str:
-    """Return a table of the calls in the run after each pass (from `lower` on: nodes of the graph),
-    by phase; a dash if the pass changed nothing."""
+    """Return a table as text: of each pass, the number of calls (from `lower` on, nodes of the
+    graph) in forward and backward after it, a dash if it changed nothing, and its seconds."""
     rows = [PASSES_HEADING]
     for one in passes:
         counts = (str(one.forward), str(one.backward)) if one.is_changed else ("-", "-")
@@ -25,8 +25,9 @@ def passes_trace(passes: Sequence[PassTrace]) -> str:
 
 
 def search_trace(plan: Plan) -> str:
-    """Return a table of the incumbent's overhead after each stage, and of the proven lower bound,
-    as shares of one execution of everything; a dash while there is no incumbent."""
+    """Return a table as text: of each stage of the search, the time of the best schedule after it
+    and the proven bound (both over one execution of everything), that schedule's peak, and the
+    stage's seconds; a dash while there is no schedule."""
     if not plan.trace:
         return "no stage ran: the plan is from the cache or from a file (--no-cache plans anew)"
     once_ns = max(plan.graph.time_ns, 1)

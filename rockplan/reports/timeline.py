@@ -95,7 +95,8 @@ def eager_timeline(plan: Plan) -> MemoryTimeline:
 
 
 def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline:
-    """Predict memory over the computations of `schedule`, by groups of modules."""
+    """Return the predicted bytes alive during each computation of `schedule`, by groups of modules,
+    and when each storage is alive. name: what the timeline is called."""
     groups = module_groups(graph)
     labels = (*dict.fromkeys(groups), CALLER)
     number = {label: i for i, label in enumerate(labels)}
@@ -120,7 +121,8 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 
 
 def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
-    """Return the copies between device and host, with their times."""
+    """Return the copies between device and host, with begin and end in ns; () if the graph has
+    none."""
     if not view_of(graph).has_copies:
         return ()
     names = operation_names(graph)
@@ -134,8 +136,9 @@ def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
-    """Return the bytes that are alive in some computation. group_of: of each node; caller: the
-    group of what no node makes."""
+    """Return for all that takes memory during some computation: its name, kind, group, bytes, and
+    the first and last computation (numbers) in which it is alive. group_of: of each node; caller:
+    the group of what no node makes."""
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
@@ -155,7 +158,8 @@ def _stays(
 def _group_bytes(
     stays: Sequence[Stay], groups: int, schedule: Schedule
 ) -> Iterator[tuple[int, ...]]:
-    """Yield the live bytes of each group, for each computation."""
+    """Yield for each computation of `schedule` the bytes alive of each group. groups: their
+    number."""
     count = len(schedule.computes)
     changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     for stay in stays:
@@ -171,7 +175,8 @@ def _group_bytes(
 def _moments(
     graph: CDGraph, schedule: Schedule, group_bytes: Iterator[tuple[int, ...]]
 ) -> Iterator[Moment]:
-    """Yield the computations in order. group_bytes: of each."""
+    """Yield the computations of `schedule` with begin and end in ns and the bytes alive.
+    group_bytes: of each computation, by group."""
     names = operation_names(graph)
     seen: set[int] = set()
     now_ns = 0
@@ -194,9 +199,9 @@ def _moments(
 
 
 def module_groups(graph: CDGraph) -> tuple[str, ...]:
-    """Return for each node the group of modules that it is shown with: the deepest level of the
-    module tree with at most MOST_GROUPS groups; the layers of a stack are one group
-    ('layers.*.attn')."""
+    """Return for each node the label of the group of modules that it is drawn with, such as
+    'layers.*.attn': the deepest level of the module tree with at most MOST_GROUPS groups, in which
+    the layers of a stack are one; at the outermost level the smallest ones are OTHERS."""
     patterns = _stack_patterns(graph)
     paths = [_patterned(n.module, patterns) for n in graph.nodes]
     deepest = max((len(path) for path in paths), default=0)
@@ -208,7 +213,8 @@ def module_groups(graph: CDGraph) -> tuple[str, ...]:
 
 
 def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
-    """Keep the groups that make the most bytes; the rest becomes OTHERS."""
+    """Return `labels` (of each node), in which all but the MOST_GROUPS - 1 groups that make most
+    bytes are replaced by OTHERS."""
     made: dict[str, int] = defaultdict(int)
     for node, label in zip(graph.nodes, labels, strict=True):
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)
@@ -218,8 +224,9 @@ def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
 
 
 def _stack_patterns(graph: CDGraph) -> dict[str, str]:
-    """Return the pattern that replaces the number of a layer: 'layers.3' -> '*' if all of layers.0,
-    layers.1, ... run the same kinds of operations, '{0,2,4}' if only some do."""
+    """Return path of a layer -> text in place of its number: 'layers.3' -> '*' if all of layers.0,
+    layers.1, ... run the same kinds of operations, '{0,2,4}' if only these do, its number if none
+    else does."""
     contents: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for node in graph.forward:
         parts = node.module.split(".")
@@ -296,7 +303,8 @@ _COPY_THREADS = {_OUT_THREAD: "to the host", _IN_THREAD: "from the host"}
 def _process_events(
     process: int, name: str, threads: Mapping[int, str]
 ) -> Iterator[dict[str, object]]:
-    """Yield the events that name a process and its threads."""
+    """Yield the events of Chromium's trace format that name the process `process` and its threads
+    (number -> label)."""
     common: dict[str, object] = {"ph": "M", "pid": process, "ts": 0}
     yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
     for thread, label in threads.items():
@@ -304,7 +312,8 @@ def _process_events(
 
 
 def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
-    """Yield a slice for each copy and each computation."""
+    """Yield the events of Chromium's trace format that draw each copy and each computation of a
+    timeline as a slice of the process `process`."""
     for copy in drawn.copies:
         yield {
             "ph": "X",
@@ -362,8 +371,9 @@ _KEPT_KINDS = (DataKind.ACTIVATION.value, Owner.GENERATOR.value)
 
 
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
-    """Return the schedule of `plan` by blocks, in the order of the chain; then, if it pages, a row
-    of the copies each way."""
+    """Return for each block of `plan`, in order, when it runs, how many bytes of its activations
+    are alive over time, and what it keeps; then, if the plan pages, a row of the copies each
+    way."""
     predicted = planned_timeline(plan)
     made_by = producers(plan.graph)
     names = activation_names(plan.graph)
@@ -411,7 +421,8 @@ def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:
-    """Yield (time_ns, live bytes) whenever the bytes of `stays` change."""
+    """Yield (ns, bytes alive from then on) for each time at which the bytes of `stays` change,
+    ascending."""
     changes: dict[int, int] = defaultdict(int)
     for stay in stays:
         changes[predicted.moments[stay.first].start_ns] += stay.size_bytes
@@ -425,7 +436,8 @@ def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[t
 def _runs(
     predicted: MemoryTimeline, block_of: Mapping[int, int], block: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield (start_ns, stop_ns, kind) of consecutive computations of `block` of one kind."""
+    """Yield (start in ns, stop in ns, kind) for each stretch in which `block` runs computations of
+    one kind: "forward", "backward" or "again" (re-executions). block_of: node -> block."""
     open_run: tuple[int, int, str] | None = None
     for moment in predicted.moments:
         kind = "again" if moment.again else moment.phase

@@ -71,8 +71,9 @@ class Cache:
     folder: Path
 
     def profile(self, key: Key) -> Profile | None:
-        """Return all costs stored under `key`, None if there are none. Of two costs of one call the
-        newer counts: a call is measured again only if the first cost cannot be right."""
+        """Return all costs of calls stored under `key`, in one profile; None if there are none.
+        They lie in several files: of two costs of one call the newer counts, since a call is
+        measured again only if the first cost cannot be right."""
         profiles = [self._read(path, documents.parse_profile, key) for path in self._batches(key)]
         batches = [profile for profile in profiles if profile is not None]
         if not batches:
@@ -87,8 +88,8 @@ class Cache:
         self._write(self.folder / "profile" / f"{_name(key)}-{batch}.json", text)
 
     def family(self, key: Key, is_legal: Callable[[BlockOption], bool]) -> OptionFamily | None:
-        """Return the options of a block class, None if there are none or one of them is not
-        legal."""
+        """Return the options of a block that are stored under `key`. None, with a warning unless
+        the file is missing, if it cannot be used or `is_legal` rejects one of the options."""
 
         def parse(text: str, key: Key) -> OptionFamily:
             family = documents.parse_family(text, key)
@@ -102,8 +103,8 @@ class Cache:
         self._write(self._path("options", key), documents.dump_family(family, key))
 
     def plan(self, key: Key, is_right: Callable[[Plan], bool]) -> Plan | None:
-        """Return the plan of `key`, None if there is none or `is_right` rejects it; its graph is an
-        outline."""
+        """Return the plan stored under `key`; its graph has no calls (an outline). None, with a
+        warning unless the file is missing, if it cannot be used or `is_right` rejects the plan."""
 
         def parse(text: str, key: Key) -> Plan:
             plans = plan_file.parse_plans(text, key)
@@ -117,7 +118,8 @@ class Cache:
         self._write(self._path("plan", key), plan_file.dump_plans([plan], key))
 
     def answer(self, key: Key, read: Callable[[str], T]) -> T | None:
-        """Return what `read` makes of the text stored under `key`, None if there is none."""
+        """Return what `read` makes of the text stored under `key`. None, with a warning unless the
+        file is missing, if it cannot be used or `read` fails."""
 
         def parse(text: str, key: Key) -> T:
             answer = documents.parse_answer(text, key)
@@ -140,12 +142,13 @@ class Cache:
                 yield Entry(kind, path, status.st_size, status.st_mtime_ns, key, problem)
 
     def clear(self, kinds: Iterable[str] = KINDS) -> tuple[int, int]:
-        """Delete the files of `kinds`; return their number and their bytes."""
-        wanted = set(kinds)
+        """Delete the cache's files of these kinds ("profile", "options", "plan", "answer"); other
+        files in the folder stay. Returns the number of files and their bytes."""
+        chosen = set(kinds)
         count = size_bytes = 0
         for kind, path in list(self._files()):
             with suppress(FileNotFoundError):
-                if kind in wanted:
+                if kind in chosen:
                     size = path.lstat().st_size
                     path.unlink()
                     count, size_bytes = count + 1, size_bytes + size
@@ -159,8 +162,8 @@ class Cache:
                         yield kind, path
 
     def _batches(self, key: Key) -> list[Path]:
-        """Return the entries of one profile, oldest first; none if the folder cannot be read
-        (`_write` warns of that)."""
+        """Return the files of the profile under `key`, oldest first: each has the costs of one
+        measurement. [] if the folder cannot be read (`_write` warns of that)."""
         aged: list[tuple[int, Path]] = []
         with suppress(OSError):
             for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
@@ -172,7 +175,9 @@ class Cache:
         return self.folder / kind / f"{_name(key)}.json"
 
     def _read(self, path: Path, parse: Callable[[str, Key], T], key: Key) -> T | None:
-        """Read an entry. Warns, and returns None, if it cannot be used."""
+        """Return what `parse` makes of the file at `path`; None if there is none. A file that
+        cannot be read or parsed gives None and a warning; one that cannot be parsed is renamed to
+        `.damaged`."""
         try:
             return parse(documents.read_text(path), key)
         except (FileNotFoundError, NotADirectoryError):
@@ -190,7 +195,8 @@ class Cache:
         return None
 
     def _write(self, path: Path, text: str) -> None:
-        """Write an entry. Only warns if that fails: a missing entry costs time, not the plan."""
+        """Write a file of the cache, whole or not at all. Only warns if that fails: a missing one
+        costs time, not the plan."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             plan_file.write_whole(path, text)
@@ -213,7 +219,8 @@ def _name(key: Key) -> str:
 
 
 def _examine(kind: str, path: Path) -> tuple[Key, str]:
-    """Return the key of a file, and why it cannot be used ('' if it can)."""
+    """Return (key of a file of the cache, why it cannot be used); ({}, ...) if the key cannot be
+    read, '' for no reason if it can be used. kind: of the file, as in KINDS."""
     if path.suffix != ".json":
         return {}, "set aside" if path.suffix == ".damaged" else "left by an interrupted write"
     try:

@@ -12,8 +12,8 @@ VERSION = "0.1.0"
 
 @functools.cache
 def planner() -> str:
-    """Return a text that identifies what a plan depends on besides its graph, profile, budget and
-    options: the sources of this package and the solver."""
+    """Return a text that changes with what plans depend on besides graph, profile, budget and
+    options: the sources of this package and the version of the solver."""
     sources = hashlib.sha256()
     folder = Path(__file__).parent.parent
     for path in sorted(folder.rglob("*.py")):
