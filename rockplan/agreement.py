@@ -47,7 +47,9 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
-        """Return the failure to be sent for an error of this rank."""
+        """Return what is sent to other processes of an error of this rank: its class, its message
+        with the rank before it, and its attributes that can be pickled. An error that is not
+        rockplan's is sent as OtherRankFailed."""
         text = f"rank {rank} could not plan: "
         if not isinstance(error, RockplanError):
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -87,12 +89,13 @@ class Agreement:
         self._is_split = False
 
     def decided(self, key: Callable[[], object], make: Callable[[], T]) -> T:
-        """Return what `make` returns on the lowest rank with an equal key, or raise the error that
-        it raises there. key, and the result of `make`, can be pickled."""
+        """Return what `make` returns on the lowest rank whose `key` is equal to ours, or raise the
+        error that it raises there. `make` runs on that rank only. key, and the result of `make`,
+        can be pickled."""
         if self._store is None:
             return make()
-        alike = [*self.gathered(key(), None)]
-        leader = min(alike)
+        ranks = [*self.gathered(key(), None)]
+        leader = min(ranks)
         place = f"{self._step} of {leader}"
         if leader != self._rank:
             found: T = self._awaited({leader: place})[leader]
@@ -111,8 +114,8 @@ class Agreement:
         return made
 
     def gathered(self, key: object, value: T) -> dict[int, T]:
-        """Return rank -> value, for all ranks with an equal key. Warns once if others have another
-        key."""
+        """Return rank -> `value` there, for this rank and all others that gave an equal key; waits
+        for all. Warns once if others have another key."""
         if self._store is None:
             return {self._rank: value}
         step = self._say((key, value))
@@ -131,8 +134,8 @@ class Agreement:
         return {self._rank: value, **alike}
 
     def fail(self, error: BaseException) -> None:
-        """Tell all others of the error, so that nobody waits for this process any more. The message
-        of `error` gets the rank."""
+        """Tell all other processes of the error, so that nobody waits for this one, and wait until
+        they have read it, at most _LEAVING_S. The message of an error of rockplan gets the rank."""
         if self._store is not None:
             failure = self._failure or _Failure.of(error, self._rank)
             if self._failure is None and isinstance(error, RockplanError):
@@ -147,8 +150,8 @@ class Agreement:
                         time.sleep(_LONGEST_PAUSE_S)
 
     def end(self) -> None:
-        """Wait until all have planned: an error of a process that finishes later is raised here,
-        too."""
+        """Wait until all processes have planned. An error of one that finishes later is raised
+        here, too."""
         if self._store is None:
             return
         step = self._say(_DONE)
@@ -178,17 +181,18 @@ class Agreement:
     def _post(self, place: str, message: object) -> None:
         """Post a message under a name."""
         sent = pickle.dumps(message)
-        with _store_is_there():
+        with _naming_a_lost_store():
             self._store.set(place, sent)
 
     def _has(self, place: str) -> bool:
         """True if a message is posted under this name."""
-        with _store_is_there():
+        with _naming_a_lost_store():
             return bool(self._store.check([place]))
 
     def _awaited(self, places: Mapping[int, str]) -> dict[int, Any]:
-        """Wait for the messages of several ranks. places: rank -> name of its message. Raises the
-        error that one of them sent; OtherRankFailed if one does not answer in time."""
+        """Wait for the messages of several ranks, and return rank -> message. places: rank -> its
+        key in the store. Raises the error that one of them sent; OtherRankFailed if one does not
+        answer in time."""
         found: dict[int, Any] = {}
         allowed: datetime.timedelta = self._store.timeout
         began, pause_s = time.monotonic(), 0.001
@@ -196,7 +200,7 @@ class Agreement:
             # No blocking get: a store that waits lets nobody else use its connection.
             for rank, place in missing.items():
                 if self._has(place):
-                    with _store_is_there():
+                    with _naming_a_lost_store():
                         found[rank] = pickle.loads(self._store.get(place))
                     if isinstance(found[rank], _Failure):
                         self._failure = found[rank]
@@ -209,7 +213,7 @@ class Agreement:
         return found
 
     def _silent(self, missing: list[int], allowed: datetime.timedelta) -> str:
-        """Return the message for ranks that did not answer."""
+        """Return the message of the error for ranks that did not answer within `allowed`."""
         answered = [r for r in self._ranks if r not in missing]
         return (
             f"ranks {_listed(missing)} did not answer within {allowed.total_seconds():.0f} s while "
@@ -225,8 +229,9 @@ _LEAVING_S = 5.0
 
 
 @contextlib.contextmanager
-def _store_is_there() -> Iterator[None]:
-    """Turn an error of the store into OtherRankFailed."""
+def _naming_a_lost_store() -> Iterator[None]:
+    """Turn a RuntimeError of torch.distributed's store in the `with` block into OtherRankFailed,
+    which says that the process that keeps it is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -249,9 +254,10 @@ _calls: Counter[tuple[int, ...]] = Counter()
 
 @contextlib.contextmanager
 def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agreement]:
-    """Agree inside with the processes of a group; without a group, with those that share parameters
-    of `model` (they call the same functions anyway). Raises InvalidInput for what is no group, and
-    for several largest meshes of parameters."""
+    """Yield what the processes of `group` agree on in the `with` block; with None, those that share
+    the parameters of `model` by DTensors (they call the same functions anyway). An error in the
+    block is told to the others. Raises InvalidInput for what is no group, and for several largest
+    meshes of parameters."""
     ranks = _ranks_of(group, model)
     if len(ranks) < 2:
         yield ALONE
@@ -270,7 +276,9 @@ def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agr
 
 
 def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks to plan with, in order; () for none."""
+    """Return the ranks that plan together, ascending: of `group`, or, if it is None, of the largest
+    mesh of the model's DTensors; () if there is none, or no processes. Raises InvalidInput for what
+    is no group."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidInput(
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "
@@ -284,7 +292,7 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
 
 
 def _largest_of(meshes: Iterable[Any]) -> tuple[int, ...]:
-    """Return the ranks of the largest mesh, in order; () without one. Raises InvalidInput if there
+    """Return the ranks of the largest mesh, ascending; () without one. Raises InvalidInput if there
     are several: another process may take another one of them, and nobody would answer."""
     ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in set(meshes)}
     most = max(map(len, ranks), default=0)

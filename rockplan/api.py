@@ -101,7 +101,8 @@ def _solve(
     options: Options,
     agreed: Agreement,
 ) -> nn.Module:
-    """Plan the calls of all sizes, and return the planned module."""
+    """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
+    the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
@@ -129,7 +130,8 @@ def _solve(
 def _program_in(
     room: Room, call: ModuleCall, options: Options, least_bytes: int = 0, agreed: Agreement = ALONE
 ) -> PlannedProgram:
-    """Make the program of a call within the room. least_bytes: a share never means less."""
+    """Return the program of a call under the largest budget with which a step stays within `room`.
+    least_bytes: a budget given as a share never means less."""
 
     def make(budget: Budget) -> PlannedProgram:
         return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
@@ -302,8 +304,9 @@ def load(
 
 
 def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
-    """Return the options for as many calls in flight as the plans of a file are for (their budget
-    is that of all these calls)."""
+    """Return the options with the number of calls in flight that plans of a file are for (their
+    budget is that of all these calls). Raises InvalidInput if the options have yet another
+    number."""
     count = max(p.in_flight for p in plans)
     if options.in_flight not in (1, count):
         raise InvalidInput(
@@ -338,8 +341,8 @@ def needed_bytes_with(
 
 
 def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
-    """Return the bytes that the call needs with everything kept; None if it cannot be planned
-    so."""
+    """Return the bytes that a call needs at its peak with everything kept, under these options;
+    None if it cannot be captured or tiled so."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)

@@ -66,7 +66,8 @@ class Budget:
 
 
 def parse_budget(budget: object) -> Budget:
-    """Parse the argument `budget` of `solve`. Raises InvalidBudget, which says what is accepted."""
+    """Convert the argument `budget` of `solve` (bytes, text such as '2GB', '40%', 'min', 'auto', or
+    a Budget) to a Budget. Raises InvalidBudget, which says what is accepted."""
     if isinstance(budget, Budget):
         return budget
     if isinstance(budget, bool) or not isinstance(budget, int | float | str):
@@ -79,7 +80,8 @@ def parse_budget(budget: object) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
-    """Parse a budget written as text. Raises InvalidBudget."""
+    """Convert a budget written as text, such as '2GB', '40%', 'min', 'auto' or 'auto-4GB'. Raises
+    InvalidBudget."""
     if len(text) > _LONGEST:
         raise InvalidBudget(f"budget {text[:40]!r}... is too long; {_EXAMPLES}")
     if text.strip().lower() == "min":
@@ -116,8 +118,8 @@ def _reserve_bytes(text: str, whole: str) -> int:
 
 
 def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:
-    """Return `number` of bytes, rounded down. Raises InvalidBudget. budget: as the user wrote
-    it."""
+    """Round `number` of bytes down to an integer. Raises InvalidBudget if it is below 1 or above
+    MOST_BYTES. budget: as the user wrote it, for the message."""
     if number <= 0:
         raise _not_positive(budget)
     if number < 1:

@@ -72,7 +72,8 @@ class _Given:
 
     @classmethod
     def of(cls, call: ModuleCall, forward: Callable[..., Any]) -> _Given:
-        """Note the call, and copy the content of its tensors."""
+        """Take a snapshot of what a call of `forward` may change: content of parameters, buffers,
+        inputs and tensors it reaches, and what Python holds."""
         module, arguments = call.module, (call.args, call.kwargs)
         snapshot = Snapshot.of(module, forward, *arguments)
         named = itertools.chain(
@@ -96,9 +97,9 @@ class _Given:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put tensors, attributes and generators back on exit, and version counters, so that
-        autograd takes no tensor for modified: the check may run in the middle of a backward
-        pass."""
+        """Put tensors, attributes and random generators back on leaving the `with` block, and
+        version counters, so that autograd takes no tensor for modified: the check may run in the
+        middle of a backward pass."""
         tensors = [content.tensor for _, content in self.tensors]
         versioned = tuple(t for t in tensors if not t.is_inference())
         with (
@@ -171,8 +172,8 @@ def distance(
     dtypes: Collection[torch.dtype],
 ) -> float:
     """Return the norm of the difference between the gradients of `planned` and of `original`, as a
-    share of the norm of the latter. dtypes: those that the step computes in. Other arguments are
-    those of `check`.
+    share of the norm of the latter: one step of each, with the arguments of `check`. dtypes: those
+    that the step computes in.
 
     Raises CheckFailed if results, gradients or buffers are `too_far`, or generators end in other
     states, unless a second step of `original` is as far from the first. Warns if shares exceed
@@ -220,13 +221,10 @@ when its parameters and inputs are rounded otherwise."""
 def too_far(
     shares: Mapping[str, float], bound: float, of_rounded: Callable[[], Mapping[str, float]]
 ) -> dict[str, float]:
-    """Return those of `shares` (as from `shares_of`) that exceed `bound` not only for lack of
-    digits.
-
-    of_rounded: returns the shares of eager itself after `round_otherwise`. They are large for
-    gradients that are zero up to rounding, and where a rounding decides which of two elements is
-    the largest.
-    """
+    """Return those of `shares` (kind of tensor -> distance from eager, of their norm) that exceed
+    `bound`, but for those that lack of digits explains. of_rounded: returns the shares of eager
+    itself after `round_otherwise`. They are large for gradients that are zero up to rounding, and
+    where a rounding decides which of two elements is the largest."""
     far = {what: share for what, share in shares.items() if not share <= bound}
     if not far:
         return far
@@ -235,8 +233,9 @@ def too_far(
 
 
 def round_otherwise(tensors: Iterable[torch.Tensor], dtypes: Collection[torch.dtype]) -> None:
-    """Change each number by one rounding, up or down, to the coarsest of `dtypes` (under autocast a
-    number is rounded to 16 bits when it is read)."""
+    """Change each number of the floating-point `tensors` in place by one rounding, up or down at
+    random from a fixed seed, of the coarsest of `dtypes` (under autocast a number is rounded to 16
+    bits when it is read)."""
     coarsest = max((torch.finfo(d).eps for d in dtypes if d.is_floating_point), default=0.0)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -273,9 +272,9 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
 
 
 def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
-    """Return the norm of the difference as a share of the norm of `expected`, over the tensors
-    whose names begin with `start`; infinity if one is missing. Equal infinities and NaNs do not
-    count as a difference."""
+    """Return the norm of the difference as a share of the norm of `expected`, over all tensors
+    whose names begin with `start`; infinity if one is in one of them only. Equal infinities and
+    NaNs do not count as a difference."""
     error = norm = 0.0
     for name in (n for n in {**expected, **actual} if n.startswith(start)):
         one, other = actual.get(name), expected.get(name)
@@ -316,7 +315,7 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function: tensor -> another tensor over the same memory, the same one each time.
+    """Return a function from a tensor to another one over the same memory, the same one each time.
     Autograd history, later in-place results and hooks stay with the caller's tensor."""
     own: dict[int, torch.Tensor] = {}
 
@@ -335,9 +334,10 @@ def _run(
     starts: Mapping[int, Strides],
     tangent: Callable[[torch.Tensor, Strides], torch.Tensor] | None = None,
 ) -> _StepResult:
-    """Run one step and return its results. starts: position of a result that gets a gradient ->
-    strides of this gradient; tangent: makes the gradient of a result in given strides; None:
-    `_ones`."""
+    """Run one forward and backward of `forward` on the tensors of the call, and return all results,
+    gradients, states of generators and what changed in Python, by name. starts: position of a
+    result that gets a gradient -> strides of this gradient. tangent: makes the gradient of a result
+    in given strides; None: all ones."""
     call = given.call
     arguments = with_stand_ins(given.forward, call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
@@ -401,7 +401,8 @@ def _drawn(like: torch.Tensor, strides: Strides) -> torch.Tensor:
 def _laid_out(
     make: Callable[[int], torch.Tensor], like: torch.Tensor, strides: Strides
 ) -> torch.Tensor:
-    """Return as many numbers of `make` as lie in these strides, in the shape of `like`."""
+    """Return a tensor of the shape, dtype and device of `like` with these strides. make: number of
+    elements -> that many numbers, which fill its memory in order."""
     spec = strides.spec if isinstance(strides, PlacedStrides) else None
     own = strides.strides if isinstance(strides, PlacedStrides) else strides
     shape = like.shape if spec is None else local_shape(spec)
@@ -420,7 +421,8 @@ def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepRes
 
 
 def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
-    """Describe the first difference of one step, None if there is none."""
+    """Return a sentence about the first difference between two steps (tensors, then what changed in
+    Python), None if there is none."""
     for (name, a), (_, b) in zip(actual.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:

@@ -99,7 +99,8 @@ class Comparison:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Return the cells of a row of the printed table."""
+    """Return the texts of a row of the printed table: name, peak, predicted peak, overhead,
+    quartiles of it, remark; '' for what was not measured."""
 
     def size(amount_bytes: int | None) -> str:
         return "" if amount_bytes is None else format_bytes(amount_bytes)
@@ -170,8 +171,8 @@ def compare(
 
 
 def measured_series(comparison: Comparison) -> tuple[Series, ...]:
-    """Return the measurements for `rockplan.draw_curve`: rockplan's budgets, as a line if there are
-    several, and a mark for each other variant that ran."""
+    """Return the measurements as series for `rockplan.draw_curve`: rockplan's budgets, as a line if
+    there are several, and a mark for each other variant that ran."""
     ours: list[tuple[int, float, str]] = []
     others: list[Series] = []
     for row in comparison.rows:
@@ -213,7 +214,8 @@ def measured_timelines(
 
 
 def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
-    """Return the budgets as a tuple. Raises InvalidBudget if one cannot be parsed."""
+    """Return one or several budgets as a tuple, as the user wrote them. Raises InvalidBudget if one
+    cannot be parsed, or is 'auto' and the model's device does not say what is free."""
     several: tuple[Any, ...]
     if isinstance(budgets, Iterable) and not isinstance(budgets, str):
         several = tuple(budgets)
@@ -232,7 +234,8 @@ def _makers(
     compile_budgets: Sequence[float],
     options: Options,
 ) -> tuple[list[str], list[Callable[[], nn.Module]]]:
-    """Return the names of the variants and, for each, a function that makes its module."""
+    """Return the names of the variants to compare, eager first, and for each a function that
+    returns a copy of the model, with the same parameters, that runs so."""
 
     def planned(budget: OneBudget) -> nn.Module:
         copied = wrap.sharing_copy(model)
@@ -275,12 +278,10 @@ def step_of(
     loss: Loss | None,
     incoming: dict[int, torch.Tensor],
 ) -> None:
-    """Run a forward and a backward.
-
-    Without a loss, backward starts from the leaves that a plan assumes (`likely_starts`). incoming:
-    their gradients by position; the first step fills it, so that making them is not part of later
-    peaks.
-    """
+    """Run a forward and a backward of `module`, with `loss` of the result; gradients are added to
+    `.grad`. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
+    incoming: their gradients by position; the first step fills it with random ones, so that making
+    them is not part of later peaks."""
     result = module(*args, **kwargs)
     if loss is not None:
         loss(result).backward()  # type: ignore[no-untyped-call]
@@ -296,8 +297,8 @@ def step_of(
 def _written(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return tensors beside buffers that a step writes to (codebooks, momentum encoders), found by
-    a step of its own; () if that step fails."""
+    """Return the tensors that a step writes to besides buffers (codebooks, momentum encoders),
+    found by a step of its own, which leaves everything as it was; () if that step fails."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
         copied = wrap.sharing_copy(model)
         step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming={})
@@ -315,8 +316,9 @@ class _StepOutcome:
 def _state_after(
     model: nn.Module, changing: Iterable[torch.Tensor], run: Callable[[], object]
 ) -> _StepOutcome:
-    """Run one step from a fixed seed and return its outcome; the gradients stay in `.grad` for the
-    ruler. changing: tensors that the step writes to."""
+    """Run one step from a fixed seed and return copies of its gradients and of `changing`, the
+    tensors that it writes to. The gradients stay in `.grad`, so that their memory exists when it is
+    measured."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
@@ -330,8 +332,8 @@ def _state_after(
 def _difference(
     what: str, tensors: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> str:
-    """Say how many of the tensors differ from the expected ones, and by how much; EQUAL if none, ''
-    if there are none. what: name of the tensors."""
+    """Return in words how many of `tensors` differ from those expected, and by how much at most;
+    EQUAL if none does, '' if there are none. what: what they are called."""
     different = 0
     largest = 0.0
     for a, b in zip(tensors, expected, strict=True):
@@ -355,7 +357,8 @@ def device_of(model: nn.Module) -> torch.device:
 def _row(
     name: str, module: nn.Module, peak_bytes: int, outcome: _StepOutcome, expected: _StepOutcome
 ) -> Row:
-    """Return the row of a variant that ran, not yet timed."""
+    """Return the row of a variant that ran, not yet timed: its peak, how gradients and buffers
+    differ from those of eager, and what its plan predicted."""
     row = Row(
         name,
         peak_bytes=peak_bytes,
@@ -375,8 +378,9 @@ def _row(
 
 
 def _timed(row: Row, times: Sequence[float] | None, eager: Sequence[float]) -> Row:
-    """Return the row with its times. times, eager: seconds of each round; times None if the variant
-    did not run."""
+    """Return the row with its times and its overhead over eager (median and quartiles of the
+    rounds). times, eager: seconds of each round; times None if the variant did not run: the row is
+    unchanged."""
     if times is None:
         return row
     ratios = [a / b - 1 for a, b in zip(times, eager, strict=True)]

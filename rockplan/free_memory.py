@@ -91,8 +91,8 @@ def agreed_budget(
     agreed: Agreement,
     step: TrainingStep = USUAL,
 ) -> Budget:
-    """Return the budget in bytes; for 'auto' the least bytes of all processes that plan together.
-    Errors are those of `in_bytes` and `parse_budget`."""
+    """Return the budget; 'auto' is turned into bytes, the fewest of all processes that plan
+    together. Errors are those of `in_bytes` and `parse_budget`."""
     parsed = parse_budget(budget)
     wanted = in_bytes(parsed, model, optimizer, step)
     if not parsed.is_auto:
@@ -124,12 +124,13 @@ class Room:
         least_bytes: int = 0,
         agreed: Agreement = ALONE,
     ) -> Made:
-        """Return what `make` makes of the largest of the tried budgets with which a step stays
-        within `usable_bytes`.
+        """Return what `make` makes of the largest of PLANS tried budgets with which a whole
+        training step stays within `usable_bytes`; of the careful one, `self.budget`, if nothing
+        else does.
 
         The first budget leaves no room for gradients; later ones leave as much as the last plan
-        lacked. plan_of: the plan of what `make` returned; least_bytes: a share never means less.
-        Raises InfeasibleBudget.
+        lacked. plan_of: the plan and interface of what `make` returned; least_bytes: a share never
+        means less; agreed: processes that try the same budgets. Raises InfeasibleBudget.
         """
         careful = replace(self.budget, least_bytes=least_bytes)
         if self.usable_bytes is None or careful.size_bytes is None:
@@ -146,7 +147,8 @@ class Room:
         return make(careful)
 
     def timeline(self, plan: Plan, interface: Interface) -> Timeline:
-        """Return the memory over time of a first and a later training step with a plan."""
+        """Return the memory over time of a first and of a later training step that run `plan`,
+        optimizer included."""
         return timeline_of(
             {},
             passes_of(plan.graph, plan.schedule, interface, self.steps),
@@ -170,8 +172,9 @@ def room_of(
     agreed: Agreement,
     options: Options,
 ) -> Room:
-    """Return the room for plans of `model`: the budget, in bytes if it is 'auto'; with
-    options.reserve and an optimizer, also its steps for any budget. Raises as `agreed_budget`."""
+    """Return what plans of `model` may take: the budget (in bytes if it is 'auto'), and for 'auto'
+    with an optimizer, or options.reserve, the memory of the optimizer's steps beside it. Raises as
+    `agreed_budget`."""
     careful = agreed_budget(budget, model, optimizer, agreed, step)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     is_auto = parse_budget(budget).is_auto
@@ -190,7 +193,8 @@ def room_of(
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Return the only device of the model. Raises InvalidBudget."""
+    """Return the one device that all parameters and buffers are on. Raises InvalidBudget if there
+    are several, or it is neither CUDA nor CPU."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         names = ", ".join(sorted(map(str, devices))) or "no device"
@@ -211,8 +215,9 @@ def _free_bytes(device: torch.device) -> int:
 
 
 def machine_bytes(root: Path = Path("/")) -> int:
-    """Return the least of what the machine has available and what each control group leaves to this
-    process. root: of the file system. Raises InvalidBudget if Linux does not say it."""
+    """Return the bytes of memory that this process may still take: the least of what the machine
+    has available and what each control group leaves. root: of the file system. Raises InvalidBudget
+    if Linux does not say it."""
     known = available_bytes(root)
     if known is None:
         raise InvalidBudget(
@@ -238,7 +243,8 @@ class _Coming:
 
 
 def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep) -> _Coming:
-    """Return the memory that the optimizer will take; nothing without one."""
+    """Return the bytes that the optimizer will take beyond the state that it holds already: of its
+    state, of a step, of steps inside backward; all 0 without one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer is None or not trained:
         return _Coming()

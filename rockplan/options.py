@@ -210,7 +210,9 @@ class Options:
 
 
 def _bytes(name: str, given: object, per: str) -> int:
-    """Parse bytes (with `per`: bytes a second) as users write them. Raises InvalidInput."""
+    """Convert bytes as users write them (8_000_000_000, '8GiB') to an integer. name: of the option,
+    for the message; per: '/s' for bytes a second, which text must end with, '' for bytes. Raises
+    InvalidInput."""
     is_text = isinstance(given, str)
     text = given.removesuffix(per) if isinstance(given, str) else given
     try:
@@ -227,7 +229,8 @@ def _bytes(name: str, given: object, per: str) -> int:
 
 
 def _size_ranges(given: object) -> Iterator[SizeRange]:
-    """Yield the ranges that `Options.sizes` gives in any form. Raises InvalidInput."""
+    """Yield the ranges that the option `sizes` gives: SizeRanges, {dimension: (least, most)} for
+    all tensors, or {name of a tensor: {dimension: (least, most)}}. Raises InvalidInput."""
     if isinstance(given, tuple) and all(isinstance(one, SizeRange) for one in given):
         yield from given
         return
@@ -247,8 +250,8 @@ _SIZES = (
 
 
 def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
-    """Return the range of one dimension. argument: name of its tensor, '' for all. Raises
-    InvalidInput."""
+    """Return the range (least, most) `given` for one dimension. argument: name of the tensor, ''
+    for all. Raises InvalidInput unless both are sizes of at least 1, in order."""
     place = f"sizes[{argument!r}]" if argument else "sizes"
     if type(dimension) is not int or dimension < 0:
         raise InvalidInput(
@@ -270,7 +273,8 @@ def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
 
 
 def _positions(name: str, given: object) -> tuple[int, ...]:
-    """Return positions of leaves as a tuple. Raises InvalidInput."""
+    """Return positions of leaves of a result as a tuple of integers. name: of the option, for the
+    message. Raises InvalidInput."""
     positions = tuple(given) if _is_sequence(given) else None
     if positions is None or not all(type(p) is int for p in positions):
         raise InvalidInput(

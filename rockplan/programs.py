@@ -59,12 +59,10 @@ _LOGGER = logging.getLogger("rockplan")
 
 
 def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgram:
-    """Make the program for a call of a planned module.
-
-    If the forward itself raises on this call, the original is run, so that its error leaves the
-    call as in eager, with all that the forward has done before. For a RuntimeError of an operator,
-    ours is raised instead: it says more.
-    """
+    """Make the program of a call that a planned module meets in training. make: makes it, or
+    raises. If the forward itself raises on this call, the original is run, so that its error leaves
+    the call as in eager, with all that the forward has done before. For a RuntimeError of an
+    operator, ours is raised instead: it says more."""
     try:
         with _shown():
             return make(call)
@@ -84,7 +82,8 @@ def _is_of_backward(call: ModuleCall) -> bool:
 
 
 def _is_of_operators(error: BaseException | None) -> bool:
-    """True for a RuntimeError that PyTorch raised, not a line of the user's."""
+    """True if `error` is a RuntimeError that PyTorch raised, rather than a `raise` in a line of the
+    user's."""
     if not isinstance(error, RuntimeError):
         return False
     last = error.__traceback__
@@ -111,9 +110,9 @@ def best_plan(
     options: Options,
     least: Sequence[LeastPeak],
 ) -> Plan:
-    """Return the fastest plan of any problem within the budget, the first of equally fast ones; for
-    the smallest budget the plan that needs the fewest bytes. least: the least peak of each problem.
-    Raises InfeasibleBudget."""
+    """Return the fastest plan of any of the problems (variants of one call) within the budget, the
+    first of equally fast ones; for the smallest budget the plan that needs the fewest bytes. least:
+    the search of the least peak of each problem. Raises InfeasibleBudget."""
     count = options.in_flight
     size_bytes = budget.within(needed_bytes(problems[0].unplanned, count))
     plan_within = planning.plan_within if count == 1 else plan_in_flight
@@ -141,11 +140,10 @@ def best_plan(
 def plan_as_asked(
     problems: Sequence[Problem], budget: Budget, options: Options, is_backward: bool = False
 ) -> Plan:
-    """Return the plan within the budget; if there is none, what `on_infeasible` says.
-
-    is_backward: the forward of the call has run, so that running the original is no choice any
-    more.
-    """
+    """Return the fastest plan of any of the problems within the budget. If there is none,
+    options.on_infeasible decides: InfeasibleBudget is raised, or the smallest plan is returned with
+    a warning. is_backward: the forward of the call has run, so that running the original is no
+    choice any more."""
     least = [planning.least_peak_of(problem, options) for problem in problems]
     try:
         return best_plan(problems, budget, options, least)
@@ -172,8 +170,8 @@ def plan_as_asked(
 def new_or_known_program(
     call: ModuleCall, *, budget: Budget, options: Options, agreed: Agreement = ALONE
 ) -> PlannedProgram:
-    """Make the program of a call: of a known plan for the same graph, of one that can be adapted,
-    or of a new one. agreed: processes that plan the same."""
+    """Make the program of a call: of a plan that the module already has for the same graph, of one
+    that can be adapted to the call, or of a new one. agreed: processes that plan the same."""
     source = captured_call(call, options)
     for variant in source.variants:
         known = _known(call.module, variant)
@@ -195,8 +193,8 @@ def _new_program(
     options: Options,
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
-    """Make the program of a new plan; if processes plan together, of a known one that one of them
-    adapts."""
+    """Make the program of a new plan for a captured call. If processes plan together, the one that
+    plans for all adapts a plan it knows where it can."""
 
     def make() -> Plan:
         for variant in () if agreed is ALONE else source.variants:
@@ -220,7 +218,8 @@ def agreed_plan(
     agreed: Agreement,
     make: Callable[[], Plan],
 ) -> Plan:
-    """Return the plan that `make` makes here, or in another process for the same graphs."""
+    """Return the plan that `make` makes here; or, if processes plan together, the one that the
+    lowest rank with the same graphs, budget and options makes, on the graph captured here."""
     if agreed is ALONE:
         return make()
     graphs = [
@@ -245,8 +244,8 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Adapted | None:
-    """Return a known plan adapted to this call, None if none can be. (Plans for several calls in
-    flight are not adapted: the bytes that the other calls keep are not considered there.)"""
+    """Return one of the plans `known` adapted to this call, None if none can be. (With several
+    calls in flight none is: the bytes that the other calls keep are not considered there.)"""
     if options.in_flight > 1:
         return None
     with PLANNING:
@@ -254,8 +253,8 @@ def _adapted(
 
 
 def advise(program: PlannedProgram, options: Options) -> None:
-    """Log for which backward pass the peak is predicted, if the user may start from other leaves;
-    and which leaves the caller could release, if the plan recomputes for lack of memory."""
+    """Log, if the user may start backward from other leaves, for which ones the peak is predicted;
+    and, if the plan recomputes for lack of memory, which leaves of the result could be released."""
     plan = program.plan
     if options.differentiated is None and (starts := _ambiguous_starts(program)):
         _LOGGER.info(
@@ -284,8 +283,8 @@ def _ambiguous_starts(program: PlannedProgram) -> tuple[int, ...]:
 
 @contextlib.contextmanager
 def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterator[None]:
-    """Add to InfeasibleBudget which leaves the caller could release, and options with which the
-    budget would do."""
+    """Add to InfeasibleBudget raised in the `with` block which leaves of the result could be
+    released, and with which options the budget would do."""
     try:
         yield
     except InfeasibleBudget as error:
@@ -301,8 +300,8 @@ def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterato
 
 
 def least_bytes(call: ModuleCall, options: Options) -> int | None:
-    """Return the bytes of the smallest plan under these options; None if there is none, or if a
-    head that is to be tiled cannot be."""
+    """Return the bytes of the smallest plan of a call under these options; None if it cannot be
+    planned, or if options.tile is set and there is no head to tile."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)
@@ -315,9 +314,9 @@ def least_bytes(call: ModuleCall, options: Options) -> int | None:
 
 
 def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
-    """Return a known plan for the same graph, None if there is none. (Trainers change attributes
-    and configurations that the forward does not read: then the call is new, but the graph is
-    not.)"""
+    """Return one of the plans `known` that is for the same graph, on the graph as captured; None if
+    there is none. (Trainers change attributes and configurations that the forward does not read:
+    then the call is new, but the graph is not.)"""
     graph = source.lowered.graph
     # Compare values first: a digest takes as long as a pass of lowering.
     known = [p for p in known if without_copies(p.graph).values == graph.values]
@@ -340,9 +339,10 @@ _COMPILE: dict[str, bool | Literal["near"]] = {"": False, "yes": True, "near": "
 def stored_program(
     call: ModuleCall, *, plans: tuple[Plan, ...], budget: Budget | None, options: Options
 ) -> PlannedProgram:
-    """Make the program of the one among `plans` that is for this call; if there is none, of a new
-    plan for `budget`, or raise PlanMismatch if `budget` is None. Raises InvalidInput if any of
-    `plans` pages more to the host than the options allow: a call in training may need it."""
+    """Make the program of the one among `plans`, read from a file, that is for this call. If there
+    is none: of a plan adapted or made for `budget`; PlanMismatch is raised if that is None. Raises
+    InvalidInput if any of `plans` pages more to the host than the options allow: a call in training
+    may need it."""
     refuse_beyond_host(plans, options)
     # The plans say whether kernels are compiled; a plan without any ("") says nothing.
     modes = {p.compiled for p in plans}
@@ -379,7 +379,8 @@ def stored_program(
 def built_program(
     call: ModuleCall, plan: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
-    """Generate the program of a plan, and check it if the options ask for it."""
+    """Generate the code of a plan for a captured call and return it as a program. With
+    options.check it is compared with eager first; raises CheckFailed if it differs."""
     report("writing the code")
     plan = with_reserved(plan)
     constants = tuple(t for _, t in source.run.constants)
@@ -409,9 +410,10 @@ def _keep_all(program: PlannedProgram) -> PlannedProgram:
 def _checked(
     call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
 ) -> PlannedProgram:
-    """Return `program`, whose plan records the comparison of two steps with eager execution; if its
-    kernels are compiled or its head is tiled, the comparison with the same graph without
-    re-executions, and the distance from eager. dtypes: in which it computes."""
+    """Run two steps of `program` and of eager, compare them, and return the program with a plan
+    that says what was found. Raises CheckFailed. If its kernels are compiled or its head is tiled,
+    the comparison is with the same graph without re-executions, and the distance from eager is
+    stated too. dtypes: in which it computes."""
     starts = program.incoming
     original = original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)

@@ -30,7 +30,9 @@ Change = dict[str, Any]
 def remedies(
     error: InfeasibleBudget, options: Options, let_go: Releasable | None, least: Needs
 ) -> str:
-    """Say which options to change until a budget of `error` is enough; '' if nothing helps."""
+    """Return a sentence that names options with which less memory is needed, up to the first with
+    which the budget of `error` is enough; '' if none helps. least: options -> bytes of the smallest
+    plan, None if there is none."""
     found = needed_with(options, let_go, least, error.minimum_bytes, error.budget_bytes)
     if not found:
         return ""
@@ -50,9 +52,10 @@ def needed_with(
     below_bytes: int,
     enough_bytes: int = 0,
 ) -> dict[str, int]:
-    """Return options, as users write them, and the bytes that a call needs with them, for those
-    below `below_bytes`; options that restrict the caller least come first, up to the first that
-    needs at most `enough_bytes`."""
+    """Return change of the options, as users write it -> bytes that a call needs with it, for those
+    changes that need less than below_bytes. Those that restrict the caller least are tried first,
+    up to the first that needs at most enough_bytes. needs: options -> bytes, None if the call
+    cannot be planned so."""
     found: dict[str, int] = {}
     limit_s = min(options.time_limit_s, TIME_LIMIT_S)
     for change in changes(options, let_go):
@@ -71,8 +74,9 @@ def written(change: Change) -> str:
 
 
 def changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
-    """Yield changes of the options; those that restrict the caller and change numbers least come
-    first."""
+    """Yield changes of the options that lower what is needed, as name -> value; those that restrict
+    the caller and change numbers least come first. let_go: leaves that could be released, None for
+    none."""
     only_loss: Change = {"only_loss": True, **({"released": ()} if options.released else {})}
     if let_go:
         yield {"released": tuple(sorted({*let_go.positions, *options.released}))}

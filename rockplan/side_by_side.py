@@ -12,8 +12,8 @@ import torch
 
 
 def machine(device: torch.device | str | None = None) -> str:
-    """Return one line that says where a figure was measured: on CUDA if there is one, unless
-    `device` says otherwise."""
+    """Return a line of text that names processor or GPU, torch and threads: where a figure was
+    measured. device: None for CUDA if there is one."""
     if torch.cuda.is_available() and torch.device(device or "cuda").type == "cuda":
         return f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
     return (
@@ -29,11 +29,9 @@ def interleaved_seconds(
     *,
     device: torch.device | str | None = None,
 ) -> dict[str, list[float]]:
-    """Measure each step `repeats` times, one of each per round: seconds of user CPU time, or of
-    CUDA time by events.
-
-    device: on which the steps compute; None: CUDA if there is one.
-    """
+    """Run each of `steps` `repeats` times, in turns, so that a busy spell hits all alike. Returns
+    name -> seconds of each run: user CPU time, or CUDA time by events. Each runs `warmup` times
+    before. device: on which the steps compute; None: CUDA if there is one."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     device = torch.device(device)
@@ -55,7 +53,7 @@ def _cpu_seconds(step: Callable[[], object]) -> float:
 
 
 def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
-    """Return the seconds of one step by CUDA events."""
+    """Run `step` once and return the seconds between two CUDA events around it."""
     with torch.cuda.device(device):
         start, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]

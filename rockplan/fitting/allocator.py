@@ -71,7 +71,9 @@ class Usage:
 def replay(
     requests: Iterable[Request], expandable: bool = False, capacity_bytes: int | None = None
 ) -> Usage:
-    """Replay `requests`, beginning with no memory; return the allocator's usage.
+    """Serve `requests` in order by a model of PyTorch's caching allocator, which begins with no
+    memory; return what it allocated and reserved. Stops at the first request that the device cannot
+    serve (`failed_at` of the result).
 
     expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. capacity_bytes: of the device,
     beside the context; None if it has enough.
@@ -127,7 +129,8 @@ class CachingAllocator:
         self._next_address = 0
 
     def allocate(self, key: Hashable, size_bytes: int) -> bool:
-        """Allocate memory for `key` (`malloc`). Returns False if there is none. Raises ValueError
+        """Allocate size_bytes for `key` (`malloc` of PyTorch's CUDACachingAllocator), after a
+        return of cached memory if need be. Returns False if the device has none. Raises ValueError
         if `key` has some."""
         if key in self._blocks:
             raise ValueError(f"{key} is allocated already")
@@ -151,7 +154,8 @@ class CachingAllocator:
         return True
 
     def free(self, key: Hashable) -> None:
-        """Free the block of `key`, merged with free neighbours (`free_block`)."""
+        """Free the block of `key`, which stays reserved, merged with free neighbours
+        (`free_block`). Nothing for a key of 0 bytes."""
         block = self._blocks.pop(key, None)
         if block is None:  # a request of 0 bytes
             return
@@ -161,8 +165,8 @@ class CachingAllocator:
         block.pool.add(block)
 
     def empty_cache(self) -> None:
-        """Give free memory back to the device: segments, or pages of expandable ones
-        (`release_cached_blocks`)."""
+        """Give reserved memory without allocations back to the device: whole segments, or pages of
+        expandable ones (`release_cached_blocks`)."""
         for pool in (self._large, self._small):
             for block in pool.cached():
                 if self._expandable:
@@ -173,6 +177,8 @@ class CachingAllocator:
                     self.reserved_bytes -= block.size
 
     def usage(self, failed_at: int | None = None) -> Usage:
+        """Return bytes allocated and reserved, now and at their peaks, and how often cached memory
+        was given back. failed_at: position of the request that failed, None for none."""
         return Usage(
             self.allocated_peak_bytes,
             self.reserved_peak_bytes,
@@ -184,7 +190,8 @@ class CachingAllocator:
         )
 
     def segments(self) -> Iterator[tuple[AddressRange, ...]]:
-        """Yield the blocks of each segment that have memory, by address (`snapshot`)."""
+        """Yield for each segment its blocks that have memory, by address: address, bytes, key of
+        the allocation or None (`snapshot`)."""
         for head in self._heads.values():
             found = []
             block: _Piece | None = head
@@ -197,8 +204,8 @@ class CachingAllocator:
     # -- memory of the device ----------------------------------------------------------------------
 
     def _new(self, pool: _Pool, size: int) -> _Piece | None:
-        """Return a new free block of `size` bytes or more, None if the device has none
-        (`alloc_block`)."""
+        """Return a new free block of at least `size` bytes, reserved from the device; None if that
+        has none (`alloc_block`)."""
         if self._expandable:
             return self._expanded(pool, size)
         size = _segment_bytes(size)
@@ -248,8 +255,9 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Piece, size: int) -> bool:
-        """Map whole pages at the beginning of an unmapped block (`map_block`). Returns False if the
-        device is full."""
+        """Give memory to whole pages at the beginning of an unmapped block of an expandable
+        segment, so that at least `size` bytes have some (`map_block`). Returns False if the device
+        is full."""
         pool = block.pool
         size = _up(size, pool.page_bytes)
         if not self._reserve(size):
@@ -263,7 +271,8 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Piece) -> None:
-        """Give back the pages that lie wholly in a free block (`unmap_block`)."""
+        """Give the pages that lie wholly in a free block of an expandable segment back to the
+        device (`unmap_block`); its addresses stay."""
         pool = block.pool
         page = pool.page_bytes
         begin = _up(block.address, page)
@@ -298,8 +307,8 @@ class CachingAllocator:
         block.pool.add(self._cut(block, size))
 
     def _cut(self, block: _Piece, size: int) -> _Piece:
-        """Split off the bytes beyond the first `size` as a block of its own, which is in no free
-        list yet."""
+        """Shorten `block` to `size` bytes and return the rest as a block of its own, which is in no
+        free list yet."""
         rest = _Piece(block.pool, block.address + size, block.size - size)
         rest.is_mapped = block.is_mapped
         rest.previous, rest.next = block, block.next
@@ -310,7 +319,8 @@ class CachingAllocator:
         return rest
 
     def _merge(self, block: _Piece) -> None:
-        """Merge a block that is in no free list with free neighbours (`try_merge_blocks`)."""
+        """Extend a block that is in no free list by its free neighbours, which are taken from
+        theirs (`try_merge_blocks`)."""
         before, after = block.previous, block.next
         if before is not None and before.is_like(block):
             before.pool.remove(before)
@@ -376,9 +386,9 @@ class _Pool:
         return [block for _, _, block in self._free]
 
     def best(self, size: int, expandable: bool) -> _Piece | None:
-        """Take out the smallest block that is large enough, None if there is none
-        (`get_free_block`). For expandable segments, unmapped addresses after a block count as its
-        size."""
+        """Take the smallest free block of at least `size` bytes from the list and return it; None
+        if there is none (`get_free_block`). For expandable segments, unmapped addresses after a
+        block count as its size."""
         position = bisect_left(self._free, (size,))
         if position == len(self._free):
             return None
@@ -392,17 +402,17 @@ class _Pool:
         return self._free[position][2].expandable_bytes
 
     def room(self, size: int) -> _Piece | None:
-        """Return the first of neighbouring blocks, free or unmapped, that together have `size`
-        bytes, None if there are none (`find_expandable_block`)."""
+        """Return the first of neighbouring blocks of a segment, free or unmapped, that together
+        have `size` bytes of addresses; None if there are none (`find_expandable_block`)."""
         for _, unmapped in self._unmapped:
             before = unmapped.previous
             first = before if before is not None and before.key is None else unmapped
-            found = 0
+            found_bytes = 0
             block: _Piece | None = first
-            while found < size and block is not None and block.key is None:
-                found += block.size
+            while found_bytes < size and block is not None and block.key is None:
+                found_bytes += block.size
                 block = block.next
-            if found >= size:
+            if found_bytes >= size:
                 return first
         return None
 

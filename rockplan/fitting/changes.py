@@ -71,7 +71,8 @@ class Peak:
 
 
 def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | None = None) -> Peak:
-    """Return the peak of changes. resident: bytes alive before the first change."""
+    """Return the most bytes alive after any of the changes: how many, of which owners, after how
+    many changes. resident: owner -> bytes alive before the first change."""
     alive = Counter(resident or {})
     live_bytes = sum(alive.values())
     peak = Peak(live_bytes, dict(alive), 0)
@@ -86,9 +87,9 @@ def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | N
 def replayed_steps(
     first: Iterable[MemoryChange], later: Iterable[MemoryChange]
 ) -> tuple[MemoryChange, ...]:
-    """Return the changes of REPLAYED_STEPS steps, all but the first alike. Memory that a step
-    leaves, and no step frees (a norm, a factor of a scaler), is freed when the next step has
-    allocated its own."""
+    """Return the changes of REPLAYED_STEPS training steps: `first`, then `later` again and again.
+    Memory that a step leaves, and no step frees (a norm, a factor of a scaler), is freed when the
+    next step has allocated its own."""
     again = tuple(later)
     alive: dict[Hashable, MemoryChange] = {}
     changes = []
@@ -111,16 +112,16 @@ def usage(
     expandable: bool = False,
     capacity_bytes: int | None = None,
 ) -> Usage:
-    """Return what the caching allocator holds for `changes`, beside `held`: bytes of each existing
-    storage, which were allocated one by one."""
-    there = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
-    asked = (change.request for change in changes)
-    return replay((*there, *asked), expandable, capacity_bytes)
+    """Return what PyTorch's caching allocator reserves for `changes`. held: bytes of each storage
+    that exists before, allocated one by one. Other arguments as for `replay`."""
+    existing = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
+    requests = (change.request for change in changes)
+    return replay((*existing, *requests), expandable, capacity_bytes)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:
-    """Return the allocations that are not freed, by key. Frees of memory that existed before are
-    ignored."""
+    """Return the allocations among `changes` that no later one frees, by key. Frees of memory that
+    existed before are ignored."""
     alive: dict[Hashable, MemoryChange] = {}
     for change in changes:
         if change.is_free:

@@ -75,8 +75,10 @@ def gathers(
     *,
     adds: bool,
 ) -> Before:
-    """Return the changes of gathering and reducing all groups in a step. adds: True if gradients
-    are added to those of an earlier backward pass."""
+    """Return position in the schedule -> memory changes before it, of gathering the parameters of
+    each group and reducing its gradients in a step under fully_shard. groups: parameters that are
+    gathered together, of a block each, and of the rest (path ''). adds: gradients are added to
+    those of an earlier backward pass."""
     blocks = {group.path: group for group in groups}
     rest = blocks.pop("", None)
     handed = all_gradients(graph, interface)
@@ -119,8 +121,8 @@ def gathers(
 
 
 def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) -> Before:
-    """Return the changes where autograd adds a further gradient of a parameter to the one it has:
-    the sum is a new storage."""
+    """Return position in the schedule -> memory changes before it, where autograd adds a further
+    gradient of a parameter to the one it has: the sum is a new storage, and the old ones go."""
     further = {d for data in all_gradients(graph, interface).values() for d in data[1:]}
     before = {}
     for position in range(schedule.forward_length, len(schedule.events)):
@@ -163,7 +165,8 @@ class _Course:
         self.let_go(position, key)
 
     def fill(self, position: int, group: GatheredGroup) -> Hashable:
-        """Fill the buffer of a group, unless it is gathered already; return the buffer's key."""
+        """Allocate, at `position`, the buffer that a group's parameters are gathered into, unless
+        they are gathered already; return the buffer's key."""
         key = ("gathered", group.path)
         if ("whole", group.names[0]) not in self._alive and key not in self._alive:
             size_bytes = group.bytes_of(group.names)
@@ -196,8 +199,8 @@ class _Course:
             self.let_go(position, key)
 
     def reduce(self, position: int, group: GatheredGroup) -> None:
-        """Reduce the gradients of a group, whose backward has ended: free the gathered parameters,
-        and replace gradients by their parts."""
+        """Record the changes at `position` where a group's backward has ended: free its gathered
+        parameters, and replace its gradients by this process's parts of their sums."""
         self.let_go_of_whole(position, group)
         self.let_go(position, self.reduced)
         trained = [name for name in group.parts if name in self.handed]
@@ -228,7 +231,8 @@ def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
 
 
 def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, _Span]:
-    """Return path -> span of each block that runs in a phase. paths: the block of each node."""
+    """Return path of a block -> span of positions in the schedule in which it runs in a phase, for
+    blocks that do. paths: the block of each node, '' for none; phase: positions."""
     runs = [i for i in phase if isinstance(schedule.events[i], Compute)]
     own = defaultdict[str, list[int]](list)
     for number, position in enumerate(runs):
@@ -239,8 +243,9 @@ def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, 
 
 
 def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) -> list[str]:
-    """Return the block of each node: that of its module, or that of the parameter whose gradient it
-    makes."""
+    """Return for each node the path of the block that it runs in: that of its module, or of the
+    parameter whose gradient it makes; '' for the rest. handed: name of a parameter -> storages of
+    its gradients."""
     path_of = {name: path for path, group in groups.items() for name in group.parts}
     of_data = {d: path_of[name] for name, data in handed.items() if name in path_of for d in data}
     return [
@@ -252,7 +257,9 @@ def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) 
 def _open_ended(
     graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, GatheredGroup]
 ) -> set[str]:
-    """Return the blocks whose backward hands no gradient on, to another block or to the caller."""
+    """Return the paths of the blocks whose backward hands no gradient on, neither to another block
+    nor to the caller. paths: the block of each node; handed: name of a parameter -> storages of its
+    gradients."""
     backward = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
     maker = {data: paths[node.index] for node in backward for data in node.writes}
     read = {(data, paths[node.index]) for node in backward for data in node.reads}

@@ -113,8 +113,8 @@ def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a fake parameter of the same shape, strides and dtype, with a gradient. A parameter on
-    the meta device counts as one on CPU; of a sharded one, the part of this rank counts."""
+    """Return a fake parameter like `parameter` (of a DTensor, like the part of this rank) with a
+    gradient. One on the meta device becomes one on the CPU."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     device = torch.device("cpu") if own.is_meta else own.device
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
@@ -128,7 +128,8 @@ def _made(
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """Make the optimizer over the fake parameters. Raises InvalidInput."""
+    """Make the optimizer (by name, by a function, or like one of the caller's) over the fake
+    parameters. Raises InvalidInput if it cannot be made."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return _over_fakes(optimizer, parameters, fakes)
     try:
@@ -159,8 +160,8 @@ def _over_fakes(
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """Return a copy of the caller's optimizer without its state, over those fake parameters that it
-    has."""
+    """Return a copy of the caller's optimizer without its state, in whose groups `fakes` stand for
+    those `parameters` that it has, by name. Raises InvalidInput if it has none of them."""
     memo: dict[int, Any] = {id(p): fakes[name] for name, p in parameters.items()}
     groups = []
     for group in optimizer.param_groups:
@@ -176,7 +177,8 @@ def _over_fakes(
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
-    """Set `foreach` as PyTorch chooses it for plain tensors on CUDA (for fake ones it does not)."""
+    """Set `foreach` in the optimizer's groups to what PyTorch chooses for plain tensors on CUDA;
+    for fake tensors it chooses otherwise. Groups that say what they want stay."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is not None or group.get("fused"):
             continue
@@ -197,7 +199,8 @@ class _Stepping:
     on_cuda: bool
 
     def run(self) -> None:
-        """Run one step."""
+        """Run one step over the fake parameters: unscale gradients, clip them, step, update the
+        scaler; what is not used is left out."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         if self.clips:
@@ -212,7 +215,8 @@ class _Stepping:
 def _scaler(
     fakes: Mapping[str, torch.Tensor],
 ) -> tuple[list[MemoryChange], torch.amp.GradScaler]:
-    """Return a scaler that has scaled a loss, and the memory that it keeps since."""
+    """Return (changes, scaler): a GradScaler that has scaled a loss on the device of `fakes`, and
+    the allocations that it keeps since."""
     device = next(iter(fakes.values())).device
     scaler = torch.amp.GradScaler(device.type)
     with Tracker(Holding.OPTIMIZER) as tracker:
@@ -222,7 +226,8 @@ def _scaler(
 
 
 def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
-    """Run a step and return its memory changes. Raises InvalidInput if it does not run over fake
+    """Run one optimizer step over fake tensors and return its allocations and frees. metered: with
+    temporary memory inside of operators. Raises InvalidInput if it does not run over fake
     tensors."""
     optimizer, fakes = parts.optimizer, parts.fakes
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
@@ -245,7 +250,8 @@ def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
 
 
 def _owned(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
-    """Return a function that makes the optimizer the owner of changes that are kept."""
+    """Return a function that gives changes among `kept` (by key) the optimizer as their owner, and
+    returns others as they are."""
 
     def owned(change: MemoryChange) -> MemoryChange:
         if kept.get(change.key) is not change:

@@ -32,8 +32,9 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def with_reserved(plan: Plan) -> Plan:
-    """Return the plan with `reserved_bytes`, if it is for a CUDA device: beyond parameters,
-    buffers, inputs and the parameters' `.grad`, as `peak_bytes`."""
+    """Return the plan with `reserved_bytes`, what PyTorch's allocator reserves beyond parameters,
+    buffers, inputs and the parameters' `.grad`; unchanged if it has them or is not for a CUDA
+    device."""
     device = device_of(plan.graph)
     if device is None or plan.reserved_bytes is not None:
         return plan
@@ -57,21 +58,21 @@ def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
 
 
 def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
-    """Return the bytes of a block to allocate and free before training, from which later blocks are
-    split: the most that `changes` need beside `held` (bytes of each existing storage); 0 if that
-    saves less than `WORTH`."""
-    there, asked = tuple(held), tuple(changes)
-    plain = usage(there, asked)
-    needed_bytes = usage((), asked, expandable=True).allocated_peak_bytes
+    """Return the bytes of a block to allocate and free before training, so that later blocks are
+    split from it: the most that `changes` need at a time. 0 if that saves less than WORTH of what
+    is reserved. held: bytes of each storage that exists before."""
+    existing, requested = tuple(held), tuple(changes)
+    plain = usage(existing, requested)
+    needed_bytes = usage((), requested, expandable=True).allocated_peak_bytes
     block = MemoryChange("block", needed_bytes, Holding.CALLER)
-    split = usage(there, (block, block.freed, *asked))
+    split = usage(existing, (block, block.freed, *requested))
     is_worth_it = split.reserved_peak_bytes < (1 - WORTH) * plain.reserved_peak_bytes
     return needed_bytes if is_worth_it else 0
 
 
 def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]) -> None:
-    """Leave a segment of `block_bytes` with PyTorch's allocator. If there is nothing to leave, a
-    warning says why."""
+    """Allocate and free a block of `block_bytes` on the graph's device, which PyTorch's allocator
+    keeps. If there is nothing to gain, a warning says why."""
     device = device_of(graph)
     if device is None:
         why = "the module is not on a CUDA device"
@@ -87,8 +88,8 @@ def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]
 
 
 def _took(device: torch.device, size_bytes: int) -> bool:
-    """Allocate and free a segment of so many bytes, which the allocator keeps. Returns False if the
-    device does not have them."""
+    """Allocate and free a block of size_bytes on the device, which PyTorch's allocator keeps.
+    Returns False if the device does not have them."""
     try:
         torch.empty(size_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:

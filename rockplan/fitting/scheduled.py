@@ -34,7 +34,8 @@ def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
 
 
 def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, ...]]:
-    """Return name -> storages of all gradients, for each parameter that gets any."""
+    """Return name of a parameter -> storages of all contributions to its gradient, for each
+    parameter that gets any."""
     names = {value: name for name, value in reversed(interface.parameters)}
     return {
         names[target]: tuple(graph.values[one].data for one in contributions)
@@ -44,8 +45,9 @@ def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, 
 
 
 def waits_of(graph: CDGraph, interface: Interface) -> Waits:
-    """Return (storages of gradients, storage of the parameter), for parameters that step as soon as
-    their gradient exists."""
+    """Return (storages of contributions to the gradient, storage of the parameter) for each
+    parameter that gets any: in a step with optimizers inside backward, gradients wait for the last
+    read of it."""
     return tuple(
         (tuple(graph.values[one].data for one in contributions), graph.values[target].data)
         for target, contributions in interface.gradients
@@ -116,8 +118,9 @@ def _end_of_frees(schedule: Schedule, moment: int) -> int:
 
 
 def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:
-    """Return number of an operand's lifetime -> number of the lifetime of the result that takes
-    over its storage."""
+    """Return pairs of numbers in `found`, operand -> result: where a result takes over the storage
+    of an operand, the lifetime of that operand and the one of the result, which are one
+    allocation."""
     opens, closes = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for number, lifetime in enumerate(found):
         if lifetime.owner is Owner.STORAGE:
@@ -132,7 +135,8 @@ def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dic
 
 
 def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
-    """Yield the position of the first matrix product in forward and in backward."""
+    """Yield the position in the schedule of the first matrix product in the forward, and of that in
+    the backward, if there are any."""
     multiplies = [any(call.op in PRODUCTS for call in node.calls) for node in graph.nodes]
     positions = range(len(schedule.events))
     for phase in (positions[: schedule.forward_length], positions[schedule.forward_length :]):
@@ -144,7 +148,8 @@ def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
 
 
 def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:
-    """Return the owner of the bytes of a lifetime."""
+    """Return who is said to own the bytes of a lifetime: workspaces, gradients, the caller, or
+    activations."""
     if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
         return Holding.WORKSPACES
     if lifetime.index in graph.handed:

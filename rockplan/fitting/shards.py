@@ -89,8 +89,9 @@ class Shards:
         return storage_sizes(self.part(p) for p in model.parameters())
 
     def bucket_sizes(self, model: nn.Module) -> tuple[int, ...]:
-        """Return the bytes of each bucket of `ddp`, filled from the last parameter on, which is
-        nearly the order of the gradients."""
+        """Return the bytes of each bucket of DistributedDataParallel, which are filled from the
+        last parameter on (nearly the order of the gradients); () under fully_shard or for one
+        process."""
         if self.count == 1 or self.how != DDP:
             return ()
         sizes = [0]
@@ -101,7 +102,9 @@ class Shards:
         return tuple(sizes)
 
     def groups(self, model: nn.Module, blocks: Sequence[str]) -> tuple[GatheredGroup, ...]:
-        """Return the groups of `fsdp2`: first the parameters of no block, if there are any."""
+        """Return the groups of parameters that fully_shard gathers together: first those of no
+        block, if there are any, then those of each block (path of a module); () under
+        DistributedDataParallel or for one process."""
         if not self.are_parts:
             return ()
         owned: dict[str, dict[str, nn.Parameter]] = {path: {} for path in ("", *blocks)}
@@ -126,7 +129,8 @@ ALONE = Shards()
 
 
 def unknown_to_fsdp2(model: nn.Module, blocks: Sequence[str]) -> str:
-    """Return why `fully_shard` of `blocks` and of the model does not take it; '' if it does."""
+    """Return in words why fully_shard, applied to each of `blocks` (paths) and then to the model,
+    refuses it; '' if it does not."""
     owners: dict[int, str] = {}
     dtypes: dict[str, torch.dtype] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):

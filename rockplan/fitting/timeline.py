@@ -123,7 +123,8 @@ class SizedTimeline:
         return _kind(self.one) == _kind(self.other)
 
     def at(self, batch: int) -> Timeline:
-        """Return the timeline of a batch."""
+        """Return the memory over time of another batch: every size is extrapolated from the two
+        batches known, in which it grows by the same bytes for each sample."""
         more = batch - self.first
 
         def sized(x: int, y: int) -> int:
@@ -145,8 +146,8 @@ class SizedTimeline:
         return Timeline(resident, (first, later), host_bytes)
 
     def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
-        """Return the largest batch, from `first` on, that never has more than `size_bytes` alive;
-        one below the least of `batches` if that has more."""
+        """Return the largest batch within `batches` (least, most) at which never more than
+        size_bytes are alive; least - 1 if even the least has more."""
         least, most = batches
         for live_bytes, more_bytes in zip(_alive(self.one), _alive(self.other), strict=True):
             each = more_bytes - live_bytes
@@ -179,8 +180,9 @@ def timeline_of(
     set_to_none: bool = True,
     host_bytes: int = 0,
 ) -> Timeline:
-    """Return the timeline of `zero_grad(set_to_none)`, then `accumulate` times forward and
-    backward, then a step of the optimizer; twice."""
+    """Return the memory over time of two training steps: each `zero_grad(set_to_none)`, then
+    `accumulate` times forward and backward, then a step of the optimizer. resident: owner -> bytes
+    of each storage that exists before; host_bytes: paged to the host."""
     first = (
         *optimizer.before,
         *_accumulated(passes, accumulate, has_gradients=False),

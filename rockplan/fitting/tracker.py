@@ -42,7 +42,8 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
 
     def _watch(self, storage: Any, change: MemoryChange) -> None:
-        """Record the free of `change` when the storage dies."""
+        """Append the free of `change` to the changes when `storage`, an UntypedStorage, is garbage
+        collected."""
         address = storage._cdata
 
         def freed(reference: object) -> None:
@@ -96,8 +97,9 @@ _measured: dict[Hashable, int] = {}
 
 
 def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Return the bytes that a call allocates on CPU beyond its results, measured on made-up
-    tensors, once for each kind of call in this process. 0 if it does not run on them."""
+    """Return the bytes that a call of the operator `func` allocates on the CPU beyond its results,
+    measured on made-up tensors, once for each kind of call in this process. 0 if it does not run on
+    them."""
     leaves, spec = trees.tree_flatten((args, kwargs))
     key = (str(func), str(spec), *map(_described, leaves))
     if key not in _measured:
@@ -107,7 +109,8 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Measure a call; 0 if it fails."""
+    """Call `func` twice and return the bytes that the second call allocates at its peak beyond new
+    results; 0 if it fails."""
     made: list[Any] = []
 
     def call() -> None:

@@ -28,8 +28,9 @@ def compiled_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
 
 
 def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:
-    """Run as with `torch.utils.checkpoint` on each of `blocks`, paths of modules: what the backward
-    pass of a block reads of its forward is re-executed before it begins."""
+    """Return (graph as eager runs it, schedule of a step with `torch.utils.checkpoint` on each of
+    `blocks`, paths of modules): what the backward of a block reads of its forward is re-executed
+    before that backward begins."""
     eager = as_eager(graph)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
@@ -54,9 +55,9 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
 
 
 def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Free the inputs of a backward function only when all of it has run, as autograd does. One
-    function is taken to be consecutive nodes of one line of a module, none of which reads what
-    another makes."""
+    """Return `schedule` with the inputs of a backward function freed only when all of it has run,
+    as autograd does. One function is taken to be consecutive nodes of one line of a module, none of
+    which reads what another makes."""
     boundary = schedule.forward_length
     events: list[Event] = [*schedule.events[:boundary]]
     waiting: list[Event] = []

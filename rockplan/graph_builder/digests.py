@@ -110,7 +110,8 @@ def takes_digest(graph: CDGraph) -> str:
 
 
 def profile_digest(profile: Profile) -> str:
-    """Return a digest of a profile: where it holds, and every cost."""
+    """Return a digest of a profile: device, torch and threads for which it holds, and every
+    cost."""
     return digest(
         [
             [profile.source, profile.device, profile.torch_version, profile.threads],
@@ -159,7 +160,8 @@ def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
 
 
 def _node_costs(node: ComputeNode) -> list[object]:
-    """Return what a solver sees of a node besides storages: phase, time, workspace, flags."""
+    """Return what a digest covers of a node besides storages: phase, ns, workspace bytes, whether
+    it draws, may run again, and rarer flags."""
     return [
         node.phase.value,
         node.time_ns,
@@ -177,7 +179,8 @@ def _unusual(node: ComputeNode) -> list[object]:
 
 
 def _program(node: ComputeNode) -> list[object]:
-    """Return what a node computes, without its cost: names, flags, storages, calls."""
+    """Return what a digest covers of a node, its time and bytes left out: names, phase, flags,
+    storages, calls."""
     return [
         node.name,
         node.module,

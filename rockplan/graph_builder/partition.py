@@ -41,11 +41,12 @@ def partition(
     differentiable_inputs: frozenset[int] | None = None,
     pins: frozenset[int] | None = None,
 ) -> tuple[Block, ...]:
-    """Cut `graph` into blocks.
+    """Cut `graph` into a chain of blocks, each a graph of its own: a cut is where later nodes read
+    one storage besides pinned ones, which every block may read.
 
     differentiable_inputs: data of kind INPUT that carry activations, so that what is computed from
-    them is worth recomputing; None means the inputs of floating dtype.
-    pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
+    them is worth recomputing; None means the inputs of floating dtype. pins: activations to pin
+    besides those that must be; None leaves the choice to `choose_pins`.
     """
     side = side_storages(graph, differentiable_inputs).difference(graph.dropped)
     kept = _unavoidable_pins(graph) | side
@@ -63,8 +64,9 @@ def partition(
 def side_storages(
     graph: CDGraph, differentiable_inputs: frozenset[int] | None = None
 ) -> frozenset[int]:
-    """Return activations that depend only on constants and on inputs without gradient, through
-    nodes that are not random: masks, position ids, rotary tables. One copy serves every block."""
+    """Return the activations made by nodes that are not random from constants and inputs without
+    gradient alone: masks, position ids, rotary tables. One copy serves every block.
+    differentiable_inputs: storages of inputs with gradient; None means those of floating dtype."""
     if differentiable_inputs is None:
         differentiable_inputs = _floating_inputs(graph)
     known = {
@@ -129,7 +131,8 @@ class _Chain:
 
 
 def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
-    """Cut the graph at every legal place, where storages of `kept` do not count as crossing."""
+    """Cut the graph at every legal place, and return the chain of blocks. kept: pinned storages,
+    which do not count as crossing a cut."""
     cuts = _cuts(graph, kept)
     forward_length, length = len(graph.forward), len(graph.nodes)
     forward = [range(*ends) for ends in pairwise([0, *(c.forward for c in cuts), forward_length])]
@@ -154,7 +157,8 @@ def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
 
 
 def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
-    """Return every legal cut, in forward order.
+    """Return every legal cut, in forward order: the separator, the first forward node after it, and
+    the first backward node of the block before it. kept: pinned storages.
 
     Within its window the backward order is cut where the fewest bytes of gradients cross, at the
     earliest place that gives the block above a backward node. A block without backward nodes inside
@@ -177,7 +181,9 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
 
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
-    """Return (separator, first node after it) in forward order, each at its earliest place."""
+    """Return (storage, first forward node after the cut) for each storage that alone, besides those
+    in `kept`, is read by what comes after some node; in forward order, each at the earliest such
+    place."""
     separators: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
         if len(alive) == 1 and alive.isdisjoint(graph.dropped):
@@ -187,7 +193,8 @@ def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
 
 
 def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
-    """Return for each forward node the storages that later ones read, without pinned ones."""
+    """Return for each forward node the storages made so far that later forward nodes read, without
+    those in `kept`."""
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive: frozenset[int] = frozenset()
     sets: list[frozenset[int]] = []
@@ -201,8 +208,8 @@ def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]
 def _windows(
     graph: CDGraph, kept: frozenset[int], separators: Sequence[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """Return for each separator the lowest and the highest index of the first backward node below
-    it; an empty window has low > high.
+    """Return for each separator the lowest and the highest index that the first backward node of
+    the block before it may have; low > high if none is legal. kept: pinned storages.
 
     A backward node must stand in a block that has its operands: the block that makes the storage
     or, for a separator, also the next one. Operands available to every block (parameters, inputs,
@@ -224,7 +231,9 @@ def _windows(
 def _windows_for(
     graph: CDGraph, blocks: Mapping[int, tuple[int, int]], count: int
 ) -> list[tuple[int, int]]:
-    """Return windows of `count` boundaries. blocks: storage -> first and last block of it."""
+    """Return the windows (lowest, highest index of a backward node) of `count` boundaries, so that
+    every backward node is in a block that has its operands. blocks: storage -> (first, last) block
+    that has it."""
     after_last = [len(graph.forward)] * (count + 1)
     first = [len(graph.nodes)] * (count + 1)
     for node in graph.backward:
@@ -239,7 +248,8 @@ def _windows_for(
 
 
 def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
-    """Return for each node the bytes of gradients and tangents alive across its start."""
+    """Return for each node, and for the end, the bytes of gradients and tangents that are alive
+    when it starts and read later. kept: pinned storages, which do not count."""
     view = GraphView(graph)
     last_read = {d: n.index for n in graph.backward for d in n.reads}
     born = {d: n.index + 1 for n in graph.backward for d in n.writes}
@@ -253,8 +263,8 @@ def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
 
 
 def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> list[int]:
-    """Return the bytes alive at each of `length` places; a lifetime is (first place, one after the
-    last, bytes)."""
+    """Return the bytes alive at each of the places 0 to length - 1. lifetimes: (first place, one
+    after the last, bytes)."""
     change = [0] * (length + 1)
     for begin, end, size_bytes in lifetimes:
         change[begin] += size_bytes
@@ -267,7 +277,8 @@ def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> li
 
 def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
     """Return activations whose pinning allows cuts that were impossible (skips of a UNet, the
-    encoder's output of T5), few and small; empty if no block is too large.
+    encoder's output of T5), few and small; empty if no block is too large. kept: what is pinned
+    anyway.
 
     Greedy: sets of storages that are alive together between two forward nodes, each for longer than
     a block should be, are candidates; the one that takes the most work off too large blocks per
@@ -302,7 +313,8 @@ def choose_pins(graph: CDGraph, kept: frozenset[int]) -> frozenset[int]:
 
 
 def _excess(alive: Sequence[frozenset[int]]) -> int:
-    """Return the sum of squared sizes (forward nodes) of the blocks that are too large."""
+    """Return the sum of squared sizes, in forward nodes, of the blocks that are too large. alive:
+    of each forward node, as from `_alive_between`; a set of one storage is a cut."""
     counted: set[int] = set()
     starts = [0]
     for position, storages in enumerate(alive):
@@ -323,7 +335,8 @@ def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
 
 
 def _spanning(chain: _Chain) -> set[int]:
-    """Return gradients that cross several boundaries, and tangents that several blocks read."""
+    """Return the gradients that are read more than one block below the one that makes them, and the
+    tangents that several blocks read."""
     spanning = set()
     for data in chain.graph.data:
         blocks = chain.read_in(data.index)
@@ -337,10 +350,9 @@ def _spanning(chain: _Chain) -> set[int]:
 
 
 def _background_bytes(chain: _Chain) -> list[int]:
-    """Return for each block the most bytes alive outside its problem while it runs.
-
-    It runs forward, perhaps forward again while the blocks above it run backward, and backward.
-    """
+    """Return for each block the most bytes of pinned storages and tangents that are alive outside
+    its own problem while it runs. It runs forward, perhaps forward again while the blocks above it
+    run backward, and backward."""
     lifetimes = list(_lifetimes(chain))
     outside = _sum_over_time(
         ((begin, end, chain.view.sizes[d]) for d, begin, end in lifetimes),
@@ -351,7 +363,7 @@ def _background_bytes(chain: _Chain) -> list[int]:
     last = len(chain.forward) - 1
 
     def above(s: int) -> int:
-        """Return the peak outside before block s runs backward. If no block above has backward
+        """Return the most such bytes before block s runs backward. If no block above has backward
         nodes, it may still run forward again for them, once the backward phase has begun."""
         started = chain.backward[s].start - forward_length
         return highest[min(max(started, s < last), len(highest) - 1)]
@@ -376,10 +388,9 @@ def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node:
 
 
 def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
-    """Yield (data, first node, one after the last node) of pinned storages and of tangents.
-
-    A forward node that may run again needs its operands until its block has run backward.
-    """
+    """Yield (storage, first node, one after the last node) at which pinned storages and tangents
+    are alive, whatever blocks do. A forward node that may run again needs its operands until its
+    block has run backward."""
     graph = chain.graph
     for data in graph.data:
         is_tangent = data.kind is DataKind.TANGENT
@@ -395,7 +406,8 @@ def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
 
 
 def _needed_until(chain: _Chain, node: int) -> int:
-    """Return one after the last node during which `node` may still run."""
+    """Return one after the index of the last node during which the node `node` may still run:
+    itself, or the end of its block's backward if it may be re-executed."""
     reader = chain.graph.nodes[node]
     if reader.phase is Phase.FORWARD and _may_rerun(reader, chain.kept):
         # A block without backward nodes may run again just after the backward phase has begun.
@@ -412,7 +424,8 @@ def _may_rerun(node: ComputeNode, kept: frozenset[int]) -> bool:
 
 
 def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
-    """Return block `s` of the chain. background_bytes: as in `Block`."""
+    """Return block number `s` of the chain: its nodes, its separators, and its problem.
+    background_bytes: alive outside of it while it runs."""
     graph = chain.graph
     # The last block passes nothing on; its output is the first output of the module.
     outputs = (*chain.separators, *graph.outputs[:1])
@@ -438,7 +451,8 @@ def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
 
 
 def _problem(chain: _Chain, s: int) -> CDGraph:
-    """Return block `s` as a graph of its own; storages are numbered by first appearance."""
+    """Return the nodes of block `s` as a graph of its own, without calls. Storages are numbered by
+    first appearance; what other blocks or the caller provide has kinds that cost nothing."""
     graph = chain.graph
     nodes = [graph.nodes[n] for n in (*chain.forward[s], *chain.backward[s])]
     made = {d for n in nodes for d in n.writes} - chain.kept
@@ -481,8 +495,9 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
 
 
 def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
-    """Return the kind of a storage in a problem; only the separator that the block reads is an
-    INPUT. made: storages that the block makes."""
+    """Return the kind of storage `data` in the problem of a block: CONSTANT if pinned or given to
+    the module, its own if the block makes it, INPUT for the separator that the block reads, TANGENT
+    for a gradient from the block after it. made: storages that the block makes."""
     kind = chain.graph.data[data].kind
     if data in chain.kept or kind in (DataKind.INPUT, DataKind.CONSTANT):
         return DataKind.CONSTANT
@@ -499,7 +514,8 @@ def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
 
 
 def _common_module(modules: Sequence[str]) -> str:
-    """Return the deepest module path that holds at least two thirds of `modules`."""
+    """Return the deepest module path that contains at least two thirds of the paths `modules`; ''
+    if there is none."""
     counts: Counter[str] = Counter()
     for path in modules:
         parts = path.split(".") if path else []

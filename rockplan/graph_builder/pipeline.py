@@ -54,10 +54,9 @@ def functionalize(run: Capture, options: Options) -> Capture:
 
 
 def tile(run: Capture, options: Options) -> Capture:
-    """Write the head of the model and its loss once for each part of its rows.
-
-    Raises HeadStaysWhole.
-    """
+    """Write the calls of the model's head and its loss once for each part of its rows, if
+    options.tile says so; the number of parts is that of the options, or chosen here for True.
+    Raises HeadStaysWhole, which says why, if that cannot be done."""
     if not options.tile:
         return run
     made = tiled(run, None if options.tile is True else options.tile)
@@ -146,7 +145,8 @@ def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS
 def _passed(
     passes: Sequence[Callable[[_Form, Options], _Form]], form: _Form, options: Options
 ) -> tuple[_Form, list[PassTrace]]:
-    """Return `form` after all passes that the options do not leave out, and a trace of each."""
+    """Apply each pass to the result of the one before, but those that the options leave out.
+    Returns the last result, and of each pass its name, what it left and how long it took."""
     traces: list[PassTrace] = []
     for one, name in zip(passes, _named(*passes), strict=True):
         if name in options.without:
@@ -163,7 +163,8 @@ def _passed(
 def _checked(
     made: Capture | CDGraph, name: str, seconds: float, is_changed: bool = True
 ) -> PassTrace:
-    """Check the result of a pass against the rules of its form; return its trace."""
+    """Return the trace of a pass: its name, how many calls or nodes `made` has in each phase, and
+    its seconds. In tests, raises IllegalForm if a changed result breaks a rule of its form."""
     if CHECKED.get() and is_changed:
         if isinstance(made, Capture):
             check(run_rules.RULES, made, f"after {name}")

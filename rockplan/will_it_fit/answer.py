@@ -59,8 +59,9 @@ class Fit:
     shards: str = ""
 
     def largest(self, length: int | None = None) -> FitRow:
-        """Return the row of the largest batch at a length; of equal ones, that of least overhead.
-        Raises InvalidInput if there is no such length."""
+        """Return the row of the way with the largest batch at this length (None: that of the
+        sample); of equal ones, that of least overhead. Raises InvalidInput if there is no such
+        length."""
         rows = [row for row in self.rows if row.length == length]
         if not rows:
             lengths = ", ".join(str(n) for n in dict.fromkeys(row.length for row in self.rows))
@@ -74,8 +75,9 @@ class Fit:
         return max(rows, key=lambda row: row.tokens_per_s or 0, default=None)
 
     def breakdown(self, way: str, length: int | None = None) -> dict[str, int]:
-        """Return owner -> bytes of the device at the peak of a row: those of the row, and the
-        context. Raises InvalidInput."""
+        """Return owner ("parameters", "activations", ...) -> bytes of the device at the peak of the
+        row of this way and length, the CUDA context among them. Raises InvalidInput if there is no
+        such row."""
         context_bytes = self.device_bytes - self.usable_bytes
         for row in self.rows:
             if (row.way, row.length) == (way, length):

@@ -35,8 +35,9 @@ _OWN = frozenset(vars(nn.Module()))
 
 
 def answer_key(model: nn.Module, sample: object, graph: object, **asked: object) -> dict[str, str]:
-    """Return the key of an answer. graph: of a small call; asked: what else the answer depends on,
-    by name, as values whose `repr` is complete."""
+    """Return the key under which an answer of `fit` is cached, by name: digests of model, sample
+    and graph, versions, and what else was asked. graph: of a small call; asked: values whose `repr`
+    says all of them."""
     return {
         "planner": planner(),
         "torch": str(torch.__version__),
@@ -52,7 +53,8 @@ def _digest(lines: Any) -> str:
 
 
 def _lines(model: nn.Module) -> Iterator[str]:
-    """Yield the lines that describe a model."""
+    """Yield lines that describe a model for a digest: classes and their sources, attributes, shapes
+    of parameters and buffers."""
     seen = set[int]()
     for name, module in model.named_modules():
         kind = type(module)
@@ -83,8 +85,8 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _of_argument(leaf: Any) -> object:
-    """Describe an argument: integers by their values, which decide what is computed; floating-point
-    tensors by shape and dtype."""
+    """Return what a digest covers of an argument: of integer tensors shape and content, which
+    decides what is computed; of floating-point ones shape and dtype; of others a description."""
     if not isinstance(leaf, torch.Tensor):
         return _described(leaf)
     if leaf.is_meta or leaf.dtype.is_floating_point or leaf.layout is not torch.strided:
@@ -94,8 +96,9 @@ def _of_argument(leaf: Any) -> object:
 
 
 def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> str:
-    """Describe plain values, and the values inside containers and objects, each object once; else
-    name the class."""
+    """Return a text for a digest: of plain values their repr, of containers, functions and objects
+    what is inside, `depth` levels deep, each object once; else the name of the class. seen: ids of
+    objects described before."""
     if isinstance(value, _PLAIN + _VALUES):
         return repr(value)
     if isinstance(value, torch.Tensor):

@@ -30,8 +30,8 @@ _HEADS = (
 
 
 def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
-    """Return a self-contained HTML page: the frontier, and a table of the rows with their
-    breakdown."""
+    """Return a self-contained HTML page of an answer: a drawing of the largest batch over length,
+    and a table of the rows with who owns the memory."""
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in fit.notes)
     sections = (
         f'<p class="lead">{html.escape(fit.headline)}.</p>',
@@ -65,7 +65,8 @@ def _scale(sizes: Sequence[int], begin: float, end: float) -> _Scale:
 
 
 def _frontier(rows: Sequence[FitRow]) -> str:
-    """Draw the largest batch over length, a line for each way."""
+    """Return an SVG figure of the largest batch over length, a line for each way; rows in which
+    nothing fits have no mark."""
     marked = [row for row in rows if row.batch]
     x = _scale([row.length or 1 for row in rows], _LEFT, _WIDTH - _RIGHT)
     y = _scale([row.batch for row in marked] or [1], _HEIGHT - _BOTTOM, _TOP)
@@ -85,7 +86,8 @@ def _frontier(rows: Sequence[FitRow]) -> str:
 
 
 def _axes(x: _Scale, y: _Scale, *, has_lengths: bool) -> Iterator[str]:
-    """Yield the grid and the labels."""
+    """Yield the SVG elements of the grid and of its labels. x, y: scales of length and batch;
+    has_lengths: lengths are labelled."""
     for size in y.ticks:
         at = y.at(size)
         yield f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>'

@@ -103,7 +103,8 @@ class FitQuestion:
 
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:
-        """Bytes of each storage that exists before a step, by owner."""
+        """Owner -> bytes of each storage that exists on the device before a step: parameters,
+        buffers, averages, buckets of DistributedDataParallel, workspaces of cuBLAS."""
         parameters = self.shards.parameter_sizes(self.model)
         buffers = storage_sizes(self.model.buffers())
         return {
@@ -126,18 +127,18 @@ class FitQuestion:
         return self.shards.groups(self.model, self.blocks)
 
     def refuse_too_small(self, without: Sequence[str] = ()) -> None:
-        """Raise InvalidInput if the device does not hold parameters and buffers. without: options
-        that the remedy does not go with."""
-        room = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
-        if self._least_bytes <= room:
+        """Raise InvalidInput, with a remedy, if the device does not hold even parameters and
+        buffers. without: options that must be left out for the remedy, more processes."""
+        room_bytes = self.on.usable_bytes - sum(self.resident[Holding.WORKSPACES])
+        if self._least_bytes <= room_bytes:
             return
-        gathered = format_bytes(gathered_bytes(self.groups))
-        whole = f", and {gathered} are gathered at a time" if self.groups else ""
+        gathered_text = format_bytes(gathered_bytes(self.groups))
+        whole = f", and {gathered_text} are gathered at a time" if self.groups else ""
         raise InvalidInput(
-            f"{self.on} has {format_bytes(max(room, 0))} beside its context and workspaces of "
-            f"cuBLAS, and parameters and buffers{self.shards} alone take "
+            f"{self.on} has {format_bytes(max(room_bytes, 0))} beside its context and workspaces "
+            f"of cuBLAS, and parameters and buffers{self.shards} alone take "
             f"{format_bytes(self._model_bytes)}{whole}; with gradients and optimizer "
-            f"{format_bytes(self.known_without_capture())}{self._enough(room, without)}"
+            f"{format_bytes(self.known_without_capture())}{self._enough(room_bytes, without)}"
         )
 
     @property
@@ -145,22 +146,23 @@ class FitQuestion:
         """Bytes of what exists before a step, and is gathered in it at a time."""
         return self._model_bytes + gathered_bytes(self.groups)
 
-    def _enough(self, room: int, without: Sequence[str]) -> str:
-        """Say how many shards would suffice, if any do. room: bytes of the device beside its
-        context and workspaces; without: as for `refuse_too_small`."""
-        if room <= 0:
+    def _enough(self, room_bytes: int, without: Sequence[str]) -> str:
+        """Return the end of the refusal: how many processes with parts of the model (fully_shard)
+        would suffice, or why none do. room_bytes: of the device beside its context and workspaces;
+        without: as for `refuse_too_small`."""
+        if room_bytes <= 0:
             return ", which fit in no number of shards"
         step = replace(self.step, in_backward=False, average=False)
         once = replace(self, shards=ALONE, step=step, _steps={})
-        known = once.known_without_capture()
+        known_bytes = once.known_without_capture()
         own = self.shards.count if self.shards.are_parts else 1
-        least = -(-known // room)
+        least = -(-known_bytes // room_bytes)
         parts = f", which fit in no less than {least} shards" if least > own else ""
         if why := unknown_to_fsdp2(self.model, self.blocks):
             return f"{parts}; {why}"
         gathered = gathered_bytes(Shards(2).groups(self.model, self.blocks))
-        count = -(-known // max(room - gathered, 1))
-        if count <= own or replace(once, shards=Shards(count))._least_bytes > room:
+        count = -(-known_bytes // max(room_bytes - gathered, 1))
+        if count <= own or replace(once, shards=Shards(count))._least_bytes > room_bytes:
             return (
                 f"{parts}; more parts of fully_shard do not help: they are of whole rows, and a "
                 f"block is gathered whole, at least {format_bytes(gathered)} at a time"
@@ -179,7 +181,8 @@ class FitQuestion:
         return self._model_bytes + sum(gradients) + steps.state_bytes
 
     def steps(self, trained: Iterable[str]) -> OptimizerSteps:
-        """Return the steps of the optimizer over the parameters of these names."""
+        """Return the memory changes of the optimizer's steps over the parameters of these names,
+        computed once."""
         names = tuple(trained)
         key = self.shards, names
         if key not in self._steps:
@@ -209,7 +212,8 @@ class FitQuestion:
         return min(self.on.usable_bytes, left_bytes or MOST_BYTES) // 2 if self.is_tried else None
 
     def key(self, calls: SizedCalls) -> dict[str, str]:
-        """Return everything that the answer depends on, as a key of the cache."""
+        """Return all that the answer depends on, by name, as its key in the cache. calls: those to
+        examine, of which the small one stands for the model's graph."""
         return answer_key(
             self.given,
             self.arguments,
@@ -228,8 +232,8 @@ class FitQuestion:
         return self.call(size, replace(self.options, tile=False))
 
     def call(self, size: Size, options: Options) -> PricedCall:
-        """Capture a call of this size. An error names the size, and what is known without a
-        capture."""
+        """Capture and price the call of one (batch, length); length None for that of the sample. An
+        error names the size, and what is known without a capture."""
         batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
@@ -267,8 +271,9 @@ class FitQuestion:
         return call.form in self._smallest
 
     def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
-        """Search the smallest plan; by the relaxation alone, if that needs no more than
-        `enough_bytes`. With a host, search a smaller one that pages (`_find_paged`)."""
+        """Search the plan with the least peak for a call and keep it for calls of the same form. By
+        the relaxation alone, if that needs no more than `enough_bytes`. With a host, search a
+        smaller one that pages."""
         if self.unpaged:
             self._find_paged(self.unpaged, call, enough_bytes)
             return
@@ -286,8 +291,9 @@ class FitQuestion:
         self.take(call, planning.waiting(least, problem.waits))
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
-        """Take the first plan that pages within one of the shares (`PAGED_SHARES`) of what the
-        smallest plan without paging needs; if there is none, take the latter."""
+        """Keep, for calls of this form, the first plan that pages within one of PAGED_SHARES of the
+        peak of the smallest plan without paging (found by the question `unpaged`); if none does,
+        the latter."""
         if not unpaged.has_smallest(call):
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)
@@ -320,8 +326,8 @@ class FitQuestion:
     def timeline(
         self, call: PricedCall, graph: CDGraph, schedule: Schedule, *, is_eager: bool = False
     ) -> Timeline:
-        """Return the timeline of two training steps with this schedule. is_eager: True if it stands
-        for what PyTorch does."""
+        """Return the memory over time of two training steps whose forward and backward run this
+        schedule. is_eager: it stands for what PyTorch does."""
         gradients = first_gradients(graph, call.interface)
         steps = self.steps(gradients.values())
         adding = self.step.accumulate > 1 or not self.step.set_to_none
@@ -361,14 +367,15 @@ class FitQuestion:
         return usage.allocated_peak_bytes, usage.reserved_peak_bytes
 
     def faster(self, call: PricedCall) -> Scheduled:
-        """Return a faster plan than the smallest, for the memory that remains when the optimizer
-        has its state and gradients do not exist yet; while that does not fit, for less, down to the
-        smallest plan."""
+        """Return (graph, schedule) of a plan for a call that is faster than the smallest and with
+        which a step fits on the device; the smallest if none does. It is planned for the memory
+        that remains when the optimizer has its state and gradients do not exist yet, then for
+        less."""
         usable_bytes = self.on.usable_bytes
         smallest = self.replayed(call)
         gradients = first_gradients(call.graph, call.interface)
-        alive = sum(map(sum, self.resident.values())) + sum(call.input_sizes)
-        left_bytes = usable_bytes - alive - self.steps(gradients.values()).state_bytes
+        alive_bytes = sum(map(sum, self.resident.values())) + sum(call.input_sizes)
+        left_bytes = usable_bytes - alive_bytes - self.steps(gradients.values()).state_bytes
         least_bytes = simulate(*smallest).peak_bytes
         usual_bytes = simulate(*self.unpaged.replayed(call)).peak_bytes if self.unpaged else 0
         for tries in range(TRIES, 0, -1):

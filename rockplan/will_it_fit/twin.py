@@ -20,9 +20,9 @@ from rockplan.python_state import trees
 
 
 def twin_of(model: nn.Module) -> nn.Module:
-    """Return the twin of a model. Buffers, and tensors in attributes of modules, that are on the
-    meta device become zeros. Raises InvalidInput if the system allocates no memory beyond what it
-    has."""
+    """Return the model itself, or, if some of it is on the meta device, a copy on the CPU that can
+    be captured: parameters without content, zeros for buffers and for tensors in attributes of
+    modules. Raises InvalidInput if the system allocates no memory beyond what it has."""
     if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
         return model
     memo: dict[int, Any] = {}
@@ -43,7 +43,8 @@ def _tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized CPU tensor of the same layout. Raises InvalidInput."""
+    """Return an uninitialized CPU tensor with shape, strides and dtype of `tensor`. Raises
+    InvalidInput if the system does not allocate it."""
     try:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     except RuntimeError as error:
@@ -54,7 +55,7 @@ def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_values(tree: Any) -> Any:
-    """Return arguments with zeros on CPU in place of tensors on the meta device."""
+    """Return nested arguments with zeros on the CPU in place of tensors on the meta device."""
 
     def real(leaf: Any) -> Any:
         is_meta = isinstance(leaf, torch.Tensor) and leaf.is_meta
