@@ -324,8 +324,9 @@ def needed_bytes_with(
     *,
     everything_kept: bool,
 ) -> dict[str, int]:
-    """Return what a call needs with options that lower it: the options as users write them -> bytes
-    of the smallest plan, or with everything kept. Arguments are those of `plan`."""
+    """Return change of the options, as users write it -> bytes that the call needs with it, for
+    changes with which it needs less: of the smallest plan, or with everything kept. {} if it cannot
+    be planned as it is. Arguments are those of `plan`."""
     refuse_without_effect(options, "explain", "group")
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)

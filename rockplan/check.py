@@ -300,8 +300,8 @@ def _furthest(shares: Mapping[str, float]) -> float:
 
 
 def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
-    """True if `forward` returns for this call; all is left as it was. (Too little memory says
-    nothing about the forward: True.)"""
+    """True if `forward` returns for this call rather than raises, and if memory does not suffice to
+    tell. Everything is left as it was."""
     try:
         given = _Given.of(call, forward)
         with given.restored():

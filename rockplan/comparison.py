@@ -194,11 +194,9 @@ def measured_timelines(
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[MeasuredTimeline, MeasuredTimeline]:
-    """Measure memory over time in a step of `model` and of `planned`, the step that `compare` runs.
-
-    Both are left as they were: parameters, buffers, gradients and generators. Raises InvalidInput
-    if memory cannot be followed (`rockplan.measured_timeline`).
-    """
+    """Return the measured memory over time of one step of `model` and of one of `planned`, the step
+    that `compare` runs. Both are left as they were: parameters, buffers, gradients and generators.
+    Raises InvalidInput if memory cannot be followed (`rockplan.measured_timeline`)."""
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     refuse_without_memory(model)
     model = unplanned(model)

@@ -197,6 +197,8 @@ def _new_program(
     plans for all adapts a plan it knows where it can."""
 
     def make() -> Plan:
+        """Return a plan for the budget: a known one adapted to this call, if processes plan
+        together and one can be, else a new one."""
         for variant in () if agreed is ALONE else source.variants:
             if (
                 replayed := _adapted(_known(call.module, variant), variant, budget, options)
@@ -268,8 +270,9 @@ def advise(program: PlannedProgram, options: Options) -> None:
 
 
 def _ambiguous_starts(program: PlannedProgram) -> tuple[int, ...]:
-    """Return the positions of the leaves that backward is assumed to start from, if users may mean
-    others: several leaves require a gradient, and one of them is a scalar. Else ()."""
+    """Return the positions of the leaves of the result that backward is assumed to start from, if
+    users may mean others: several leaves require a gradient, and one of them is a scalar. () if
+    they cannot."""
     values, outputs = program.plan.graph.values, program.interface.outputs
     starts = tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None)
     distinct = [

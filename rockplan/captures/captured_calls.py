@@ -45,8 +45,9 @@ def arguments(
     *,
     says_cache: bool = True,
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return (args, kwargs) by which `model` is called with the sample. says_cache: log that
-    planned calls run without the key-value cache. Raises InvalidInput if the model cannot be
+    """Return (args, kwargs) with which `model` is called on the sample: a tensor, a tuple of
+    arguments, or a mapping of keyword arguments, and further keyword arguments. says_cache: log
+    that planned calls run without the key-value cache. Raises InvalidInput if the model cannot be
     planned or called so."""
     if not isinstance(model, nn.Module):
         raise InvalidInput(f"model is a {type(model).__name__}; pass a torch.nn.Module")
@@ -141,8 +142,8 @@ def check_options(options: object) -> None:
 
 
 def refuse_without_effect(options: Options, function: str, *names: str) -> None:
-    """Raise InvalidInput if one of the options `names`, which have no effect in `function`, is
-    set."""
+    """Raise InvalidInput, which says what to do, if one of the options `names` has not its default.
+    function: of rockplan, in which they have no effect."""
     check_options(options)
     for name in names:
         if getattr(options, name) != getattr(DEFAULT_OPTIONS, name):

@@ -57,8 +57,9 @@ class SizedCall:
 def sized_calls(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
-    """Return the largest call, the sample and the smallest one, as far as they differ; the sample
-    alone without `Options.sizes`. Raises InvalidInput for ranges that do not fit the sample."""
+    """Return the calls to plan before training: with all varying dimensions at their largest size,
+    the sample, and all at the smallest, as far as they differ; the sample alone without
+    `Options.sizes`. Raises InvalidInput for ranges that do not fit the sample."""
     ranges = options.sizes
     assert isinstance(ranges, tuple)
     if not ranges:
@@ -188,8 +189,8 @@ def _once(
 
 
 def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
-    """Return `tensor` repeated or cut to `shape`, with dimensions in the same order in memory;
-    expanded dimensions stay expanded."""
+    """Return a tensor of this shape that repeats or cuts the content of `tensor`, with dimensions
+    in the same order in memory; expanded dimensions stay expanded."""
     source = tensor.detach()
     for dimension, stride in enumerate(tensor.stride()):
         if stride == 0:

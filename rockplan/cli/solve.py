@@ -182,7 +182,8 @@ def _plans(
     )
 
     def checked(asked: str) -> Plan:
-        """Return the plan with the record of its check."""
+        """Solve for this budget once more, with the check, and return the plan, which records what
+        it found."""
         planned = rockplan.solve(
             subject.model,
             subject.sample_input,

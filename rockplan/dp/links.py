@@ -228,12 +228,9 @@ def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
 
 
 def _repeatable(problem: CDGraph) -> frozenset[int]:
-    """Return the forward nodes that a later run may leave out: those that may run again, and those
-    that make nothing.
-
-    A node that may run only once keeps its results; they are counted where it runs, as if every run
-    made them.
-    """
+    """Return the forward nodes that a second or later forward run of the block may leave out: those
+    that may run again, and those that make nothing. The results of a node that may run only once
+    are kept; they are counted where it runs, as if every run made them."""
     return frozenset(n.index for n in problem.forward if n.recomputable or not n.writes)
 
 

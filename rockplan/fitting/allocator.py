@@ -231,8 +231,9 @@ class CachingAllocator:
     # -- segments that expand ----------------------------------------------------------------------
 
     def _expanded(self, pool: _Pool, size: int) -> _Piece | None:
-        """Return a block of `size` bytes at the lowest address where free memory and unmapped
-        addresses suffice (`try_allocate_expandable_block`); None if the device is full."""
+        """Return a block of `size` bytes of an expandable segment, at the lowest address where free
+        memory and addresses without memory suffice, which get some
+        (`try_allocate_expandable_block`); None if the device is full."""
         block = pool.room(size) or self._new_segment(pool)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None

@@ -67,8 +67,8 @@ def optimizer_steps(
     as_on_cuda: bool = False,
     shards: Shards = ALONE,
 ) -> OptimizerSteps:
-    """Run two steps of `optimizer` over fake parameters, each with a gradient, and return their
-    changes.
+    """Run two steps of `optimizer` over fake parameters, each with a gradient, and return the
+    allocations and frees of both, and the bytes of state that stay. No memory is taken for it.
 
     optimizer: None for none, as if there are no parameters; a factory takes the parameters, as a
     list. step: what else happens to gradients. metered: also measure temporary memory inside of

@@ -63,15 +63,15 @@ def scheduled_changes(
     inside: Mapping[tuple[int, ...], Sequence[MemoryChange]] | None = None,
     before: Mapping[int, Sequence[MemoryChange]] | None = None,
 ) -> tuple[MemoryChange, ...]:
-    """Return the memory changes of a schedule.
+    """Return the allocations and frees of one forward and backward by `schedule`, in order.
 
-    gradients: those that stay; others are added to existing ones, and freed. What the caller holds
-    of the result is freed at the end. workspace_bytes: memory that the first product of forward,
-    and that of backward (another thread), allocates and keeps (`Gpu.cublas_bytes`). inside: changes
-    of optimizers that step when the last of these gradients is handed over; then the gradients are
-    freed. Of several gradients handed over at once, autograd decides which is taken first: here all
-    exist until the last optimizer has stepped. before: position of an event -> further changes
-    before it.
+    gradients: storage -> name of the parameter, of those that stay; others are added to existing
+    ones, and freed. What the caller holds of the result is freed at the end. workspace_bytes:
+    memory that the first product of forward, and that of backward (another thread), allocates and
+    keeps (`Gpu.cublas_bytes`). inside: changes of optimizers that step when the last of these
+    gradients is handed over; then the gradients are freed. Of several gradients handed over at
+    once, autograd decides which is taken first: here all exist until the last optimizer has
+    stepped. before: position of an event -> further changes before it.
     """
     begun: dict[int, list[MemoryChange]] = defaultdict(list)
     ended: dict[int, list[MemoryChange]] = defaultdict(list)

@@ -53,8 +53,9 @@ def passes_of(
     adding: bool = True,
     is_eager: bool = False,
 ) -> Passes:
-    """Return the passes of a schedule of `graph`, with the steps of optimizers inside backward, if
-    there are any.
+    """Return the allocations and frees of forward and backward by `schedule`: of the first pass of
+    a step, of one that adds to existing gradients, and, with optimizers that step inside backward,
+    of the first and of later steps.
 
     adding: True if in some pass gradients are added to existing ones; groups: parameters that are
     gathered, over `transport`; is_eager: True if the schedule stands for what autograd does, which

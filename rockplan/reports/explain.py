@@ -345,8 +345,9 @@ def _orders(
     insert: dict[int, tuple[int, ...]] | None = None,
     leave_out: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[int]]:
-    """Return the nodes of the forward and of the backward phase in order. insert: position of an
-    event -> nodes to run before it; leave_out: positions of computations to leave out."""
+    """Return the nodes that `schedule` executes in the forward and in the backward phase, in order,
+    with changes. insert: position of an event -> nodes to run before it; leave_out: positions of
+    computations to leave out."""
     orders: tuple[list[int], list[int]] = ([], [])
     for position, event in enumerate(schedule.events):
         order = orders[position >= schedule.forward_length]
@@ -393,8 +394,8 @@ _NARROW, _WIDE = 10, 20
 
 
 def wrapped(text: str, indent: int = 0) -> list[str]:
-    """Wrap `text` into lines of at most WIDTH columns, all but the first indented; a name that fits
-    into no line is broken after one of `/._`."""
+    """Return `text` as lines of at most WIDTH characters, all but the first indented by `indent`; a
+    name that fits into no line is broken after one of `/._`."""
     room = WIDTH - indent
     fitting = " ".join(part for word in text.split(" ") for part in _parts(word, room))
     return textwrap.wrap(

@@ -17,8 +17,8 @@ from rockplan.values.schedule import Compute, Free, Schedule
 
 
 def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
-    """Return a line for each event: position, phase, what happens, bytes while it runs, bytes alive
-    after it."""
+    """Return the schedule as text, a line for each event: position, phase, what happens to which
+    operation or storage, bytes alive while it runs and after it."""
     nodes, storages = operation_names(graph), activation_names(graph)
     executed: set[int] = set()
     rows = [("", "", "", "", "during", "after")]

@@ -140,7 +140,8 @@ def _replace(path: Path, data: bytes) -> None:
 
 
 def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version: str) -> Plan:
-    """Return the plan for `graph`, with the sizes and times of the plan.
+    """Return the one of `plans` that is for `graph`, on `graph` itself but with the sizes and times
+    of the plan.
 
     graph: captured here under torch_version. A plan that was made under another version of PyTorch
     fits if the graph is the same: the schedule is legal for it, and only the sizes and times may

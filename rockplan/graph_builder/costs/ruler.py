@@ -106,9 +106,10 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
 
 
 def profiled() -> profile:
-    """Return a profiler session that records CPU memory. `torch.profiler.profile`, which wraps one,
-    warns in torch 2.11 and 2.12 of cycles that it does not have. Raises InvalidInput if a session
-    is active already, which a second one would end."""
+    """Return a session of PyTorch's profiler that records CPU memory, to be entered. Raises
+    InvalidInput if a session is active already, which a second one would end.
+    (`torch.profiler.profile`, which wraps one, warns in torch 2.11 and 2.12 of cycles that it does
+    not have.)"""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise InvalidInput(
             "memory is measured by the profiler of PyTorch, which records already, and would end "

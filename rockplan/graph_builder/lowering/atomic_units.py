@@ -48,12 +48,10 @@ def check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> Non
 
 
 def _units(view: RunView, live: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    """Group calls that must run together; return units in execution order, calls in program order.
-
-    The calls that write one storage are one unit, with every call that reads an intermediate state
-    of it, and with everything on a path from the unit back into it (a unit must be convex). live:
-    positions of needed calls.
-    """
+    """Return groups of calls that must run together, in execution order, each as positions of calls
+    in program order. live: positions of needed calls, ascending; others are in no group. The calls
+    that write one storage are one unit, with every call that reads an intermediate state of it, and
+    with everything on a path from the unit back into it (a unit must be convex)."""
     is_live = set(live)
     union = networkx.utils.UnionFind(live)
     writers = {

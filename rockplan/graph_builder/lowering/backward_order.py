@@ -171,7 +171,8 @@ class _Liveness:
 def _place(
     graph: CDGraph, memory: _Liveness, after: set[int], order: Sequence[int], node: ComputeNode
 ) -> int:
-    """Return the position in `order` for `node`: as far to the front as is worth it.
+    """Return the index in `order` (node indices) at which to insert `node`: as far to the front as
+    lowers memory enough.
 
     after: nodes that it must follow. `memory` is in the state after all of `order`, before and
     after the call. Bytes are relative to what is alive before the neighbours in question: `in_hand`

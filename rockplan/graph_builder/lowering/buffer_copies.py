@@ -98,7 +98,7 @@ def _alone(view: RunView) -> dict[int, int]:
 
 
 def _is_all(value: RecordedValue) -> bool:
-    """Return whether the value fills its storage contiguously."""
+    """True if the value's elements are its whole storage, contiguous from its begin."""
     spec = value.spec
     return (
         spec.offset == 0

@@ -118,8 +118,8 @@ def form(name: str, arguments: object) -> object:
     or their specs as leaves."""
 
     def described(leaf: Any) -> object:
-        """Return a leaf without its sizes: the arrangement of a tensor; sizes in a list as 0, 1 or
-        2."""
+        """Return a leaf without its sizes: of a tensor the order of its dimensions and dtype;
+        sizes, alone or in a list, as 0, 1 or 2; other literals as they are."""
         if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
             strides = leaf.stride() if callable(leaf.stride) else leaf.stride
             return _arrangement(tuple(leaf.shape), tuple(strides)), str(leaf.dtype)

@@ -333,6 +333,8 @@ class Draft:
         made_at, read_at, held = self._made, self._read, self._held
 
         def outlives(d: int) -> bool:
+            """Return True if storage d, made before `position`, is alive there and read at or after
+            it."""
             made = made_at[d]
             if not made or made[0] >= position:
                 return False
