@@ -118,8 +118,8 @@ class Agreement:
         for all. Warns once if others have another key."""
         if self._store is None:
             return {self._rank: value}
-        step = self._say((key, value))
-        found = self._heard(step)
+        step = self._send((key, value))
+        found = self._received(step)
         answers = {r: message for r, message in found.items() if message != _DONE}
         alike = {r: v for r, (other, v) in answers.items() if other == key}
         if len(alike) < len(answers) and not self._is_split:
@@ -141,7 +141,7 @@ class Agreement:
             if self._failure is None and isinstance(error, RockplanError):
                 error.args = (failure.text, *error.args[1:])
             with contextlib.suppress(Exception):  # the user is to see `error`
-                self._say(failure)
+                self._send(failure)
                 self._post(f"left by {self._rank}", _DONE)
                 # The process may end, and take the store with it.
                 until = time.monotonic() + _LEAVING_S
@@ -154,16 +154,16 @@ class Agreement:
         here, too."""
         if self._store is None:
             return
-        step = self._say(_DONE)
+        step = self._send(_DONE)
         while self._done < {r for r in self._ranks if r != self._rank}:
-            self._heard(step)
+            self._received(step)
             step += 1
         # Messages of steps stay, a few bytes: slower processes may still read them.
         for place in self._decided:
             with contextlib.suppress(Exception):  # not every store can delete
                 self._store.delete_key(place)
 
-    def _say(self, message: object) -> int:
+    def _send(self, message: object) -> int:
         """Post a message that all others read in this step; begin the next step. Returns the former
         step."""
         step = self._step
@@ -171,7 +171,7 @@ class Agreement:
         self._step += 1
         return step
 
-    def _heard(self, step: int) -> dict[int, Any]:
+    def _received(self, step: int) -> dict[int, Any]:
         """Return rank -> message of this step, for all others that have not planned yet."""
         others = [r for r in self._ranks if r != self._rank and r not in self._done]
         found = self._awaited({r: f"{step} by {r}" for r in others})

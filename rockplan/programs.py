@@ -175,7 +175,7 @@ def new_or_known_program(
     source = captured_call(call, options)
     for variant in source.variants:
         known = _known(call.module, variant)
-        if (same := _same(known, variant)) is not None:
+        if (same := _known_for_graph(known, variant)) is not None:
             return built_program(call, same, variant, options)
         if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
             continue
@@ -316,7 +316,7 @@ def least_bytes(call: ModuleCall, options: Options) -> int | None:
         return None
 
 
-def _same(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
+def _known_for_graph(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
     """Return one of the plans `known` that is for the same graph, on the graph as captured; None if
     there is none. (Trainers change attributes and configurations that the forward does not read:
     then the call is new, but the graph is not.)"""

@@ -64,10 +64,10 @@ def _parts(model: nn.Module, refused: str) -> list[str]:
     def is_unaffected(path: str) -> bool:
         return type(model.get_submodule(path)) not in kinds
 
-    return [*filter(is_unaffected, repeated_blocks(model))] or [*_beside(model, refused)]
+    return [*filter(is_unaffected, repeated_blocks(model))] or [*_submodules_beside(model, refused)]
 
 
-def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
+def _submodules_beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
     """Yield the paths of the outermost submodules below `path` that do not contain the module at
     `refused`, and have submodules and parameters of their own. Lists and dictionaries of modules
     count only by what is inside."""
@@ -78,7 +78,7 @@ def _beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
         if has_parts and is_called and not _is_in(refused, inner):
             yield inner
         elif has_parts:
-            yield from _beside(model, refused, inner)
+            yield from _submodules_beside(model, refused, inner)
 
 
 def _is_in(path: str, outer: str) -> bool:

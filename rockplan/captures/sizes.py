@@ -74,7 +74,7 @@ def sized_calls(
         shapes = {name: _shape(which, tensors[name], of) for name, of in varying.items()}
         made: dict[tuple[int, Shape], torch.Tensor] = {}
         others = [
-            _once(made, leaf, shapes[name]) if name in shapes else leaf
+            _resized_once(made, leaf, shapes[name]) if name in shapes else leaf
             for name, leaf in zip(names, leaves, strict=True)
         ]
         own_args, own_kwargs = trees.tree_unflatten(others, spec)
@@ -175,7 +175,7 @@ def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Sh
     return tuple(sizes)
 
 
-def _once(
+def _resized_once(
     resized: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
     """Return `tensor` repeated or cut to `shape`; itself if it has that shape. One tensor that is

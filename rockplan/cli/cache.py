@@ -44,7 +44,7 @@ def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
     )
     if entries:
         rows = [
-            [e.name[:16], e.kind, format_bytes(e.size_bytes), _age(e), e.problem or _for(e)]
+            [e.name[:16], e.kind, format_bytes(e.size_bytes), _age(e), e.problem or _key_facts(e)]
             for e in entries
         ]
         display.show_table(["name", "kind", "size", "age", "made for"], rows, words=(0, 1, 4))
@@ -137,7 +137,7 @@ def _age(entry: Entry) -> str:
     return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
 
 
-def _for(entry: Entry) -> str:
+def _key_facts(entry: Entry) -> str:
     """Return the facts of an entry's key that tell entries of one kind apart at a glance, as text;
     '?' for one that is missing."""
     facts = {

@@ -118,7 +118,7 @@ def fit(
             step = rockplan.TrainingStep(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
-            several = _several(gpus, shard)
+            several = _process_arguments(gpus, shard)
             answer = _answer(model, gpu, optimizer, sizes, step, options, autocast, several)
             if html is not None:
                 from rockplan.will_it_fit.page import fit_page
@@ -163,7 +163,7 @@ def _answer(
         )
 
 
-def _several(gpus: int, shard: str | None) -> dict[str, Any]:
+def _process_arguments(gpus: int, shard: str | None) -> dict[str, Any]:
     """Return the arguments of rockplan.fit for so many processes, a GPU each. shard: how they share
     the model, None for the default. Raises InvalidInput if it is given for one process."""
     if shard is None:

@@ -99,7 +99,7 @@ def _fastest(
     flight; None if there is none. The choice is exact while no more than LABELS sums of saved bytes
     are useful."""
     limits = _limits(families, moments, budget_bytes)
-    labels = [_Label(0, 0)] if _begins(moments, budget_bytes) else []
+    labels = [_Label(0, 0)] if _fits_at_begin(moments, budget_bytes) else []
     for position, family in enumerate(families):
         extended = [
             _Label(label.saved_bytes + o.saved_bytes, label.time_ns + o.time_ns, o, label)
@@ -142,7 +142,7 @@ def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes:
     """True if some choice of options fits: at each block, the one that saves least of those that
     fit leaves most room to later blocks."""
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
-    if not _begins(moments, budget_bytes):
+    if not _fits_at_begin(moments, budget_bytes):
         return False
     for position, family in enumerate(families):
         fitting = [o.saved_bytes for o in family if _fits(limits, position, saved_bytes, o)]
@@ -152,7 +152,7 @@ def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes:
     return True
 
 
-def _begins(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
+def _fits_at_begin(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
     """True if the moments before any block saves something fit."""
     return all(
         m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None

@@ -91,7 +91,7 @@ def replay(
 
 def rounded(size_bytes: int) -> int:
     """Return the bytes of the block for a request (`round_size`); 0 for 0."""
-    return _up(size_bytes, MIN_BLOCK_BYTES)
+    return _rounded_up(size_bytes, MIN_BLOCK_BYTES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +260,7 @@ class CachingAllocator:
         segment, so that at least `size` bytes have some (`map_block`). Returns False if the device
         is full."""
         pool = block.pool
-        size = _up(size, pool.page_bytes)
+        size = _rounded_up(size, pool.page_bytes)
         if not self._reserve(size):
             return False
         pool.remove(block)
@@ -276,7 +276,7 @@ class CachingAllocator:
         device (`unmap_block`); its addresses stay."""
         pool = block.pool
         page = pool.page_bytes
-        begin = _up(block.address, page)
+        begin = _rounded_up(block.address, page)
         end = (block.address + block.size) // page * page
         if begin >= end:
             return
@@ -424,9 +424,9 @@ def _segment_bytes(size: int) -> int:
         return SMALL_SEGMENT_BYTES
     if size < MIN_LARGE_BYTES:
         return LARGE_SEGMENT_BYTES
-    return _up(size, ROUND_LARGE_BYTES)
+    return _rounded_up(size, ROUND_LARGE_BYTES)
 
 
-def _up(size: int, unit: int) -> int:
+def _rounded_up(size: int, unit: int) -> int:
     """Round `size` up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -80,14 +80,14 @@ def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]
         why = "segments of this process expand, which saves as much"
     elif not (size_bytes := block_bytes(held, changes)):
         why = f"it would save less than {WORTH:.0%} of what PyTorch's allocator reserves"
-    elif not _took(device, size_bytes):
+    elif not _allocates(device, size_bytes):
         why = f"{device} does not have the {size_bytes} bytes at once"
     else:
         return
     _LOGGER.warning("Options(reserve=True) takes nothing: %s", why)
 
 
-def _took(device: torch.device, size_bytes: int) -> bool:
+def _allocates(device: torch.device, size_bytes: int) -> bool:
     """Allocate and free a block of size_bytes on the device, which PyTorch's allocator keeps.
     Returns False if the device does not have them."""
     try:

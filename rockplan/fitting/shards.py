@@ -140,10 +140,10 @@ def unknown_to_fsdp2(model: nn.Module, blocks: Sequence[str]) -> str:
         whys = {
             "is a scalar: give it one dimension": not parameter.dim(),
             "is not contiguous, such as of channels_last": not parameter.is_contiguous(),
-            f"is shared by {_said(owner)} and {_said(path)}, which are gathered apart": (
+            f"is shared by {_named(owner)} and {_named(path)}, which are gathered apart": (
                 owner != path
             ),
-            f"is of {dtype}, others of {_said(path)} of {other}, and all are trained": (
+            f"is of {dtype}, others of {_named(path)} of {other}, and all are trained": (
                 other != dtype
             ),
         }
@@ -163,5 +163,5 @@ def _block_of(name: str, blocks: Sequence[str]) -> str:
     return next((block for block in blocks if name.startswith(f"{block}.")), "")
 
 
-def _said(path: str) -> str:
+def _named(path: str) -> str:
     return f"block '{path}'" if path else "the rest of the model"

@@ -86,7 +86,7 @@ class ArenaPool:
             self._free.append(arena)
 
 
-def _made(size_bytes: int, device: str, path: str | None) -> Arena:
+def _new_arena(size_bytes: int, device: str, path: str | None) -> Arena:
     """Make an arena: pinned memory for a CUDA device, a file for the CPU."""
     is_cuda = torch.device(device).type == "cuda"
     return PinnedArena(size_bytes, device) if is_cuda else FileArena(size_bytes, path)
@@ -115,6 +115,6 @@ def pool_of(device: str, path: str | None = None) -> ArenaPool:
         )
     known = _pools.get((device, path))
     if known is None:
-        known = ArenaPool(lambda size: _made(size, device, path))
+        known = ArenaPool(lambda size: _new_arena(size, device, path))
         known = _pools.setdefault((device, path), known)
     return known

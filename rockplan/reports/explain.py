@@ -288,7 +288,7 @@ class _Scene:
             for f in alive_at(self.lifetimes, reading)
             if f.owner is Owner.STORAGE and f.start < reading and f.index != data
         }
-        needed = _needed(self.graph, data, alive)
+        needed = _nodes_to_make(self.graph, data, alive)
         if needed is None:
             return None
         computes = _orders(self.schedule, insert={reading: needed})
@@ -357,7 +357,7 @@ def _orders(
     return orders
 
 
-def _needed(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
+def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
     """Return the nodes, ascending, that make the storage `data` when only the storages `alive` are
     there; None if one of them may not run again."""
     view = view_of(graph)

@@ -203,13 +203,13 @@ def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
     forward, backward = one.plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
     orders = (
-        _order(forward, one.nodes, _eager(graph, graph.forward)),
-        _order(backward, one.nodes, _eager(graph, graph.backward)),
+        _order(forward, one.nodes, _in_eager_order(graph, graph.forward)),
+        _order(backward, one.nodes, _in_eager_order(graph, graph.backward)),
     )
     return with_frees(graph, *without_idle(graph, *orders))
 
 
-def _eager(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode]:
+def _in_eager_order(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode]:
     """Return `nodes` in eager's order. (The order of a graph depends on sizes.)"""
     if not graph.eager_order:
         return nodes
@@ -220,7 +220,9 @@ def _eager(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode
 def _matched(before: CDGraph, after: CDGraph) -> dict[int, int] | None:
     """Return node of `before` -> node of `after` that does the same; None if too many differ."""
     forward = _pairs(before.forward, after.forward)
-    backward = _pairs(_eager(before, before.backward), _eager(after, after.backward))
+    backward = _pairs(
+        _in_eager_order(before, before.backward), _in_eager_order(after, after.backward)
+    )
     return None if forward is None or backward is None else forward | backward
 
 

@@ -236,7 +236,7 @@ def _options(
     limit cut the search short); if one did, they are stored under that time limit only."""
     graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
-    schedules = _known(graph, keys, cache) if cache else None
+    schedules = _cached_schedules(graph, keys, cache) if cache else None
     if schedules is None:
         schedules, is_complete = solve()
         if cache and schedules:
@@ -252,7 +252,9 @@ def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, s
     return family_key(problem_digest(graph), settings)
 
 
-def _known(graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache) -> list[Schedule] | None:
+def _cached_schedules(
+    graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache
+) -> list[Schedule] | None:
     """Return the schedules in the cache under the first of `keys` that is there."""
     for key in keys:
         known = cache.family(key, functools.partial(is_legal, graph))

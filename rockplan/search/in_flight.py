@@ -47,7 +47,7 @@ def plan_in_flight(
     other plans; None for a new one.
     """
     count = options.in_flight
-    candidates = [plan for plan in _ends(problem, options, least) if plan is not None]
+    candidates = [plan for plan in _end_plans(problem, options, least) if plan is not None]
     smallest = min(candidates, key=lambda plan: needed_bytes(plan, count))
     size_bytes = budget.within(needed_bytes(problem.unplanned, count))
     if size_bytes is None:
@@ -76,7 +76,9 @@ def plan_in_flight(
     return replace(fastest, budget_bytes=size_bytes, in_flight=count)
 
 
-def _ends(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan | None]:
+def _end_plans(
+    problem: Problem, options: Options, least: LeastPeak | None
+) -> Iterator[Plan | None]:
     """Yield the plans that keep everything, that keep nothing, and that have the least peak; None
     for one that is not legal."""
     graph = problem.constrained

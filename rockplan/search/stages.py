@@ -164,7 +164,7 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     called the smallest budget."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
-    begin = _beginning(limits)
+    begin = _start_limits(limits)
     less_bytes = 1
     while less_bytes and not limits.is_over:
         asked = replace(goal, budget_bytes=incumbent.peak_bytes - less_bytes)
@@ -237,7 +237,7 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     the best (which leads furthest is not known before), then more from the best result, and again
     from faster schedules within its peak. Returns the incumbent with the smallest."""
     assert incumbent.schedule is not None
-    start_limits = _beginning(limits)
+    start_limits = _start_limits(limits)
     peaks = {start: simulate(goal.graph, start).peak_bytes for start in incumbent.starts}
     most_bytes = limits.worth * min(peaks.values(), default=0)
     for start in (start for start, peak_bytes in peaks.items() if peak_bytes <= most_bytes):
@@ -259,7 +259,7 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     return incumbent
 
 
-def _beginning(limits: Limits) -> Limits:
+def _start_limits(limits: Limits) -> Limits:
     """Return limits with the effort for one of several starts."""
     return replace(limits, squeeze=replace(limits.squeeze, effort=limits.squeeze.start))
 

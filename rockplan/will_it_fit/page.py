@@ -77,7 +77,7 @@ def _frontier(rows: Sequence[FitRow]) -> str:
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
         parts += (
             f'<circle class="mark" cx="{left:.1f}" cy="{top:.1f}" r="5" fill="{colour}">'
-            f"<title>{html.escape(_said(row))}</title></circle>"
+            f"<title>{html.escape(_row_text(row))}</title></circle>"
             for left, top, row in own
         )
     label = "largest batch by length, a line for each way"
@@ -115,7 +115,7 @@ def _legend(fit: Fit) -> str:
     return f'<div class="legend">{"".join(entries)}</div>'
 
 
-def _said(row: FitRow) -> str:
+def _row_text(row: FitRow) -> str:
     length = "" if row.length is None else f" of length {row.length}"
     reserved = format_bytes(row.reserved_bytes)
     return f"{row.way}: batch {row.batch}{length}, {reserved} reserved, {row.overhead:+.1%}"

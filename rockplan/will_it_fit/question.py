@@ -138,7 +138,7 @@ class FitQuestion:
             f"{self.on} has {format_bytes(max(room_bytes, 0))} beside its context and workspaces "
             f"of cuBLAS, and parameters and buffers{self.shards} alone take "
             f"{format_bytes(self._model_bytes)}{whole}; with gradients and optimizer "
-            f"{format_bytes(self.known_without_capture())}{self._enough(room_bytes, without)}"
+            f"{format_bytes(self.known_without_capture())}{self._remedy(room_bytes, without)}"
         )
 
     @property
@@ -146,7 +146,7 @@ class FitQuestion:
         """Bytes of what exists before a step, and is gathered in it at a time."""
         return self._model_bytes + gathered_bytes(self.groups)
 
-    def _enough(self, room_bytes: int, without: Sequence[str]) -> str:
+    def _remedy(self, room_bytes: int, without: Sequence[str]) -> str:
         """Return the end of the refusal: how many processes with parts of the model (fully_shard)
         would suffice, or why none do. room_bytes: of the device beside its context and workspaces;
         without: as for `refuse_too_small`."""

@@ -36,7 +36,7 @@ def with_copies(capture: Capture) -> Capture:
     view = capture.view
     if view.changed_outside.isdisjoint(view.storage(v) for _, v in capture.buffers):
         return capture
-    buffers = _copied(view)
+    buffers = _buffers_to_copy(view)
     copied_bytes = 2 * sum(capture.values[b].storage_bytes for b in buffers)
     most_bytes = max(LEAST_BYTES, SHARE * _forward_bytes(view))
     if not buffers or copied_bytes > most_bytes:
@@ -62,7 +62,7 @@ def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
     return RecordedCall(call, Phase.FORWARD, reads, (), False, place.module, place.source)
 
 
-def _copied(view: RunView) -> list[int]:
+def _buffers_to_copy(view: RunView) -> list[int]:
     """Return the buffers to copy: those that the forward changes and from which it computes
     results, with all that are changed in the same unit of calls. A group in which one cannot be
     copied is left out."""
@@ -75,12 +75,12 @@ def _copied(view: RunView) -> list[int]:
         makes = any(not view.kinds[view.storage(v)].resident for r in recorded for v in r.call.made)
         if makes and any(map(view.reads_changed, recorded)):
             wanted.update(touched)
-    alone = _alone(view)
+    alone = _copyable_storages(view)
     groups = [group for group in together.to_sets() if wanted & group]
     return sorted(alone[s] for group in groups if group <= alone.keys() for s in group)
 
 
-def _alone(view: RunView) -> dict[int, int]:
+def _copyable_storages(view: RunView) -> dict[int, int]:
     """Return storage -> buffer (value), for the changed storages that can be copied: one contiguous
     buffer fills it, nothing else of the caller's is in it, and the backward does not change it."""
     members: dict[int, list[int]] = defaultdict(list)
@@ -91,13 +91,13 @@ def _alone(view: RunView) -> dict[int, int]:
     owners: dict[int, int] = {}
     for storage in view.changed_outside - changed_late:
         value, *others = members[storage]
-        is_alone = not others and _is_all(view.values[value])
+        is_alone = not others and _fills_storage(view.values[value])
         if is_alone and view.kinds[storage] is DataKind.BUFFER:
             owners[storage] = value
     return owners
 
 
-def _is_all(value: RecordedValue) -> bool:
+def _fills_storage(value: RecordedValue) -> bool:
     """True if the value's elements are its whole storage, contiguous from its begin."""
     spec = value.spec
     return (

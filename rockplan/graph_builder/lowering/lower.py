@@ -277,7 +277,7 @@ def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int)
         calls.append(numbering.call(entry.call))
     main = recorded[0]
     effect = any(view.changes_outside(e) for e in recorded)
-    recalls = tuple(_again(call) for call in calls)
+    recalls = tuple(_recall_of(call) for call in calls)
     pure_again = all(
         not view.changes_outside(e) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
@@ -304,7 +304,7 @@ def _title(names: Sequence[str]) -> str:
     return next((name for name in names if "empty" not in name), names[0])
 
 
-def _again(call: Call) -> Call:
+def _recall_of(call: Call) -> Call:
     """Return the call for a re-execution: one that leaves running statistics alone."""
     plain = without_statistics(call.op, call.args)
     return call if plain is None else replace(call, op=plain[0], args=plain[1])

@@ -76,7 +76,7 @@ def find_stages(units: Units) -> Stages:
     order = range(len(graph.nodes))
     n_forward = len(graph.forward)
     once = with_frees(graph, order[:n_forward], order[n_forward:])
-    during = _during(_without(graph, free), once)
+    during = _during(_weightless(graph, free), once)
     stages = _stages(view, free, during)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
     held = {d for d in view.held if graph.data[d].kind is DataKind.ACTIVATION}
@@ -136,7 +136,7 @@ def _free(units: Units) -> frozenset[int]:
     return frozenset((*activations, *states)) - units.tiny - view.held
 
 
-def _without(graph: CDGraph, free: frozenset[int]) -> CDGraph:
+def _weightless(graph: CDGraph, free: frozenset[int]) -> CDGraph:
     """Return `graph` in which free storages weigh nothing."""
     data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
     return replace(graph, data=data)

@@ -58,7 +58,7 @@ class HostRows:
         self._stored = {d: builder.binary() for d in self._fetches}
         forward = self._elapsed(reruns[:turn])
         self._later = [self._elapsed([runs]) for runs in reruns[turn:]]
-        self._leave(forward)
+        self._add_copies_out(forward)
 
     def _elapsed(self, parts: Iterable[Mapping[int, int]]) -> int:
         """Add the column of the time that some intervals take beyond first executions."""
@@ -77,7 +77,7 @@ class HostRows:
         """Return the time of a copy, in TIME_UNIT."""
         return self._facts.sizes[d] * 1e9 / bytes_per_s / self._unit_ns
 
-    def _leave(self, forward: int) -> None:
+    def _add_copies_out(self, forward: int) -> None:
         """Add the rows that limit what goes to the host: all of it fits into the host, and for each
         forward node, copies out of what it or later ones make fit into the time from its end to the
         turn. forward: the column of the time that the forward phase takes beyond first
