@@ -383,7 +383,8 @@ def built_program(
     call: ModuleCall, plan: Plan, source: CapturedCall, options: Options
 ) -> PlannedProgram:
     """Generate the code of a plan for a captured call and return it as a program. With
-    options.check it is compared with eager first; raises CheckFailed if it differs."""
+    options.check it is compared with eager first, and the plan says what was found; raises
+    CheckFailed if it differs."""
     report("writing the code")
     plan = with_reserved(plan)
     constants = tuple(t for _, t in source.run.constants)

@@ -91,12 +91,10 @@ def draw_memory(
     eager_measured: MeasuredTimeline | None = None,
     format: Format = "svg",
 ) -> bytes:
-    """Draw memory over time: keeping everything above, the planned step below, on the same axes.
-
-    plan: a Plan or a planned module. measured, eager_measured: measurements by
-    `rockplan.measured_timeline` of steps of the planned and of the original module; drawn as a
-    line, at the measured times. Raises MissingLibrary.
-    """
+    """Draw memory over time, keeping everything above, the planned step below, on the same axes;
+    return the content of an image file. plan: a Plan or a planned module. measured, eager_measured:
+    measurements by `rockplan.measured_timeline` of steps of the planned and of the original module;
+    drawn as a line, at the measured times. Raises MissingLibrary."""
     drawn_plan = plan_in(plan)
     rows = (
         (eager_timeline(drawn_plan), eager_measured, None),

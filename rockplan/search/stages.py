@@ -36,7 +36,7 @@ def keep_everything(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbe
 def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The relaxation of the whole graph at some moments: its bound on the time, and its schedule,
     with re-executions inserted if that exceeds the budget. Where the goal is the least peak, for
-    smaller and smaller budgets."""
+    smaller and smaller budgets. Returns the incumbent with what it improved."""
     report("solving the relaxation")
     if goal.budget_bytes is None:
         return _relax_down(goal, incumbent, limits)
@@ -87,7 +87,8 @@ def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """A schedule by greedy evictions: within the budget; where the goal is the least peak, the
-    smallest they find, and all they find as `starts` for later stages."""
+    smallest they find, and all they find as `starts` for later stages. Returns the incumbent with
+    it if it is better."""
     report("evicting storages")
     if goal.budget_bytes is not None:
         schedule = within(goal.graph, goal.budget_bytes, limits=limits.eviction)
@@ -103,8 +104,8 @@ def evict(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """Options of each block by integer programs, combined to a schedule by the dynamic program over
-    the chain of blocks. Where the goal is the least peak, the schedule is one of the `starts`
-    too."""
+    the chain of blocks. Where the goal is the least peak, the schedule is one of the `starts` too.
+    Returns the incumbent with it if it is better."""
     report("solving blocks")
     left_s = max(_half_way(limits) - time.monotonic(), 0.0)
     settings = limits.blocks if goal.budget_bytes is not None else limits.ends
@@ -125,7 +126,8 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
 
 def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """Storages to the host and back, if that is faster than the incumbent: those that take longest
-    to recompute for each byte, as many as the link carries, planned together with re-executions."""
+    to recompute for each byte, as many as the link carries, planned together with re-executions.
+    Returns the incumbent with the schedule as `paged` if one is found."""
     report("choosing what goes to the host")
 
     def planned(asked: Goal, start: Incumbent) -> Incumbent:
@@ -142,7 +144,8 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The local search: from the incumbent's schedule to a faster one within the budget; where the
-    goal is the least peak, to one with a smaller peak."""
+    goal is the least peak, to one with a smaller peak. Returns the incumbent with it if one is
+    found."""
     assert incumbent.schedule is not None
     report("exchanging re-executions")
     if goal.budget_bytes is None:
@@ -161,7 +164,7 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """What fits into a byte less than the least peak, then into less by a step that doubles each
     time, each a new schedule whose peak is squeezed further: so that no plan is found below what is
-    called the smallest budget."""
+    called the smallest budget. Returns the incumbent with the smallest schedule."""
     assert incumbent.schedule is not None
     report("looking below the least peak")
     begin = _start_limits(limits)
@@ -184,7 +187,8 @@ def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The bound of schedules in the order of the incumbent, by a new relaxation if that order is
     not the graph's or schedules may page; and what integer programs add to it in the time that the
-    limits give them. Before, the schedule loses re-executions that the budget does not need."""
+    limits give them. Before, the schedule loses re-executions that the budget does not need.
+    Returns the incumbent with bound and schedule."""
     assert goal.budget_bytes is not None
     report("proving a bound")
     if incumbent.schedule is not None and not incumbent.is_near(goal, limits):

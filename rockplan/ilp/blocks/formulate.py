@@ -196,9 +196,10 @@ def formulate(stages: Stages) -> StageModel:
 
 
 def _add_variables(model: _Model) -> None:
-    """Add to `model` a binary for each storage that may be alive when a stage starts (`keep`) and
-    for each node that may run again in it (`rerun`); the objective is the time of the latter, in
-    TIME_UNIT of the iteration."""
+    """Add to `model`, for each stage (the re-executions directly before one backward node), a
+    binary for each storage that may be alive when it starts (`keep`) and for each node that may run
+    again in it (`rerun`); and the objective, the time of the latter in TIME_UNITs of the
+    iteration."""
     graph, view = model.stages.units.graph, model.stages.units.view
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     stages = tuple(enumerate(model.stages.stages))
@@ -215,8 +216,8 @@ def _add_variables(model: _Model) -> None:
 
 
 def _add_reads(model: _Model, s: int) -> None:
-    """Add the rows of stage s that say: what a re-executed node, or the backward node that ends the
-    stage, reads is kept to the stage or made again in it."""
+    """Add the constraints of stage s (re-executions before one backward node, and that node) that
+    say: what one of these nodes reads is kept to the stage or made again in it."""
     reads_again, stage = model.stages.units.view.reads_again, model.stages.stages[s]
     before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
@@ -229,8 +230,9 @@ def _add_reads(model: _Model, s: int) -> None:
 
 
 def _add_survival(model: _Model, s: int) -> None:
-    """Add the rows of stage s for each storage: kept to the next stage only if kept to this one or
-    made again in it; never both kept and made again."""
+    """Add the constraints of stage s (re-executions before one backward node) for each storage:
+    kept to the next stage only if kept to this one or made again in it; never both kept and made
+    again."""
     before = model.before(s)
     for d in model.stages.stages[s].wanted:
         following = model.keep.get((s + 1, d))
@@ -242,8 +244,8 @@ def _add_survival(model: _Model, s: int) -> None:
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
-    """Add two rows of memory: one while the backward node that ends stage s runs, one for the
-    backward nodes between the stage before and this one, which read no free storage."""
+    """Add two constraints on memory: one while the backward node that ends stage s runs, one for
+    the backward nodes between the stage before and this one, which read no free storage."""
     stage = model.stages.stages[s]
     read = set(stage.reads)
     needed_bytes = sum(model.bytes(d) for d in read)
@@ -257,8 +259,8 @@ def _add_backward_memory(model: _Model, s: int) -> None:
 
 
 def _add_rerun_memory(model: _Model, s: int) -> None:
-    """Add a row of memory for each node that may be re-executed in stage s: what is alive while it
-    runs, with its workspace and results."""
+    """Add a constraint on memory for each node that may be re-executed in stage s: what is alive
+    while it runs, with its workspace and results."""
     stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
     state_bytes = stages.units.view.state_bytes
@@ -332,9 +334,9 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Add a row of memory for the first execution of each forward node: what is alive then in any
-    case, and storages whose last use in the forward phase is over, if kept to the backward
-    phase."""
+    """Add a constraint on memory for the first execution of each forward node: what is alive then
+    in any case, and storages whose last use in the forward phase is over, if kept for the
+    backward."""
     stages = model.stages
     for i, during_bytes in enumerate(stages.forward_during_bytes):
         terms: Terms = []
@@ -346,8 +348,8 @@ def _add_forward_memory(model: _Model) -> None:
 
 
 def _add_start_memory(model: _Model) -> None:
-    """Add the row of memory where the backward phase starts: tangents and outputs in any case,
-    other storages if kept."""
+    """Add the constraint on memory where the backward phase starts: tangents and outputs in any
+    case, other storages if kept."""
     outputs = model.stages.units.graph.outputs
     not_free = set(model.stages.units.graph.held)
     terms = [
@@ -361,8 +363,8 @@ def _add_start_memory(model: _Model) -> None:
 
 
 def _add_saved(model: _Model) -> MemoryRow:
-    """Write the row of the bytes alive between the phases besides outputs; it is limited by the
-    budget of saved bytes, not by the peak."""
+    """Add the constraint on the bytes alive between the phases besides outputs, and return it: it
+    is limited by the budget of saved bytes, not by that of the peak."""
     outputs = set(model.stages.units.graph.outputs)
     wanted = model.stages.stages[0].wanted
     terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]

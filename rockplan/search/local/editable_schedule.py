@@ -521,9 +521,9 @@ class Draft:
             self._alive(d, position, position + 1, 1)
 
     def _unmake(self, d: int, position: int) -> None:
-        """Take `position` from those at which storage d is made, and d's bytes from the positions
-        at which it was alive for that; if it is still read, the copy before lives on up to
-        there."""
+        """Remove `position` from those at which storage d is made, and d's bytes from the positions
+        at which it was alive for that. If it is still read later, the copy made before lives on up
+        to there."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             return

@@ -342,8 +342,8 @@ class _Run:
         return best
 
     def _maker_of(self, d: int) -> int:
-        """Return the node that makes storage d again. Raises _Failed if none does, _GaveUp if this
-        attempt has run too many nodes."""
+        """Return the index of the node that makes storage d again. Raises _Failed if none does,
+        _GaveUp if this attempt has run too many nodes."""
         maker = self.maker[d]
         if maker is None:
             raise _Failed
