@@ -98,10 +98,10 @@ def empty_table(segments: Segments, grid: Grid, minimum_bytes: Integers) -> Tabl
 
 
 def decode(table: Table, limit_bytes: int) -> tuple[Operation, ...]:
-    """Return the fastest operations known for the whole chain within limit_bytes, in order. Raises
-    ValueError if the limit is below the chain's minimum. Every choice is made anew for the exact
-    bytes that are left, so it may be faster than the table says, which has times at buckets
-    only."""
+    """Return the fastest operations known for the whole chain within limit_bytes, in order: runs of
+    a block forward only, or of its forward or backward with one of its options. Raises ValueError
+    if the limit is below the chain's minimum. Every choice is made anew for the exact bytes that
+    are left, so it may be faster than the table says, which has times at buckets only."""
     minimum = int(table.minimum_bytes[table.segments.whole])
     if limit_bytes < minimum:
         raise ValueError(f"limit of {limit_bytes} bytes is below the minimum need of {minimum}")

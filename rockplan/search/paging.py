@@ -187,7 +187,8 @@ def chosen(
 ) -> tuple[int, ...]:
     """Return the storages, ascending, to page: each of `ranked`, in order, that fits beside those
     taken before it into host_bytes and on the link. Copies out have the time from their making to
-    the turn, copies in that from the turn to their first read. amount: share of the link's rate."""
+    the start of the backward phase, copies in that from there to their first read. amount: share of
+    the link's rate."""
     before_ns, after_ns = _times(graph)
     directions = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
     taken: dict[int, int] = {}
@@ -214,8 +215,8 @@ def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: floa
 
 
 def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, for a run without re-executions: storage -> ns from its making to the turn, and
-    storage -> ns from the turn to its first read in the backward phase."""
+    """Return, for a run without re-executions: storage -> ns from its making to the turn (the start
+    of the backward phase), and storage -> ns from the turn to its first read after it."""
     everything = keep_all(graph)
     starts_ns = clock(graph, everything).starts_ns
     turn = everything.forward_length
