@@ -88,12 +88,10 @@ class Gpu:
 
 
 def gpu(device: object) -> Gpu:
-    """Return the device of a name in GPUS, in any usual spelling ('H100 80GB', 'rtx4090'); a device
-    of so many bytes (80 * 2**30, '80GiB'); or one of this machine, with the facts it reports: a
-    `torch.device`, 'cpu', 'cuda' or 'cuda:1'.
-
-    Raises InvalidInput, with the known names.
-    """
+    """Return what is known of a device (memory, rates, link): of a name in GPUS, in any usual
+    spelling ('H100 80GB', 'rtx4090'); of so many bytes (80 * 2**30, '80GiB'), without rates; or of
+    one of this machine, with the facts it reports: a `torch.device`, 'cpu', 'cuda' or 'cuda:1'.
+    Raises InvalidInput, with the known names."""
     if isinstance(device, Gpu):
         return device
     if isinstance(device, str) and not _OF_THIS_MACHINE.fullmatch(device):
@@ -109,7 +107,7 @@ def gpu(device: object) -> Gpu:
 
 
 def listing() -> str:
-    """Return a line for each row of GPUS."""
+    """Return a line of text for each known GPU: name, GiB, GB/s, Tflop/s."""
     lines = (
         f"{row.name:<10} {row.memory_bytes / _GIB:6.2f} GiB  {row.bandwidth_gb_s:6g} GB/s  "
         f"{row.tflops.float16 if row.tflops else 0:6g} Tflop/s at 16 bits"
@@ -131,8 +129,8 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _named(name: str) -> tuple[Gpu, ...]:
-    """Return the rows that a name may mean: those with just its words, else those with more.
-    Gigabytes alone are no name."""
+    """Return the known GPUs that a name may mean: those with just its words, else those with more.
+    A number alone ('80') means none."""
     asked = _words(name)
     if all(re.fullmatch(r"\d{1,3}", word) for word in asked):
         return ()
@@ -141,7 +139,8 @@ def _named(name: str) -> tuple[Gpu, ...]:
 
 
 def _of_bytes(text: str | int) -> Gpu:
-    """Return a device of so many bytes. Raises InvalidInput."""
+    """Return a GPU of which only the bytes are known, from a number or a text such as '80GiB'.
+    Raises InvalidInput for other texts."""
     if isinstance(text, str) and not _BYTES.fullmatch(text):
         _raise_unknown(text, GPUS)
     try:
@@ -163,7 +162,8 @@ def _cpu(device: Any) -> Gpu:
 
 
 def _cuda(device: Any) -> Gpu:
-    """Return a CUDA device of this machine. Raises InvalidInput if there is none."""
+    """Return a CUDA device of this machine, with the memory and capability that it reports, and the
+    rates of the known GPU of its name if there is one. Raises InvalidInput if there is none."""
     import torch
 
     try:
@@ -198,7 +198,8 @@ def _row(
     link_gb_s: float,
     source: str,
 ) -> Gpu:
-    """Return a row of GPUS. tflops: in float32, TF32, float16, bfloat16."""
+    """Return one row of GPUS. tflops: Tflop/s in float32, TF32, float16, bfloat16, None where it
+    has none; source: where the figures are from."""
     memory_bytes = int(memory_gib * _GIB)
     return Gpu(name, memory_bytes, capability, bandwidth_gb_s, Tflops(*tflops), link_gb_s, source)
 

@@ -92,14 +92,14 @@ def optimizer_steps(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     with mode:
         fakes = {name: _fake(shards.part(p)) for name, p in parameters.items()}
-        made = _made(given, parameters, fakes)
+        made = _optimizer_over(given, parameters, fakes)
         on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
         _choose_foreach(made, on_cuda)
         before, scaler = _scaler(fakes) if step.grad_scaler else ([], None)
         parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda)
         steps = [_changes_of_step(parts, metered) for _ in range(2)]
     kept = left_alive(steps[0])
-    first = tuple(map(_owned(kept), steps[0]))
+    first = tuple(map(_with_owner(kept), steps[0]))
     state_bytes = sum(change.size_bytes for change in (*kept.values(), *before))
     name = _name(optimizer, made)
     return OptimizerSteps(name, state_bytes, first, tuple(steps[1]), tuple(before))
@@ -123,13 +123,13 @@ def _fake(parameter: torch.Tensor) -> torch.Tensor:
     return fake
 
 
-def _made(
+def _optimizer_over(
     optimizer: Factory | torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
 ) -> torch.optim.Optimizer:
-    """Make the optimizer (by name, by a function, or like one of the caller's) over the fake
-    parameters. Raises InvalidInput if it cannot be made."""
+    """Make the optimizer (by a function, or like one of the caller's) over the fake parameters.
+    Raises InvalidInput if it cannot be made."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return _over_fakes(optimizer, parameters, fakes)
     try:
@@ -249,7 +249,7 @@ def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
     return tracker.changes
 
 
-def _owned(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
+def _with_owner(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
     """Return a function that gives changes among `kept` (by key) the optimizer as their owner, and
     returns others as they are."""
 

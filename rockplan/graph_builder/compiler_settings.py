@@ -93,7 +93,8 @@ _UNKNOWN = object()
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Return the defaults of all settings that the caller has changed."""
+    """Return name -> default value, for each setting of this configuration module (of
+    torch.compile) that the caller has changed."""
     entries, callers = getattr(config, "_config", {}), tuple(_CALLERS.split())
     return {
         name: entry.default
@@ -104,8 +105,8 @@ def _defaults(config: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def without_deterministic_algorithms() -> Iterator[None]:
-    """Switch deterministic algorithms off while inside: they change the code that Inductor writes
-    (it fills new memory), and fused code has a fixed order anyway."""
+    """Switch torch.use_deterministic_algorithms off inside the `with` block: it changes the code
+    that Inductor writes (it fills new memory), and fused code has a fixed order anyway."""
     is_on = torch.are_deterministic_algorithms_enabled()
     warns = torch.is_deterministic_algorithms_warn_only_enabled()
     torch.use_deterministic_algorithms(False)

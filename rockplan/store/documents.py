@@ -50,10 +50,9 @@ def dump(kind: str, content: Mapping[str, object], key: Key | None = None) -> st
 
 
 def parse(text: str, kind: str, read: Callable[[dict[str, Any]], T], key: Key | None = None) -> T:
-    """Read a document that `dump` wrote; `key`, if given, must be the one that it was written with.
-
-    Raises PlanFormatError for anything else.
-    """
+    """Return what `read` makes of the fields of a document that `dump` wrote. kind: what it must be
+    of; key: if given, the one that it must have been written with. Raises PlanFormatError for any
+    other text, and if `read` fails."""
     document = load(text)
     if document["kind"] != kind:
         raise PlanFormatError(f"a document of kind {document['kind']!r}, expected {kind!r}")
@@ -66,8 +65,9 @@ def parse(text: str, kind: str, read: Callable[[dict[str, Any]], T], key: Key | 
 
 
 def load(text: str) -> dict[str, Any]:
-    """Return the fields of a document whose digest is right: 'kind' is text, 'key' maps text to
-    text. Raises PlanFormatError."""
+    """Return the fields of a JSON document that `dump` wrote, less its digest, which must be that
+    of the rest: 'kind' is text, 'key' maps text to text. Raises PlanFormatError for any other
+    text."""
     try:
         document = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_refuse, parse_float=_refuse
@@ -177,6 +177,8 @@ def parse_profile(text: str, key: Key | None = None) -> Profile:
 
 
 def _read_profile(document: dict[str, Any]) -> Profile:
+    """Return the profile that `document` describes. Raises KeyError, TypeError or ValueError for
+    fields that are missing or of another form."""
     names = [f.name for f in fields(OpCost)]
     rows = {c: dict(zip(names, list_of(r), strict=True)) for c, r in document["costs"].items()}
     costs = tuple((call, OpCost(**read_fields(OpCost, row))) for call, row in rows.items())
@@ -187,6 +189,7 @@ def _read_profile(document: dict[str, Any]) -> Profile:
 
 
 def dump_family(family: OptionFamily, key: Key | None = None) -> str:
+    """Return the options of one block as the text of a document, stored under `key`."""
     return dump("options", asdict(family), key)
 
 
@@ -195,6 +198,8 @@ def parse_family(text: str, key: Key | None = None) -> OptionFamily:
 
 
 def _read_family(document: dict[str, Any]) -> OptionFamily:
+    """Return the options of one block that `document` describes. Raises KeyError, TypeError or
+    ValueError for fields that are missing or of another form."""
     options = tuple(BlockOption(**read_fields(BlockOption, row)) for row in document["options"])
     return OptionFamily(options, **read_fields(OptionFamily, document))
 

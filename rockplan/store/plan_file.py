@@ -75,7 +75,8 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
 
 
 def _path_of(path: object) -> Path:
-    """Return a path. Raises InvalidInput for what names no file."""
+    """Convert `path` to a Path. Raises InvalidInput for what is neither str nor path, and for null
+    characters."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError as error:
@@ -125,7 +126,8 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write a temporary file beside `path`, and move it there."""
+    """Write `data` to a temporary file beside `path`, with the permissions of `path`, and move it
+    there; it is removed if that fails."""
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
@@ -173,8 +175,8 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
 
 
 def outline(graph: CDGraph) -> CDGraph:
-    """Return what a document keeps of `graph`: no calls, no values, source lines without
-    folders."""
+    """Return the part of `graph` that documents store: no calls, values or kernels, of takeovers
+    only storages, source lines without folders."""
     nodes = tuple(
         replace(
             n,
@@ -204,8 +206,8 @@ def _deciding(graph: CDGraph) -> CDGraph:
 
 
 def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
-    """Return `graph` with the sizes, times and workspaces of `prices`; None if it has another
-    number of storages or nodes."""
+    """Return `graph` with the sizes, times, workspaces and takeovers of `prices`, an outline of the
+    same graph; None if it has another number of storages or nodes."""
     if len(graph.data) != len(prices.data) or len(graph.nodes) != len(prices.nodes):
         return None
     return replace(
@@ -228,8 +230,8 @@ def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
 
 
 def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
-    """Raise PlanFormatError for storages smaller than the captured ones. (A measured one may be
-    larger, by padding.)"""
+    """Raise PlanFormatError if a storage in `fitted`, which has the plan's sizes, is smaller than
+    in `graph`, as captured here. (A measured one may be larger, by padding.)"""
     for captured, stated in zip(graph.data, fitted.data, strict=True):
         if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
             raise PlanFormatError(
@@ -240,8 +242,9 @@ def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
 
 
 def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
-    """Raise PlanMismatch if results that the plan writes over dying operands cannot be written so
-    here: kernels of another compiler may differ in that."""
+    """Raise PlanMismatch if the schedule needs more bytes on `fitted`, the graph captured here,
+    than the plan states: results that it writes over dying operands cannot be written so by kernels
+    of another compiler."""
     peak_bytes = simulate(fitted, plan.schedule).peak_bytes
     if peak_bytes > plan.peak_bytes:
         raise PlanMismatch(
@@ -256,7 +259,8 @@ def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
 def _mismatch(
     plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
 ) -> PlanMismatch:
-    """Return the error that says in which operation the nearest plan differs."""
+    """Return the error that says that none of `plans` is for `graph`, and the operation at which
+    the one that agrees longest differs."""
     differences = [_first_difference(p.graph, graph) for p in plans]
     position, difference = max(differences)
     versions = " and ".join(sorted({p.torch_version for p in plans}))
@@ -271,7 +275,8 @@ def _mismatch(
 
 
 def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
-    """Return (position of the first operation that differs, words for it)."""
+    """Return (position of the first operation that differs between the graph of a plan and `graph`,
+    a sentence about it); the number of operations if none does by name, module and phase."""
     for position, (there, here) in enumerate(zip(planned.nodes, graph.nodes, strict=False)):
         place = (there.name, there.module, there.phase), (here.name, here.module, here.phase)
         if place[0] != place[1]:
@@ -301,7 +306,7 @@ def parse_plans(text: str, key: documents.Key | None = None) -> tuple[Plan, ...]
 
 
 def _plan_row(plan: Plan) -> dict[str, object]:
-    """Return a plan as JSON values."""
+    """Return what a plan file stores of one plan, as JSON values; `_read_plan` reads it."""
     return {
         **{name: getattr(plan, name) for name in _OF_PLAN},
         **({"compiled": plan.compiled} if plan.compiled else {}),
@@ -318,7 +323,7 @@ def _plan_row(plan: Plan) -> dict[str, object]:
 
 
 def _graph_row(graph: CDGraph) -> dict[str, object]:
-    """Return an outline as JSON values."""
+    """Return what a plan file stores of a graph, as JSON values; `_read_graph` reads it."""
     return {
         **{name: getattr(graph, name) for name in (*_OF_GRAPH, "eager_order")},
         "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
@@ -344,7 +349,9 @@ def _read_plans(document: dict[str, Any]) -> tuple[Plan, ...]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
-    """Read one plan, and check that its schedule keeps what it states."""
+    """Return the plan that `row` describes. Raises KeyError, TypeError or ValueError for another
+    form, and if its schedule is illegal or does not keep the bytes and times that the plan
+    states."""
     graph = _read_graph(row["graph"])
     certificate = row["certificate"]
     plan = Plan(
@@ -371,7 +378,8 @@ def _read_compiled(row: Mapping[str, Any]) -> str:
 
 
 def _read_graph(row: Mapping[str, Any]) -> CDGraph:
-    """Read an outline. Raises ValueError if it is inconsistent."""
+    """Return the outline of a graph that `row` describes. Raises KeyError, TypeError or ValueError
+    for another form, or where it contradicts itself."""
     data = tuple(
         DataNode(i, text_of(name), DataKind(kind), natural(size_bytes))
         for i, (name, kind, size_bytes) in enumerate(list_of(row["data"]))
@@ -394,7 +402,8 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
 
 
 def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[int, ...]:
-    """Read eager's order; plans older than reordering have none."""
+    """Return the indices of nodes in eager's order; () if `row` has none, as plans older than
+    reordering. Raises ValueError unless each required node occurs once, forward ones first."""
     order, must = naturals(row.get("eager_order", [])), required(nodes)
     if order and sorted(order) != list(must):
         raise ValueError("the order of eager does not name each operation once")
@@ -404,7 +413,8 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
-    """Read one operation. data: number of storages."""
+    """Return the node number `index` that `row` describes. data: number of storages of the graph.
+    Raises KeyError, TypeError or ValueError for another form."""
     node = ComputeNode(
         index=index,
         phase=Phase(row["phase"]),
@@ -427,7 +437,9 @@ def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
 
 
 def _read_takeover(row: object, node: ComputeNode) -> Takeover:
-    """Read the operands that a node's results may take over."""
+    """Return a takeover from [[operand, result], ...], or from one operand for the only result of
+    `node`. Raises ValueError unless operands are among what the node reads, results among what it
+    writes, each once."""
     pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *node.writes)]
     if any(len(pair) != 2 for pair in pairs) or not pairs:
         raise ValueError("an operation takes over no pairs of an operand and a result")
@@ -472,8 +484,8 @@ def _check_below(indices: Sequence[int], limit: int) -> None:
 
 
 def _check_promises(plan: Plan) -> None:
-    """Raise ValueError if the schedule is not legal, or needs other bytes or time than the plan
-    states."""
+    """Raise ValueError if the schedule is illegal, needs other bytes or time than the plan states,
+    exceeds its budget, or if the certificate is not that of the schedule."""
     executed = as_eager(plan.graph)
     try:
         verify(plan.graph, plan.schedule)

@@ -84,7 +84,8 @@ class PricedCall:
         return (*data, *inside, *works, *self.input_sizes, self.known_bytes)
 
     def with_numbers(self, numbers: Sequence[int]) -> PricedCall:
-        """Return the call with other such numbers."""
+        """Return the call with other sizes: `numbers` has, in the order of `self.numbers`, bytes of
+        storages, workspaces, bytes and operations of each call, bytes of inputs, known bytes."""
         left = iter(numbers)
         data = tuple(replace(d, size_bytes=next(left)) for d in self.graph.data)
         inside = [next(left) for _ in self.graph.nodes]
@@ -117,12 +118,10 @@ def priced_call(
     rates: tuple[float, float],
     tried_bytes: int | None = None,
 ) -> PricedCall:
-    """Capture a call, with times of a device of these rates (bytes and operations a second); with a
-    tiled head if the options say so and there is one.
-
-    tried_bytes: operations run, to see what memory they take besides, where none of them reads and
-    writes more than that; None: none runs. Raises TooLargeToTry where one does.
-    """
+    """Capture a call and price it by the rates of a device (bytes and operations a second); with a
+    tiled head if the options say so and there is one. Raises CaptureError. tried_bytes: operations
+    run, to see what memory they take besides, where none of them reads and writes more than that;
+    None: none runs. Raises TooLargeToTry where one does."""
     if tried_bytes is not None:
         # Before kernels are compiled, which run then.
         eager = _lowered(module, arguments, replace(options, compile=False)).graph
@@ -162,8 +161,8 @@ def _refuse_large_operations(graph: CDGraph, most_bytes: int) -> None:
 
 
 def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:
-    """Return the arguments with these sizes of dimensions, in the tensors that `Options.sizes`
-    would vary."""
+    """Return the arguments with other sizes (dimension -> size), in the tensors that
+    `Options.sizes` would vary: repeated or cut."""
     args, kwargs = arguments
     for dimension, size in sizes.items():
         own = size_of((args, kwargs), dimension)
@@ -232,7 +231,8 @@ class SizedCalls:
         return self._small(self.first) or self._captured((self.first, self.lengths[0]))
 
     def at(self, batch: int, length: int | None = None) -> PricedCall:
-        """Return the call of one size."""
+        """Return the priced call of one batch and length: interpolated between captures where that
+        is exact, else captured. length: None for that of the sample."""
         line = self.line(length)
         if line is None or batch < line.first:
             return self._captured((batch, length))
@@ -244,8 +244,9 @@ class SizedCalls:
         return self._last[batch, length]
 
     def line(self, length: int | None = None) -> Line | None:
-        """Return the calls of a length at any batch; None if storages are not affine in the batch,
-        or there are too few batches."""
+        """Return the calls of a length at any batch, interpolated between two captures of the
+        smallest batches that are like larger ones; None if their bytes are not affine in the batch,
+        or there are too few batches for it to pay."""
         if not self._lines and self.small:
             points = self._points
             self._lines = self._polynomials(points) if points else {}
@@ -270,8 +271,8 @@ class SizedCalls:
             first *= APART
 
     def _small(self, batch: int) -> PricedCall | None:
-        """Capture a batch of one, or of two for larger batches, at a small length; None if it
-        fails."""
+        """Capture a batch of one, or of two for larger batches, at a small length, so that later
+        captures reuse the layouts seen; None if it fails."""
         length = self.lengths[0]
         size = min(batch, 2), None if length is None else min(length, SMALL_LENGTH)
         try:
@@ -280,7 +281,8 @@ class SizedCalls:
             return None
 
     def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
-        """Return the capture of one size, made once."""
+        """Return the capture of one (batch, length), made once, with the number of its form: equal
+        for graphs that differ in sizes only. is_small: capture no smaller one before."""
         if size not in self.captured:
             if not is_small:
                 self._small(size[0])
@@ -294,16 +296,20 @@ class SizedCalls:
         return self.captured[size]
 
     def _line(self, length: int | None, first: int) -> Line | None:
-        """Return the line through two captures, None if they, or a known one of the most samples,
-        differ in form."""
-        a = self._captured((first, length))
+        """Return the calls of a length at any batch, as the line through the captures of the batch
+        `first` and of one more; None if these, or a known one of the largest batch, differ in
+        form."""
+        call = self._captured((first, length))
         if first == self.most:
-            return Line(a, first, a.numbers, (0,) * len(a.numbers))
-        known = self.captured.get((self.most, length), a)
-        if a.form != known.form or a.form != (b := self._captured((first + 1, length))).form:
+            return Line(call, first, call.numbers, (0,) * len(call.numbers))
+        known = self.captured.get((self.most, length), call)
+        if (
+            call.form != known.form
+            or call.form != (next_call := self._captured((first + 1, length))).form
+        ):
             return None
-        more = tuple(y - x for x, y in zip(a.numbers, b.numbers, strict=True))
-        return Line(a, first, a.numbers, more)
+        per_sample = tuple(y - x for x, y in zip(call.numbers, next_call.numbers, strict=True))
+        return Line(call, first, call.numbers, per_sample)
 
     def _holds(self, line: Line, length: int | None) -> bool:
         """True if a capture of the most samples confirms the line (of fewer, if their values would
@@ -335,8 +341,9 @@ class SizedCalls:
         return alike if len(alike) > POINTS else []
 
     def _polynomials(self, lengths: Sequence[int]) -> dict[int | None, Line | None]:
-        """Return the lines of all `lengths`, interpolated from those of the smallest; {} unless
-        captures of the most samples, of the smallest and of the greatest length, confirm them."""
+        """Return length -> calls at any batch, interpolated between those of the POINTS smallest
+        lengths; {} unless captures of the largest batch, at the smallest and at the greatest
+        length, confirm them."""
         points = lengths[:POINTS]
         lines = [line for length in points if (line := self._line(length, self.first))]
         forms = {line.call.form for line in lines}
@@ -357,8 +364,8 @@ class SizedCalls:
 def interpolated(
     points: Sequence[int], rows: Sequence[Sequence[int]], at: int
 ) -> tuple[int, ...] | None:
-    """Return the values at `at` of the polynomials through `rows`, the values at `points`; None if
-    one is no integer."""
+    """Return, for each column of `rows`, the value at `at` of the polynomial that has the rows'
+    values at `points`; None if one is no integer."""
     over = prod(q - p for p in points for q in points if p < q)
     weights = [
         over * prod(at - q for q in points if q != p) // prod(p - q for q in points if q != p)

@@ -122,8 +122,9 @@ def fit(
 
 
 def _host(options: Options, on: Gpu) -> Host | None:
-    """Return the memory that plans may page to, over the link that the options name, else the
-    device's; None if the options name no host."""
+    """Return the memory that plans may page to, with the rate of the link that the options name,
+    else the device's; None if the options name no host. Raises InvalidInput if its size or the rate
+    is not known."""
     if options.host is None:
         return None
     if options.host_bytes is None or options.host_path is not None:
@@ -143,7 +144,9 @@ def _host(options: Options, on: Gpu) -> Host | None:
 def _ranges(
     tree: Arguments, sizes: Mapping[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], list[int | None]]:
-    """Return the range of batches and the lengths to examine. Raises InvalidInput."""
+    """Return (least, most) of the batches, and the lengths to examine: ends of their range and the
+    powers of two between. Without a range the batch is that of the sample, and the lengths are
+    [None]. Raises InvalidInput. sizes: dimension 0 (batch) or 1 (length) -> (least, most)."""
     for dimension, ends in sizes.items():
         least, most = ends if isinstance(ends, tuple) and len(ends) == 2 else (0, 0)
         if dimension not in (BATCH, LENGTH) or not 0 < least <= most:
@@ -162,7 +165,8 @@ def _ranges(
 
 @paused_collection()
 def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
-    """Find the rows of all lengths."""
+    """Return the answer: for each length a row for each way (kept whole, checkpointed, planned),
+    with its largest batch and what it takes. Raises InvalidInput for an unknown optimizer."""
     # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
     ways = _ways(question)
@@ -192,8 +196,8 @@ Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
 
 
 def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
-    """Return the question and the calls of each planned row, by its name. Paging comes last, with
-    what the row before has."""
+    """Return name of a row -> (question, calls) for each kind of plan. Paging, if asked for, comes
+    last, with the calls of the row before."""
     usual = question.unpaged or question
     made = {name: (usual, one) for name, one in _planned_calls(usual, calls).items()}
     if question.host:
@@ -203,8 +207,9 @@ def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
 
 
 def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
-    """Return the calls of each planned row without paging, by its name. A tiled head has the same
-    number of parts at all sizes; if there is no head to tile, the log says so."""
+    """Return name of a row -> calls to plan, for each kind of plan without paging: the model as it
+    is, and with options.tile with its head in parts, the same number at all sizes. If there is no
+    head to tile, the log says so."""
     if not question.options.tile:
         return {"rockplan": calls}
     parts = MOST_PARTS if question.options.tile is True else question.options.tile
@@ -226,7 +231,8 @@ class _Length:
     length: int | None
 
     def rows(self) -> list[FitRow]:
-        """Return a row for each way, and for each kind of plan."""
+        """Return the rows of this length: of each way PyTorch offers, and of each kind of plan,
+        every one at its own largest batch."""
         largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
         rows = [
             self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
@@ -243,7 +249,8 @@ class _Length:
         return rows
 
     def _row(self, name: str, calls: SizedCalls, batch: int, way: Way) -> FitRow:
-        """Return one row. batch: 0 if none fits; then the figures are those of the least batch."""
+        """Return the row called `name` of a way (call -> graph and schedule) at this batch. batch:
+        0 if none fits; then the figures are those of the least batch."""
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
@@ -271,9 +278,10 @@ class _Length:
         )
 
     def _row_of_blocks(self, batch: int) -> FitRow:
-        """Return the row of `solve_blocks`: re-execute whole blocks, as few as needed. (By
-        bisection: with more of them less is alive. Where that is not so and none is found that
-        fits, the row is of all of them and as many samples as fit then.)"""
+        """Return the row of `solve_blocks` on sharded models: re-execute whole blocks, as few as
+        fit at this batch; 0 if nothing fits. By bisection, since less is alive with more of them;
+        where that is not so and none is found that fits, the row is of all of them and as many
+        samples as fit then."""
         call = self.calls.at(batch or self.calls.least, self.length)
         blocks = self.question.blocks
 
@@ -290,8 +298,9 @@ class _Length:
         return self._row("rockplan, blocks", self.calls, batch, functools.partial(way, count=least))
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
-        """Return the largest batch that a plan fits: the smallest plan of an earlier length, if it
-        fits as many samples as `wanted`, which the way `other` fits; else a newly searched one."""
+        """Return the largest batch with which a step by a plan fits: by the smallest plan of an
+        earlier length, if that fits as many samples as `wanted`, else by one searched for that
+        batch. other: the way that fits `wanted` samples without a plan."""
         question, first = self.question, calls.first_of(self.length)
         if question.has_smallest(calls.at(first, self.length)):
             batch = self._largest(question.replayed, calls)
@@ -308,8 +317,8 @@ class _Length:
         return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
-        """Return the largest batch whose timeline finds memory, 0 if there is none. (By bisection:
-        if a batch does not fit, larger ones do not.)"""
+        """Return the largest batch with which a training step by `way` fits on the device, 0 if
+        none does. (By bisection: if a batch does not fit, larger ones do not.)"""
         timeline, most = self._timelines(way, calls)
 
         def fits(batch: int) -> bool:
@@ -332,7 +341,8 @@ class _Length:
         return not self.question.options.compile and way in self.ways.values()
 
     def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
-        """Return a function: batch -> timeline; and the largest batch whose bytes may fit."""
+        """Return (function: batch -> memory over time of a training step by `way`, largest batch
+        whose live bytes fit on the device, so that larger ones need not be tried)."""
 
         def timeline(batch: int) -> Timeline:
             call = calls.at(batch, self.length)
@@ -353,8 +363,8 @@ class _Length:
 def _once_a_form(
     make: Callable[[CDGraph], Scheduled], seen: Callable[[CDGraph], CDGraph] = as_eager
 ) -> Way:
-    """Return a way that makes one schedule for all sizes of a form. seen: the graph that it is a
-    schedule of."""
+    """Return a way (call -> graph and schedule) that calls `make` once for all calls whose graphs
+    differ in sizes only. seen: makes of a call's graph the one that the schedule is of."""
     known: dict[int, Schedule] = {}
 
     def way(call: PricedCall) -> Scheduled:
