@@ -150,8 +150,7 @@ class Agreement:
                         time.sleep(_LONGEST_PAUSE_S)
 
     def end(self) -> None:
-        """Wait until all processes have planned. An error of one that finishes later is raised
-        here, too."""
+        """Wait until all processes have planned. An error of one that is later is raised here."""
         if self._store is None:
             return
         step = self._send(_DONE)
@@ -277,8 +276,7 @@ def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agr
 
 def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, ...]:
     """Return the ranks that plan together, ascending: of `group`, or, if it is None, of the largest
-    mesh of the model's DTensors; () if there is none, or no processes. Raises InvalidInput for what
-    is no group."""
+    mesh of the model's DTensors; () if there is none, or no processes. Raises InvalidInput."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidInput(
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "

@@ -305,8 +305,7 @@ def load(
 
 def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
     """Return the options with the number of calls in flight that plans of a file are for (their
-    budget is that of all these calls). Raises InvalidInput if the options have yet another
-    number."""
+    budget is that of all these calls). Raises InvalidInput if the options have another."""
     count = max(p.in_flight for p in plans)
     if options.in_flight not in (1, count):
         raise InvalidInput(

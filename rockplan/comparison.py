@@ -315,8 +315,7 @@ def _state_after(
     model: nn.Module, changing: Iterable[torch.Tensor], run: Callable[[], object]
 ) -> _StepOutcome:
     """Run one step from a fixed seed and return copies of its gradients and of `changing`, the
-    tensors that it writes to. The gradients stay in `.grad`, so that their memory exists when it is
-    measured."""
+    tensors that it writes to. The gradients stay in `.grad`, so that their memory exists."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)

@@ -121,8 +121,7 @@ class InfeasibleBudget(RockplanError):
         return self.minimum_bytes / self.unplanned_bytes if self.unplanned_bytes else None
 
     def _message(self) -> str:
-        """Return the message: how many bytes are needed at least, who owns the peak then, and what
-        to do."""
+        """Return the message: the least bytes, who owns the peak then, and what to do."""
         needed = "that this model needs" if self.is_complete else "found within the time limit"
         longer = "" if self.is_complete else "plan for longer (`time_limit_s`), "
         asked, least = self._percent(self.budget_bytes), self._percent(self.minimum_bytes)

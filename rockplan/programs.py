@@ -82,8 +82,7 @@ def _is_of_backward(call: ModuleCall) -> bool:
 
 
 def _is_of_operators(error: BaseException | None) -> bool:
-    """True if `error` is a RuntimeError that PyTorch raised, rather than a `raise` in a line of the
-    user's."""
+    """True if `error` is a RuntimeError that PyTorch raised, not a `raise` of the user's."""
     if not isinstance(error, RuntimeError):
         return False
     last = error.__traceback__

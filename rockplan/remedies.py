@@ -75,8 +75,7 @@ def written(change: Change) -> str:
 
 def changes(options: Options, let_go: Releasable | None) -> Iterator[Change]:
     """Yield changes of the options that lower what is needed, as name -> value; those that restrict
-    the caller and change numbers least come first. let_go: leaves that could be released, None for
-    none."""
+    the caller and change numbers least come first. let_go: leaves that could be released."""
     only_loss: Change = {"only_loss": True, **({"released": ()} if options.released else {})}
     if let_go:
         yield {"released": tuple(sorted({*let_go.positions, *options.released}))}

@@ -273,8 +273,7 @@ def _in_parts(
     run: Capture, state_bytes: int, hooked: frozenset[str], options: Options, is_asked: bool
 ) -> CapturedCall | None:
     """Return the recorded run lowered with a tiled head; None if the head cannot be tiled, and if
-    is_asked the log says why. state_bytes: of a saved generator state; hooked: names of parameters
-    with hooks."""
+    is_asked the log says why. state_bytes: of a generator state; hooked: parameters with hooks."""
     try:
         return CapturedCall(lower(run, state_bytes, options), hooked)
     except HeadStaysWhole as reason:

@@ -91,9 +91,8 @@ def _has_strides(leaf: Any) -> bool:
 def _varying(
     ranges: Sequence[SizeRange], tensors: dict[str, torch.Tensor]
 ) -> dict[str, dict[int, SizeRange]]:
-    """Return name of a tensor -> dimension -> range, for the dimensions that vary. `tensors`: of
-    the sample, by name. A range that names a tensor takes precedence over one for all. Raises
-    InvalidInput."""
+    """Return name of a tensor -> dimension -> range, for the dimensions that vary. tensors: of the
+    sample. A range that names one takes precedence over one for all. Raises InvalidInput."""
     varying: dict[str, dict[int, SizeRange]] = {}
     for one in sorted(ranges, key=lambda r: not r.argument):
         if one.argument:

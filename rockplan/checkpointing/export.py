@@ -196,9 +196,8 @@ def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
 
 
 def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
-    """Return the schedule of a step in which the modules `wrapped` are checkpointed: each runs
-    again, but for what it keeps, directly before the first backward operation that reads a missing
-    result."""
+    """Return the schedule of a step with the modules `wrapped` checkpointed: each runs again, but
+    for what it keeps, directly before the first backward operation that reads a missing result."""
     kept = _kept_here(graph, wrapped)
     missing = [
         [n for n in module.nodes if not _is_there(graph.nodes[n], kept)] for module in wrapped

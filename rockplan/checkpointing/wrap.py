@@ -111,8 +111,7 @@ def selective(model: nn.Module) -> nn.Module:
 
 def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
     """Return a copy of `model`, with the same parameters, whose repeated blocks call their forward
-    through `checkpointing`. Raises NotApplicable if no list of modules holds two blocks of one
-    class."""
+    through `checkpointing`. Raises NotApplicable if there are none."""
     other = sharing_copy(model)
     paths = repeated_blocks(other)
     if not paths:

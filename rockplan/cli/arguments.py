@@ -119,8 +119,7 @@ _AUTOCAST_DTYPES = ("bfloat16", "float16")
 
 def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManager[object]:
     """Return a context in which torch.autocast with this dtype is on, for the device of the model;
-    one that does nothing for None. Raises InvalidInput for other names than those of float
-    types."""
+    one that does nothing for None. Raises InvalidInput for unknown names."""
     if dtype is None:
         return nullcontext()
     if dtype not in _AUTOCAST_DTYPES:

@@ -85,8 +85,7 @@ def fastest_options(
     others: Others = NO_OTHERS,
 ) -> tuple[BoundedOption, ...] | None:
     """Return an option for each block so that the sum of their times is least and every moment of
-    the step stays within the budget, also with `others` in flight; None if there is no such
-    choice."""
+    the step stays within the budget, also with `others` in flight; None if none does."""
     found = (_fastest(families, *case) for case in cases(families, moments, budget_bytes, others))
     choices = (choice for choice in found if choice is not None)
     return min(choices, key=lambda choice: sum(o.time_ns for o in choice), default=None)
@@ -96,8 +95,7 @@ def _fastest(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int
 ) -> tuple[BoundedOption, ...] | None:
     """Return an option for each block, the fastest choice within the budget with one call in
-    flight; None if there is none. The choice is exact while no more than LABELS sums of saved bytes
-    are useful."""
+    flight; None if there is none. Exact up to LABELS useful sums of saved bytes."""
     limits = _limits(families, moments, budget_bytes)
     labels = [_Label(0, 0)] if _fits_at_begin(moments, budget_bytes) else []
     for position, family in enumerate(families):

@@ -102,8 +102,7 @@ class ChainSolver:
     def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
         """Yield sequences of operations on blocks for limits of the chain's own memory, which
         differs a little from the simulated peak: the limits close in on the largest one whose
-        schedule fits into budget_bytes. The caller has to simulate each before it asks for the
-        next."""
+        schedule fits into budget_bytes. The caller simulates each at once."""
         table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
             yield (operations := decode(table, table.grid.limit_bytes))

@@ -258,8 +258,7 @@ def _spare_bytes(
     table: Table, alternatives: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
 ) -> Integers:
     """Return for the buckets from `first` on how many bytes of their limit the chosen sequence
-    leaves unused. best, chosen: as of `best_choices`; buckets with equal times share one
-    sequence."""
+    leaves unused. best, chosen: as of `best_choices`; equal times share one sequence."""
     unit_bytes = table.grid.unit_bytes
     is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])
     limits = np.arange(first, len(best), dtype=np.int64) * unit_bytes

@@ -257,8 +257,7 @@ class CachingAllocator:
 
     def _map(self, block: _Piece, size: int) -> bool:
         """Give memory to whole pages at the beginning of an unmapped block of an expandable
-        segment, so that at least `size` bytes have some (`map_block`). Returns False if the device
-        is full."""
+        segment, at least `size` bytes (`map_block`). Returns False if the device is full."""
         pool = block.pool
         size = _rounded_up(size, pool.page_bytes)
         if not self._reserve(size):

@@ -166,8 +166,7 @@ class _Course:
 
     def fill(self, position: int, group: GatheredGroup) -> Hashable:
         """Append to `changes` the allocation, before the event at `position`, of the buffer that a
-        group's parameters are gathered into, unless they are gathered already; return the buffer's
-        key."""
+        group's parameters are gathered into, unless they are already; return its key."""
         key = ("gathered", group.path)
         if ("whole", group.names[0]) not in self._alive and key not in self._alive:
             size_bytes = group.bytes_of(group.names)

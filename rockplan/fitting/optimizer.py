@@ -227,8 +227,7 @@ def _scaler(
 
 def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
     """Run one optimizer step over fake tensors and return its allocations and frees. metered: with
-    temporary memory inside of operators. Raises InvalidInput if it does not run over fake
-    tensors."""
+    temporary memory inside of operators. Raises InvalidInput if it does not run so."""
     optimizer, fakes = parts.optimizer, parts.fakes
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
     for name, fake in fakes.items():

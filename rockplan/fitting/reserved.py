@@ -33,8 +33,7 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def with_reserved(plan: Plan) -> Plan:
     """Return the plan with `reserved_bytes`, what PyTorch's allocator reserves beyond parameters,
-    buffers, inputs and the parameters' `.grad`; unchanged if it has them or is not for a CUDA
-    device."""
+    buffers, inputs and the parameters' `.grad`; unchanged if it has them or is not for CUDA."""
     device = device_of(plan.graph)
     if device is None or plan.reserved_bytes is not None:
         return plan

@@ -119,8 +119,7 @@ def _end_of_frees(schedule: Schedule, moment: int) -> int:
 
 def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:
     """Return pairs of numbers in `found`, operand -> result: where a result takes over the storage
-    of an operand, the lifetime of that operand and the one of the result, which are one
-    allocation."""
+    of an operand, the lifetime of that operand and the one of the result, one allocation."""
     opens, closes = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for number, lifetime in enumerate(found):
         if lifetime.owner is Owner.STORAGE:
@@ -148,8 +147,7 @@ def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
 
 
 def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:
-    """Return who is said to own the bytes of a lifetime: workspaces, gradients, the caller, or
-    activations."""
+    """Return the owner of the bytes of a lifetime: workspaces, gradients, caller or activations."""
     if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
         return Holding.WORKSPACES
     if lifetime.index in graph.handed:

@@ -90,8 +90,7 @@ class Shards:
 
     def bucket_sizes(self, model: nn.Module) -> tuple[int, ...]:
         """Return the bytes of each bucket of DistributedDataParallel, which are filled from the
-        last parameter on (nearly the order of the gradients); () under fully_shard or for one
-        process."""
+        last parameter on; () under fully_shard or for one process."""
         if self.count == 1 or self.how != DDP:
             return ()
         sizes = [0]

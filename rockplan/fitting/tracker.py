@@ -42,8 +42,7 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
 
     def _watch(self, storage: Any, change: MemoryChange) -> None:
-        """Append the free of `change` to the changes when `storage`, an UntypedStorage, is garbage
-        collected."""
+        """Append the free of `change` to the changes when the UntypedStorage `storage` dies."""
         address = storage._cdata
 
         def freed(reference: object) -> None:

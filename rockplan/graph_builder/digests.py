@@ -110,8 +110,7 @@ def takes_digest(graph: CDGraph) -> str:
 
 
 def profile_digest(profile: Profile) -> str:
-    """Return a digest of a profile: device, torch and threads for which it holds, and every
-    cost."""
+    """Return a digest of a profile: device, torch, threads, and every cost."""
     return digest(
         [
             [profile.source, profile.device, profile.torch_version, profile.threads],

@@ -182,8 +182,7 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
     """Return (storage, first forward node after the cut) for each storage that alone, besides those
-    in `kept`, is read by what comes after some node; in forward order, each at the earliest such
-    place."""
+    in `kept`, is read by what comes after some node; in order, each at the earliest such place."""
     separators: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
         if len(alive) == 1 and alive.isdisjoint(graph.dropped):

@@ -58,9 +58,8 @@ class Units:
 
 def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
     """Return the problem with sizes in integer units, and without tiny storages (up to `tiny_share`
-    of keep-all's peak). The unit divides all sizes if that takes no more than MAX_UNITS of them
-    (nothing is rounded then); else it divides the sizes of activations; else it is 1/MAX_UNITS of
-    memory."""
+    of keep-all's peak). The unit divides all sizes if MAX_UNITS of them suffice (nothing is rounded
+    then); else it divides the sizes of activations; else it is 1/MAX_UNITS of memory."""
     tiny, tiny_states, reserve_bytes = _tiny(problem, tiny_share)
     graph = replace(
         problem,
@@ -80,8 +79,7 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
 
 def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, int]:
     """Return (storages that are tiny, whether the states of generators are too, the most bytes that
-    all of these need together). The smallest ones are taken, up to `tiny_share` of keep-all's
-    peak."""
+    they need together). The smallest ones are taken, up to `tiny_share` of keep-all's peak."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     view = GraphView(problem)
     weights = [(_states_bytes(view), -1)]

@@ -88,8 +88,7 @@ def clock(graph: CDGraph, schedule: Schedule) -> Clock:
 
 def trips(graph: CDGraph, schedule: Schedule) -> tuple[Trip, ...]:
     """Return a Trip for each storage that `schedule` copies to the host and back, in the order in
-    which they leave the device: when it leaves and comes back, and how long computations wait for
-    it."""
+    which they leave the device: when it leaves and comes back, and how long it is waited for."""
     if not view_of(graph).has_copies:
         return ()
     clocked = clock(graph, schedule)

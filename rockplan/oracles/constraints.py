@@ -89,8 +89,7 @@ def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
 
 def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
     """Return the storages that match a `recompute` pattern. once: node that must run once -> the
-    `keep` pattern that says so. Raises InvalidConstraint if one that matches cannot be
-    recomputed."""
+    `keep` pattern that says so. Raises InvalidConstraint if one cannot be recomputed."""
     producer = producers(graph)
     dropped = _matching(graph, pattern, "recompute")
     names = activation_names(graph)

@@ -180,8 +180,7 @@ _latest: tuple[GraphView, ...] = ()
 
 def view_of(graph: CDGraph) -> GraphView:
     """Return the GraphView of `graph`; the latest `_MOST` are cached, by identity of the graph:
-    many schedules of one graph are simulated in a row, and its view takes as long as a
-    simulation."""
+    many schedules of one graph are simulated in a row."""
     global _latest
     latest = _latest
     known_view = next((view for view in latest if view.graph is graph), None)

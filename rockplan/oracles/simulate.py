@@ -68,8 +68,7 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
 
 
 def host_bytes(graph: CDGraph, schedule: Schedule) -> list[int]:
-    """Return for each event of the schedule the bytes of paged storages in host memory while it
-    runs."""
+    """Return for each event of the schedule the bytes of paged storages on the host then."""
     on_host = view_of(graph).on_host
     stored = (
         (owner, d, graph.data[d].size_bytes, opens, closes)

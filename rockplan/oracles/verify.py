@@ -76,8 +76,7 @@ def verify(graph: CDGraph, schedule: Schedule) -> None:
 
 def _check_forward_end(graph: CDGraph, executed: set[int], alive: set[int]) -> None:
     """Raise IllegalSchedule unless, where the forward phase ends, every required forward node has
-    run, outputs are alive and storages to be dropped are not. executed: nodes so far; alive:
-    storages."""
+    run, outputs are alive and storages to be dropped are not. executed: nodes; alive: storages."""
     missing = [n.name for n in graph.forward if n.index not in executed and not n.optional]
     if missing:
         raise IllegalSchedule(f"not executed in the forward phase: {', '.join(missing[:5])}")

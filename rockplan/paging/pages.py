@@ -144,8 +144,7 @@ class Pages:
 
     def let_go_of_pages(self, kept: object = None) -> None:
         """Forget all pages and give the host memory back, without waiting for copies. kept: an
-        object that holds memory that copies may still write to; it stays alive until they are
-        done."""
+        object that holds memory that copies may still write to; it lives until they are done."""
         for copy in self._copies.values():
             copy.outlive((kept, self._lease))
         self._copies.clear()

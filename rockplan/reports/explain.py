@@ -255,8 +255,7 @@ class _Scene:
         return self._reason_unread(lifetime.index)
 
     def _reason_unread(self, data: int) -> str:
-        """Return in words why the storage `data` is alive at the peak though nothing reads it
-        again."""
+        """Say in words why storage `data` is alive at the peak though nothing reads it again."""
         if self.graph.data[data].kind is DataKind.TANGENT:
             return "incoming gradient that the caller holds"
         if data in self.graph.held or data in self.graph.outputs:
@@ -452,8 +451,7 @@ def _headline(explanation: Explanation) -> list[str]:
 
 def _share_lines(explanation: Explanation, rows: int) -> list[str]:
     """Return the table of who owns the peak, as lines: of each of the first `rows` groups its
-    bytes, and why the largest of it is alive and what freeing it would cost; then a line for the
-    rest."""
+    bytes, and why the largest of it is alive and what freeing it would cost; and of the rest."""
     by_name = {(_tenant_pattern(t), t.name): t for t in reversed(explanation.tenants)}
     lines = ["who owns the peak"]
     for share in explanation.shares[:rows]:

@@ -148,8 +148,7 @@ def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> s
 
 
 def _lead(what: str, explanation: Explanation) -> str:
-    """Return an HTML paragraph that names the peak of `what` ("The plan") and the group that owns
-    most of it."""
+    """Return an HTML paragraph: the peak of `what` ("The plan") and the group that owns most."""
     owner = ""
     for first in explanation.shares[:1]:
         share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
@@ -324,8 +323,7 @@ def _data(
 def _timeline_data(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> dict[str, object]:
-    """Return one timeline, with its measurement and budget if there are any, as JSON values; times
-    in ns."""
+    """Return one timeline, with measurement and budget if any, as JSON values; times in ns."""
     title = ", ".join(_title_parts(predicted, measured, budget_bytes))
     moments = predicted.moments
     return {

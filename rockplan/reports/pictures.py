@@ -175,8 +175,7 @@ def _legend_right(figure: Any, axes: Any) -> None:
 
 def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "svg") -> bytes:
     """Draw the overhead over eager (%) against the peak (MiB) of the points of each series, and
-    return the content of an image file. Raises MissingLibrary, and InvalidInput if there are no
-    points."""
+    return the content of an image file. Raises MissingLibrary, InvalidInput for no points."""
     if not any(s.points for s in series):
         raise InvalidInput("there is nothing to draw: no series has a point")
     figure = _figure(7.2, 4.4)

@@ -158,8 +158,7 @@ def _stays(
 def _group_bytes(
     stays: Sequence[Stay], groups: int, schedule: Schedule
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each computation of `schedule` the bytes alive of each group. groups: their
-    number."""
+    """Yield for each computation of `schedule` the bytes alive by group. groups: their number."""
     count = len(schedule.computes)
     changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     for stay in stays:
@@ -372,8 +371,7 @@ _KEPT_KINDS = (DataKind.ACTIVATION.value, Owner.GENERATOR.value)
 
 def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
     """Return for each block of `plan`, in order, when it runs, how many bytes of its activations
-    are alive over time, and what it keeps; then, if the plan pages, a row of the copies each
-    way."""
+    are alive over time, and what it keeps; then, if it pages, rows of the copies."""
     predicted = planned_timeline(plan)
     made_by = producers(plan.graph)
     names = activation_names(plan.graph)
@@ -421,8 +419,7 @@ def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:
-    """Yield (ns, bytes alive from then on) for each time at which the bytes of `stays` change,
-    ascending."""
+    """Yield (ns, bytes alive from then on) whenever the bytes of `stays` change, ascending."""
     changes: dict[int, int] = defaultdict(int)
     for stay in stays:
         changes[predicted.moments[stay.first].start_ns] += stay.size_bytes

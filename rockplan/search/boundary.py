@@ -179,8 +179,7 @@ def thriftiest(graph: CDGraph, options: Options) -> Schedule:
 
 def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
     """Search the schedule with the least peak in which nothing that forward nodes can make again is
-    kept for the backward phase, but for what the forward returns. The incumbent has keep-all if
-    none is found."""
+    kept for the backward phase, but for what the forward returns. Keep-all if none is found."""
     returned = frozenset(graph.outputs)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))

@@ -88,8 +88,7 @@ class LeastPeak:
         return start.improved(self.goal, schedule)
 
     def _keep(self, incumbent: Incumbent) -> None:
-        """Take `incumbent` as the least peak known, and write its schedule to the cache if there is
-        one."""
+        """Take `incumbent` as the least peak known, and write its schedule to the cache."""
         self.known = incumbent
         if self.goal.cache:
             assert incumbent.schedule is not None

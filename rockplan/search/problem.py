@@ -146,8 +146,7 @@ def in_two_digits(measured: int) -> int:
 
 def _left_bytes(folder: str | None) -> int:
     """Return the bytes that may be paged if the options do not say: what the machine has left less
-    MARGIN, in two digits. folder: of the file to page to, whose disk counts; None: pinned
-    memory."""
+    MARGIN, in two digits. folder: of the file to page to, whose disk counts; None: pinned."""
     left = available_bytes()
     if folder is not None:
         free = _free_bytes(folder)

@@ -63,8 +63,7 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """Solve relaxations for smaller and smaller budgets: each the geometric mean of the peak
     reached and of a lower limit (what every schedule needs, or the last budget that failed). The
-    smallest schedules are added to `starts` of the incumbent, since the best start is not known
-    before."""
+    smallest schedules are added to `starts` of the incumbent."""
     assert incumbent.schedule is not None
     until = _half_way(limits)
     least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
@@ -144,8 +143,7 @@ def page(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The local search: from the incumbent's schedule to a faster one within the budget; where the
-    goal is the least peak, to one with a smaller peak. Returns the incumbent with it if one is
-    found."""
+    goal is the least peak, to one with a smaller peak. Returns the incumbent with it."""
     assert incumbent.schedule is not None
     report("exchanging re-executions")
     if goal.budget_bytes is None:
@@ -210,8 +208,7 @@ def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def _bound_with_host(goal: Goal, incumbent: Incumbent, limits: Limits) -> int:
     """Return a lower bound (ns) on the time of all schedules within the budget that page any of
-    what may be paged, in the order of first executions of the faster of the incumbent's two
-    schedules."""
+    what may be paged, in the order of first executions of the incumbent's faster schedule."""
     assert goal.host is not None and goal.budget_bytes is not None
     paged, order, time_ns = incumbent.fastest_paged, incumbent.order, incumbent.time_ns
     if paged is not None:

@@ -350,8 +350,7 @@ def _read_plans(document: dict[str, Any]) -> tuple[Plan, ...]:
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
     """Return the plan that `row` describes. Raises KeyError, TypeError or ValueError for another
-    form, and if its schedule is illegal or does not keep the bytes and times that the plan
-    states."""
+    form, and if its schedule is illegal or does not keep the stated bytes and times."""
     graph = _read_graph(row["graph"])
     certificate = row["certificate"]
     plan = Plan(

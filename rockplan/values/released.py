@@ -48,8 +48,7 @@ def releasable(
 ) -> Releasable | None:
     """Return the leaves of the forward's result that the caller is taken to hold though the
     backward does not start from them, with their bytes. None if there are none, or if the backward
-    starts from more than scalars. released: positions of leaves that the options release
-    already."""
+    starts from more than scalars. released: positions already released."""
     values, leaves = graph.values, interface.outputs
     starts = [leaf for leaf in leaves if leaf.tangent is not None]
     if any(values[leaf.value].spec.shape for leaf in starts if leaf.value is not None):

@@ -60,8 +60,7 @@ class Fit:
 
     def largest(self, length: int | None = None) -> FitRow:
         """Return the row of the way with the largest batch at this length (None: that of the
-        sample); of equal ones, that of least overhead. Raises InvalidInput if there is no such
-        length."""
+        sample); of equal ones, that of least overhead. Raises InvalidInput if there is none."""
         rows = [row for row in self.rows if row.length == length]
         if not rows:
             lengths = ", ".join(str(n) for n in dict.fromkeys(row.length for row in self.rows))

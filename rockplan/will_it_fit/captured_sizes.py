@@ -297,8 +297,7 @@ class SizedCalls:
 
     def _line(self, length: int | None, first: int) -> Line | None:
         """Return the calls of a length at any batch, as the line through the captures of the batch
-        `first` and of one more; None if these, or a known one of the largest batch, differ in
-        form."""
+        `first` and of one more; None if these, or that of the largest batch, differ in form."""
         call = self._captured((first, length))
         if first == self.most:
             return Line(call, first, call.numbers, (0,) * len(call.numbers))

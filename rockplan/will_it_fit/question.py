@@ -181,8 +181,7 @@ class FitQuestion:
         return self._model_bytes + sum(gradients) + steps.state_bytes
 
     def steps(self, trained: Iterable[str]) -> OptimizerSteps:
-        """Return the memory changes of the optimizer's steps over the parameters of these names,
-        computed once."""
+        """Return the memory changes of the optimizer's steps over the parameters of these names."""
         names = tuple(trained)
         key = self.shards, names
         if key not in self._steps:
@@ -292,8 +291,7 @@ class FitQuestion:
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
         """Keep, for calls of this form, the first plan that pages within one of PAGED_SHARES of the
-        peak of the smallest plan without paging (found by the question `unpaged`); if none does,
-        the latter."""
+        peak of the smallest plan without paging; if none does, the latter."""
         if not unpaged.has_smallest(call):
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)

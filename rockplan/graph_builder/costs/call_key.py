@@ -57,8 +57,7 @@ def calls_by_key(graph: CDGraph, keys: Keys) -> dict[str, list[Call]]:
 
 def copies_storages(graph: CDGraph, call: Call) -> bool:
     """True if a result lies in a storage larger than its elements need, and not in that of an
-    argument: the call copies the whole storage that an argument is a part of (`slice_scatter` of
-    rows)."""
+    argument: the call copies the whole storage that an argument is part of (`slice_scatter`)."""
     made = [graph.values[v] for v in call.made]
     larger = {v.data for v in made if graph.data[v.data].size_bytes > needed_bytes(v.spec)}
     if not larger:

@@ -291,8 +291,7 @@ class Layouts:
 
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """True if fake strides or dtypes of the result may be wrong: all arguments are floating-point
-    tensors and masks, and one does not have the strides of a new tensor, or they differ in
-    precision."""
+    tensors and masks, and one has not the strides of a new tensor, or they differ in precision."""
     given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
@@ -304,8 +303,7 @@ def _real_layouts(
     operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
 ) -> tuple[_Layout, ...]:
     """Run the call on zeros like its fake arguments (on the meta device if is_view) and return
-    (strides, dtype) of each tensor of its result; () if it fails. Random generators are put
-    back."""
+    (strides, dtype) of each tensor of its result; () if it fails. Generators are put back."""
 
     def real(tensor: torch.Tensor) -> torch.Tensor:
         device = "meta" if is_view else tensor.device

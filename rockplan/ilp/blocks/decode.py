@@ -102,8 +102,7 @@ def read_orders(model: StageModel, values: NDArray[np.float64]) -> Orders:
 
 def price(problem: CDGraph, orders: Orders) -> BlockOption:
     """Return the executions `orders` as an option of the block `problem`, with bytes and time by
-    `simulate`; `saved_bytes` leaves the block's outputs out. Raises IllegalSchedule if `verify`
-    refuses them."""
+    `simulate`; `saved_bytes` leaves the block's outputs out. Raises IllegalSchedule."""
     schedule = with_frees(problem, orders.forward, orders.backward)
     verify(problem, schedule)
     simulation = simulate(problem, schedule)

@@ -196,10 +196,9 @@ def formulate(stages: Stages) -> StageModel:
 
 
 def _add_variables(model: _Model) -> None:
-    """Add to `model`, for each stage (the re-executions directly before one backward node), a
-    binary for each storage that may be alive when it starts (`keep`) and for each node that may run
-    again in it (`rerun`); and the objective, the time of the latter in TIME_UNITs of the
-    iteration."""
+    """Add to `model`, for each stage (re-executions before one backward node), a binary for each
+    storage that may be alive when it starts (`keep`) and for each node that may run again in it
+    (`rerun`); and the objective, the time of the latter in TIME_UNITs of the iteration."""
     graph, view = model.stages.units.graph, model.stages.units.view
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     stages = tuple(enumerate(model.stages.stages))
@@ -300,8 +299,7 @@ class _Life:
 
     def during(self, model: _Model, s: int, i: int) -> Terms:
         """Return (variable, units of memory) of this storage while node i is re-executed in stage
-        s: from before its maker runs it counts if kept, after that as long as something reads
-        it."""
+        s: up to its maker it counts if kept, after that while something reads it."""
         if i < self.made_by:
             return model.kept(s, self.data)
         if i == self.made_by:
@@ -334,9 +332,8 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Add a constraint on memory for the first execution of each forward node: what is alive then
-    in any case, and storages whose last use in the forward phase is over, if kept for the
-    backward."""
+    """Add a constraint on memory for the first execution of each forward node: what is alive
+    anyway, and storages whose last use in the forward phase is over, if kept for the backward."""
     stages = model.stages
     for i, during_bytes in enumerate(stages.forward_during_bytes):
         terms: Terms = []

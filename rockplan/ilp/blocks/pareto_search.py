@@ -131,9 +131,8 @@ class ParetoSearch:
 
     def solve(self, corner: Corner, gap: float) -> Answer | None:
         """Search the fastest schedule within `corner` by the integer program; None if there is
-        none, or none was found. `gap`: share of the iteration time that may stay unproven. Adds the
-        schedule to `answers`, what is proven to `bounds` or `infeasible`, and the work to
-        `effort`."""
+        none, or none was found. `gap`: share of the iteration time that may stay unproven. Notes
+        schedule, proof and effort."""
         if self.model is None or self.is_late():
             return None
         started, limit_s = time.monotonic(), self._solve_limit_s

@@ -76,9 +76,8 @@ def _orders(problem: CDGraph, backward: list[int]) -> Orders:
 
 
 def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
-    """Begin a backward phase in which the storages that the forward phase leaves are there, but for
-    those that are `dropped` or that no backward node reads (if they can be made again and are not
-    held)."""
+    """Begin a backward phase with what the forward phase leaves, but for those that are `dropped`
+    or that no backward node reads (if they can be made again and are not held)."""
     problem = view.graph
     kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
     made = {d for node in problem.forward for d in node.writes} - view.held

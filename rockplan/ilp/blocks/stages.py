@@ -69,8 +69,7 @@ class Stages:
 
 def find_stages(units: Units) -> Stages:
     """Return the stages of a block (points of the backward phase at which forward nodes may run
-    again), with the bytes that are alive whatever is decided. Every result is counted in a storage
-    of its own."""
+    again), with the bytes that are alive whatever is decided. Every result has its own storage."""
     graph = without_takes(units.graph)
     view, free = units.view, _free(units)
     order = range(len(graph.nodes))

@@ -95,8 +95,7 @@ class HostRows:
     def span(self, s: int, end: int, runs: Mapping[int, int]) -> None:
         """Add the rows of the intervals s to `end` taken together: what is fetched in them lies on
         the host, and copies in fit into the time from where s begins to the first read of each.
-        runs: node -> column that is 1 if the node runs again in these intervals (a fetch is such a
-        node)."""
+        runs: node -> column that is 1 if the node runs again in these intervals."""
         fetched = {
             d: runs[self._fetches[d]]
             for d in self._intervals[s].wanted

@@ -144,9 +144,8 @@ class Draft:
         self._lay_out(forward, backward)
 
     def _lay_out(self, forward: Sequence[int], backward: Sequence[int]) -> None:
-        """Fill an empty draft with the computations `forward` and `backward` (node indices), a
-        phase each: forward ones at consecutive positions, backward ones with empty positions
-        between them."""
+        """Fill an empty draft with computations (node indices), a phase each: forward ones at
+        consecutive positions, backward ones with empty positions between them."""
         graph = self.graph
         self.boundary = len(forward)
         self.end = self.boundary + self._slots * (len(backward) + 1)
@@ -368,8 +367,7 @@ class Draft:
 
     def _spread(self, position: int) -> int:
         """Renumber all positions so that empty ones lie between the computations of the backward
-        phase again, in every part of the draft and in the undo log. Returns the new number of
-        `position`."""
+        phase again, in every part of the draft and in the undo log. Returns the new `position`."""
         known = (*(p for runs in self._runs for p in runs), *(c.position for c in self._changes))
         used = {p for p in known if p > self.boundary}
         old = np.array([*range(self.boundary + 1), *sorted(used)])

@@ -116,8 +116,7 @@ def thriftiest(
 ) -> Thriftiest:
     """Search the least peak by greedy evictions: of each rule the schedule with the least peak, all
     sorted by peak, then time. The same on every run, unless the deadline (as of time.monotonic)
-    strikes; if nothing is found by then, the first rule is tried all the same with the effort for
-    one budget."""
+    strikes; if nothing is found by then, the first rule is tried with the effort for one budget."""
     most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
     total = limits.attempts * min(most_weighed, limits.attempt)
     effort = _Effort(max(total, most_weighed), deadline)
@@ -269,8 +268,7 @@ class _Run:
 
     def _execute(self, index: int) -> None:
         """Run the node `index`, and before it, in turn, the makers of missing inputs. Raises
-        _Failed if one of them finds no room. (A stack of generators: recursion would be too
-        deep.)"""
+        _Failed if one of them finds no room. (Generators: recursion would be too deep.)"""
         waiting = [self._executing(index)]
         failed: _Failed | None = None
         while waiting:
@@ -427,8 +425,7 @@ class _Run:
 
     def _make_room(self, needed_bytes: int) -> None:
         """Free storages until `needed_bytes` more fit into the budget: first those that no later
-        node reads and nothing can make again, then by score. Raises _Failed if that does not
-        suffice."""
+        node reads and nothing can make again, then by score. Raises _Failed."""
         if self.live_bytes + needed_bytes <= self.budget_bytes:
             return
         candidates = list(self._candidates())
