@@ -37,13 +37,52 @@ RESULT = Path(__file__).parent / "results" / "shards.md"
 ROWS_FILE = RESULT.with_suffix(".jsonl")
 STEPS, TRIES, CLOSE = 12, 5, 1.0005
 
+
+class LowRank(nn.Module):
+    """A frozen linear layer, and trained parameters of low rank beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int = 4) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.base(x) + self.up(self.down(x))
+        return found
+
+
+def decoder() -> Case:
+    return models.llama(4, width=56, batch=4, length=64)
+
+
+def with_adapters(case: Case) -> Case:
+    """Of queries and values; all else is frozen."""
+    case.model.requires_grad_(requires_grad=False)
+    for name, module in [*case.model.named_modules()]:
+        path, _, own = name.rpartition(".")
+        if own in ("q_proj", "v_proj"):
+            setattr(case.model.get_submodule(path), own, LowRank(module))
+    return case
+
+
+def with_frozen(case: Case, *paths: str) -> Case:
+    """Parts of the decoder are frozen."""
+    for path in paths:
+        case.model.get_submodule(f"model.{path}").requires_grad_(requires_grad=False)
+    return case
+
+
 MODELS: dict[str, Callable[[], Case]] = {
     "gpt2 (tied)": lambda: models.gpt2(
         4, width=64, vocabulary=1000, batch=4, length=32, attention_dropout=0.0
     ),
-    "llama": lambda: models.llama(4, width=56, batch=4, length=64),
+    "llama": lambda: decoder(),
     "vit": lambda: models.vit(4, width=100, heads=4, batch=4),
     "resnet-18": lambda: with_loss(models.resnet18(12, 4, 32)),
+    "llama, adapters": lambda: with_adapters(decoder()),
+    "llama, frozen prefix": lambda: with_frozen(decoder(), "embed_tokens", "layers.0", "layers.1"),
+    "llama, frozen in the middle": lambda: with_frozen(decoder(), "layers.1", "layers.2"),
 }
 OPTIMIZERS: dict[str, Any] = {
     "SGD, momentum": functools.partial(torch.optim.SGD, momentum=0.9),

@@ -4,7 +4,7 @@ they differ: on two processes of gloo, and on the first one as if it were one of
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -52,12 +52,13 @@ def tied() -> models.Case:
 class Partly(nn.Module):
     """Blocks of which some are frozen. adapted: with trained parameters of low rank beside."""
 
-    def __init__(self, frozen: int, *, adapted: bool) -> None:
+    def __init__(self, frozen: Sequence[int], *, adapted: bool) -> None:
         super().__init__()
         self.table, self.head = nn.Embedding(300, 64), nn.Linear(64, 300)
         both = [(nn.Linear(64, 200), nn.Linear(200, 64)) for _ in range(4)]
         self.layers = nn.ModuleList(nn.Sequential(a, nn.Tanh(), b) for a, b in both)
-        for module in (self.table, *self.layers[:frozen], *((self.head,) if adapted else ())):
+        blocks = (self.layers[n] for n in frozen)
+        for module in (self.table, *blocks, *((self.head,) if adapted else ())):
             module.requires_grad_(requires_grad=False)
         for layer in self.layers if adapted else ():
             layer.append(nn.Sequential(nn.Linear(64, 3, False), nn.Linear(3, 64, False)))
@@ -69,17 +70,20 @@ class Partly(nn.Module):
         return self.head(x).pow(2).sum()
 
 
-def partly(frozen: int, *, adapted: bool = False) -> models.Case:
+def partly(frozen: Sequence[int], *, adapted: bool = False) -> models.Case:
     ids = torch.randint(0, 300, (3,))
     return models.Case("partly", Partly(frozen, adapted=adapted), (ids,), {}, lambda loss: loss)
 
 
 FROZEN: tuple[Callable[[], models.Case], ...] = (
-    functools.partial(partly, 4, adapted=True),
-    functools.partial(partly, 2),
-    functools.partial(partly, 4),
+    functools.partial(partly, range(4), adapted=True),
+    functools.partial(partly, range(2)),
+    functools.partial(partly, range(4)),
+    functools.partial(partly, (1, 2)),
+    functools.partial(partly, (1, 3)),
 )
-"""A frozen base with adapters; a frozen prefix; only a head that is trained."""
+"""A frozen base with adapters; a frozen prefix; only a head that is trained; blocks that are frozen
+in the middle."""
 
 
 READ_BYTES = 5 * 51 * 4

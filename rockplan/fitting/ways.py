@@ -6,12 +6,12 @@ takes: a priced CDGraph. returns: a graph and a legal Schedule of it.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, as_eager, in_eager_order, producers
 from rockplan.values.order import remade
-from rockplan.values.schedule import Event, Free, Schedule, keep_all, with_frees
+from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all, with_frees
 
 
 def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
@@ -30,7 +30,7 @@ def compiled_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
 def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:
     """Return (graph as eager runs it, schedule of a step with `torch.utils.checkpoint` on each of
     `blocks`, paths of modules): what the backward of a block reads of its forward is re-executed
-    before that backward begins."""
+    before that backward begins, and what that reads is held until it ends."""
     eager = as_eager(graph)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
@@ -43,15 +43,38 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
             inside[path_of[maker]].add(data)
     order: list[int] = []
     begun = {""}
+    held = defaultdict[int, list[str]](list)
     for index in backward:
         block = path_of[index]
         if block not in begun:
             begun.add(block)
-            order += remade(eager, makers, read[block], inside[block])
+            again = remade(eager, makers, read[block], inside[block])
+            for data in {d for node in again for d in eager.nodes[node].reads} - inside[block]:
+                held[data].append(block)
+            order += again
         order.append(index)
     schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order))
+    schedule = _held(schedule, held, path_of)
     verify(eager, schedule)
     return eager, schedule
+
+
+def _held(
+    schedule: Schedule, held: Mapping[int, Sequence[str]], path_of: Mapping[int, str]
+) -> Schedule:
+    """Return `schedule` with the data of `held` (data -> blocks that it was given to) freed in the
+    backward phase only when these have run. path_of: node -> its block."""
+    events, boundary = schedule.events, schedule.forward_length
+    ends = {path_of[e.node]: p for p, e in enumerate(events) if isinstance(e, Compute)}
+    made: list[Event] = []
+    waiting = defaultdict[int, list[Event]](list)
+    for position, event in enumerate(events):
+        end = 0
+        if position >= boundary and isinstance(event, Free):
+            end = max((ends[block] for block in held.get(event.data, ())), default=0)
+        (waiting[end] if position < end else made).append(event)
+        made += waiting.pop(position, ())
+    return Schedule(tuple(made), boundary)
 
 
 def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
