@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
 from testing.blocks import QUICK, Stack, batch
-from testing.sharding import HALF, MODES, in_mode, peaks, sharded
+from testing.sharding import HALF, in_mode, peaks, sharded
 
 OPTIONS = rockplan.Options(**QUICK)
 
@@ -114,6 +114,8 @@ def check_without_sync(mesh: DeviceMesh) -> None:
 
 
 STEPS = 8
+STRONGEST = ("resharding", "prefetch of two", "compiled blocks", "accumulation in bfloat16")
+"""Of the ways to shard (all of them: `benchmarks/ranks.py`)."""
 
 
 def check_peaks(mesh: DeviceMesh) -> None:
@@ -121,7 +123,7 @@ def check_peaks(mesh: DeviceMesh) -> None:
     also where parameters and gradients are most of it. The least, because a collective of gloo lets
     go of its memory late in some steps."""
     x = batch(256) + dist.get_rank()
-    for mode in MODES:
+    for mode in STRONGEST:
         model = in_mode(Stack(3, 64).train(), mesh, mode)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")

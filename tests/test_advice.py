@@ -262,7 +262,6 @@ def batch() -> dict[str, Tensor]:
 
 ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "LoHa": lambda: peft.LoHaConfig(r=2, target_modules=TARGETS, module_dropout=0.0),
     "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS, module_dropout=0.5),
 }
 

@@ -127,7 +127,7 @@ def train_in_backward(case: Case, planned: nn.Module, eager: nn.Module, steps: i
         assert_same_state(planned, eager, f"step {step}")
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("budget", ["100%", "min"])
 @pytest.mark.parametrize("kind", CASES)
 def test_an_optimizer_may_step_inside_backward(kind: str, budget: str) -> None:
     case = CASES[kind]()

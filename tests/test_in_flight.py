@@ -53,8 +53,7 @@ def measured_bytes(module: nn.Module, count: int) -> int:
     return rockplan.peak_live_bytes(run).peak_bytes
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize(("count", "has_head"), [(2, True), (4, False)])
 def test_a_plan_for_calls_in_flight_is_within_the_budget(count: int, has_head: bool) -> None:
     eager, sample = stage(has_head), X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=count)
@@ -68,10 +67,9 @@ def test_a_plan_for_calls_in_flight_is_within_the_budget(count: int, has_head: b
         assert len(planned.plans) == 1  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("count", [2, 4])
-def test_auto_has_room_for_calls_in_flight(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_auto_has_room_for_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside gradients and the optimizer's state, whose room a timeline of one call would use."""
-    model, sample = stage(has_head=True), X.clone().requires_grad_()
+    model, sample, count = stage(has_head=True), X.clone().requires_grad_(), 3
     options = replace(OPTIONS, in_flight=count)
     later_bytes = 3 * sum(p.nbytes for p in model.parameters())
     needed = needed_bytes(rockplan.plan(model, sample, "min", options=options), count)
@@ -91,8 +89,7 @@ def test_fit_of_calls_in_flight_is_refused() -> None:
         rockplan.fit(stage(), X, "8GiB", options=options)
 
 
-@pytest.mark.parametrize("count", [2, 4])
-@pytest.mark.parametrize("has_head", [False, True])
+@pytest.mark.parametrize(("count", "has_head"), [(2, False), (4, True)])
 def test_blocks_of_calls_in_flight_are_within_the_budget(count: int, has_head: bool) -> None:
     eager, sample = stage(has_head), X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=count)

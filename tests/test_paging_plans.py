@@ -164,8 +164,7 @@ def network() -> tuple[nn.Module, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("small_pages")
-@pytest.mark.parametrize("make", [llama, gpt2])
-@pytest.mark.parametrize("budget", ["35%", "25%"])
+@pytest.mark.parametrize(("make", "budget"), [(llama, "35%"), (gpt2, "25%")])
 def test_bits_are_eagers_at_the_peak_that_is_predicted(make: Any, budget: str) -> None:
     torch.manual_seed(0)
     case: Case = make()

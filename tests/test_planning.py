@@ -35,6 +35,7 @@ from testing import models
 from testing.graphs import random_graph
 from testing.models import Case, mean_square
 from testing.priced import prepared, prepared_case
+from tests.planning import quick_limits
 
 NO_CACHE = Options(cache=False, time_limit_s=600)
 """No time limit strikes, however slow the machine is."""
@@ -124,7 +125,7 @@ def test_the_smallest_budget_does_not_depend_on_what_was_measured() -> None:
     graph, noise = made.constrained, random.Random(2)
     nodes = (replace(n, time_ns=int(n.time_ns * noise.uniform(0.7, 1.4))) for n in graph.nodes)
     graphs = [graph, replace(graph, nodes=tuple(nodes))]
-    limits = Limits(without=frozenset({"descent"}))
+    limits = quick_limits(replace(NO_CACHE, without=("descent",)))
     found = [least_peak(Goal(g, made.blocks, None), limits) for g in graphs]
     assert found[0].peak_bytes == found[1].peak_bytes
 

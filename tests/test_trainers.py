@@ -78,7 +78,7 @@ def batch_for(kind: str) -> dict[str, torch.Tensor]:
 # A model as a configuration gives it
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", ["mixtral", "t5", "classifier"])
 def test_a_default_model_is_planned_without_its_cache(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
