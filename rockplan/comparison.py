@@ -374,17 +374,17 @@ def _row(
     )
 
 
-def _timed(row: Row, times: Sequence[float] | None, eager: Sequence[float]) -> Row:
+def _timed(row: Row, seconds: Sequence[float] | None, eager_seconds: Sequence[float]) -> Row:
     """Return the row with its times and its overhead over eager (median and quartiles of the
-    rounds). times, eager: seconds of each round; times None if the variant did not run: the row is
+    rounds). seconds, eager_seconds: of each round; None if the variant did not run: the row is
     unchanged."""
-    if times is None:
+    if seconds is None:
         return row
-    ratios = [a / b - 1 for a, b in zip(times, eager, strict=True)]
+    ratios = [a / b - 1 for a, b in zip(seconds, eager_seconds, strict=True)]
     cuts = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else [ratios[0]] * 3
     return dataclasses.replace(
         row,
-        times_ns=tuple(round(t * 1e9) for t in times),
-        overhead=median_ratio(times, eager) - 1,
+        times_ns=tuple(round(t * 1e9) for t in seconds),
+        overhead=median_ratio(seconds, eager_seconds) - 1,
         quartiles=(cuts[0], cuts[2]),
     )

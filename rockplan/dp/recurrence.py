@@ -76,9 +76,9 @@ def fastest_need(segments: Segments) -> int:
 def solve(
     segments: Segments, grid: Grid, minimum_bytes: Integers, *, deadline: float = math.inf
 ) -> Table:
-    """Fill a table with the least time of each segment at every bucket of `grid`. minimum_bytes: of
-    each segment, by id, as `minimum_needs` returns them. Raises OutOfTime at the deadline (as of
-    time.monotonic)."""
+    """Fill a table with the least time of each segment at every bucket (limit of memory) of `grid`.
+    minimum_bytes: of each segment, by id, as `minimum_needs` returns them. Raises OutOfTime at the
+    deadline (as of time.monotonic)."""
     table = empty_table(segments, grid, minimum_bytes)
     for segment in range(1, len(segments.spans)):
         if time.monotonic() >= deadline:
@@ -152,8 +152,8 @@ def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
 
 
 def _fill(table: Table, segment: int) -> None:
-    """Compute the least times of `segment` at all buckets, and what they spare of each limit, from
-    the rows of its parts, which must be filled. Writes them into `table`."""
+    """Compute the least times of `segment` at all buckets (limits of memory), and what they spare
+    of each limit, from the rows of its parts, which must be filled. Writes them into `table`."""
     alternatives = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)
@@ -165,10 +165,11 @@ def _fill(table: Table, segment: int) -> None:
 
 
 def best_choices(table: Table, alternatives: Choices) -> tuple[Integers, Integers]:
-    """Return two arrays over the buckets: the least time (ns; NEVER where nothing fits) and the
-    index of a choice that takes it. The time of a choice falls as the limit grows. So between two
-    buckets only choices can matter that take less at the upper one than the best takes at the lower
-    one: few, if the two are near each other."""
+    """Return two arrays over the buckets (limits of memory): the least time of a segment (ns; NEVER
+    where nothing fits), and the index of an alternative, a way to begin it, that takes it. The time
+    of a choice falls as the limit grows. So between two buckets only choices can matter that take
+    less at the upper one than the best takes at the lower one: few, if the two are near each
+    other."""
     fits = alternatives.need_bytes(table.minimum_bytes) <= table.grid.limit_bytes
     able, ends = np.flatnonzero(fits), np.arange(0, table.grid.count + 1, STRIDE)
     times = _times(table, alternatives, able, np.zeros_like(able), len(ends), STRIDE)
@@ -207,10 +208,10 @@ def _fastest_rows(times: Integers, heads: Integers) -> Integers:
 def _times(
     table: Table, alternatives: Choices, k: Integers, bucket: Integers, length: int, step: int
 ) -> Integers:
-    """Return times in ns, NEVER where the choice does not fit: row p has those of choice k[p] at
-    `length` buckets, `step` apart, from bucket[p] on. Where a choice does not fit, the entry read
-    may belong to the segment before (never before the first one: EMPTY is reached without holding
-    anything), and is replaced."""
+    """Return times in ns, NEVER where the choice (an index of `alternatives`) does not fit: row p
+    has those of choice k[p] at `length` buckets (limits of memory), `step` apart, from bucket[p]
+    on. Where it does not fit, the entry read may belong to the segment before (never before the
+    first one: EMPTY is reached without holding anything), and is replaced."""
     width, unit_bytes = table.times_ns.shape[1], table.grid.unit_bytes
     shift, rest = np.divmod(alternatives.held_bytes, unit_bytes)
     start = -(-alternatives.need_bytes(table.minimum_bytes) // unit_bytes)
@@ -257,8 +258,9 @@ def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
 def _spare_bytes(
     table: Table, alternatives: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
 ) -> Integers:
-    """Return for the buckets from `first` on how many bytes of their limit the chosen sequence
-    leaves unused. best, chosen: as of `best_choices`; equal times share one sequence."""
+    """Return for the buckets (limits of memory) from `first` on how many bytes of their limit the
+    chosen sequence leaves unused. best, chosen: as of `best_choices`; equal times share one
+    sequence."""
     unit_bytes = table.grid.unit_bytes
     is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])
     limits = np.arange(first, len(best), dtype=np.int64) * unit_bytes

@@ -55,8 +55,8 @@ class Lowered:
 
 
 def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
-    """Build the graph of a recorded run, forward nodes first, with the roles of its storages and
-    values.
+    """Build the graph of a recorded run, forward nodes first. Returned with it: which of its values
+    are parameters, inputs, results and so on, and the real tensors of the sample by value.
 
     rng_state_bytes: size of one saved generator state on the device. released: positions of leaves
     of the result that the caller does not hold in the backward phase. Raises InvalidInput if one is
