@@ -35,8 +35,9 @@ def _by_the_machine(root: Path, line: str) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the bytes that the group of this process, and each group above it, allows and leaves.
-    (A container may see only the last.)"""
+    """Yield (bytes that it allows, bytes that it leaves) for the memory limit of this process's
+    control group and of each group above it; nothing where there is no limit. (A container may see
+    only its own.) root: of the file system."""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = " ".join(line).split(":", 2)
         for controller, folder, limit, usage, given_back in _CGROUPS:

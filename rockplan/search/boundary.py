@@ -254,7 +254,8 @@ def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, s
 def _cached_schedules(
     graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache
 ) -> list[Schedule] | None:
-    """Return the schedules in the cache under the first of `keys` that is there."""
+    """Return the schedules stored in the cache under the first of `keys` that it has; None if it
+    has none of them."""
     for key in keys:
         known = cache.family(key, functools.partial(is_legal, graph))
         if known is not None:

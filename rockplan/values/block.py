@@ -105,7 +105,8 @@ class BlockOption(Option):
 
 
 def undominated(ranked: Iterable[_T], needs: Callable[[_T], Sequence[int]]) -> tuple[_T, ...]:
-    """Return the Pareto-optimal of `ranked`: no earlier one is as good in all of its `needs`."""
+    """Return those of `ranked`, in its order, that no one before equals or beats in all of its
+    `needs` (one -> numbers, of which less is better)."""
     kept: list[tuple[_T, Sequence[int]]] = []
     for one in ranked:
         own = needs(one)

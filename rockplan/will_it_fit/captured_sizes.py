@@ -149,7 +149,8 @@ def _lowered(module: nn.Module, arguments: Arguments, options: Options) -> Lower
 
 
 def _refuse_large_operations(graph: CDGraph, most_bytes: int) -> None:
-    """Raise TooLargeToTry if a node reads and writes more than `most_bytes`."""
+    """Raise TooLargeToTry, which names module and line, if a node reads and writes more than
+    `most_bytes` in sum."""
     for node in graph.nodes:
         size_bytes = sum(graph.data[d].size_bytes for d in {*node.reads, *node.writes})
         if size_bytes > most_bytes:

@@ -44,7 +44,7 @@ OF_SEVERAL = (
 
 
 def notes_of(question: FitQuestion) -> tuple[str, ...]:
-    """Return what the rows of an answer rest on."""
+    """Return sentences for the end of an answer that say what its figures rest on."""
     notes = [*(ON_CPU if question.on.is_cpu else BY_TABLES)]
     if question.options.compile:
         notes.append(COMPILED)
@@ -77,7 +77,8 @@ def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:
 
 
 def refuse_several_in_flight(options: Options) -> None:
-    """Raise InvalidInput for several calls between forward and backward at once."""
+    """Raise InvalidInput, with what to ask instead, for options with several calls between forward
+    and backward at once."""
     if options.in_flight > 1:
         raise InvalidInput(
             f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
@@ -87,7 +88,8 @@ def refuse_several_in_flight(options: Options) -> None:
 
 
 def not_for_several(shards: Shards, step: TrainingStep, options: Options) -> dict[str, str]:
-    """Return option -> why it is not for these processes, of the options that are on."""
+    """Return option -> why it cannot be had with these processes, of the options and facts of the
+    step that are on."""
     of_the_module = (
         "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
         "itself (rockplan.solve_blocks): leave it out"

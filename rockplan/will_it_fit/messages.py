@@ -14,8 +14,9 @@ from collections.abc import Iterator
 
 @contextlib.contextmanager
 def messages_once() -> Iterator[None]:
-    """Drop log records of this thread that repeat one (same logger, level and text). A forward that
-    warns once by a function cache warns at each capture: caches are put back."""
+    """In the `with` block, or the decorated function, drop log records of this thread that repeat
+    one (same logger, level and text). A forward that warns once by a function cache warns at each
+    capture: caches are put back."""
     handle = logging.Logger.handle
     said: set[tuple[str, int, str]] = set()
     thread = threading.get_ident()

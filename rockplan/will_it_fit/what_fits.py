@@ -183,7 +183,8 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
 
 
 def _ways(question: FitQuestion) -> dict[str, Way]:
-    """Return the schedules without a search, by the names of their rows."""
+    """Return name of a row -> way (call -> graph and schedule) of running the model without a plan:
+    kept whole, checkpointed; of compiled kernels only the former."""
     if question.options.compile:
         return {KEPT: _once_a_form(compiled_whole, in_eager_order)}
     ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}

@@ -88,8 +88,9 @@ def measure(
 def with_measured_memory(
     graph: CDGraph, values: Mapping[int, torch.Tensor], profile: Profile, keys: Keys
 ) -> Profile:
-    """Return `profile` with the memory of calls as it is measured, each executed with made-up
-    inputs; calls that do not run keep what they have. values: as in `measure`; keys: of `graph`."""
+    """Return `profile` with workspaces and sizes of results as measured, each call executed once
+    with made-up inputs; calls that fail keep what they have. values: as in `measure`; keys: those
+    of the calls of `graph`."""
     calls = {key: same[0] for key, same in calls_by_key(graph, keys).items()}
     with as_executed(graph):
         memory = measure_memory(inputs_of(graph, values), calls)
