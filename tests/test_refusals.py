@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import re
 from collections.abc import Callable
@@ -192,6 +193,27 @@ def test_what_is_refused_is_said_in_the_words_of_its_row(name: str) -> None:
         words = ["a nested tensor, whose sizes a plan cannot follow"]
     assert all(part in str(info.value) for part in words)
     assert re.split(r"\{\w+\}", NAMED[name].remedy)[0] in str(info.value)
+
+
+@pytest.mark.parametrize("of", ["weight", "activation"])
+@pytest.mark.parametrize(
+    "ask",
+    [
+        copy.copy,
+        copy.deepcopy,
+        lambda t: t.as_subclass(torch.Tensor),
+        lambda t: t * len(dir(t)),
+        lambda t: t * len(vars(t)),
+        lambda t: t * t.is_pinned(),
+        lambda t: t * t.is_shared(),
+        lambda t: t * t._is_view(),
+    ],
+)
+def test_questions_that_no_plan_answers(ask: Callable[[torch.Tensor], Any], of: str) -> None:
+    module = Does(lambda module, h, x: h + ask(h if of == "activation" else module.linear.weight))
+    with pytest.raises(CaptureError, match="the forward asks .* for `"):
+        capture(module, (torch.ones(4, 4),), {})
+    assert type(module.linear.weight) is nn.Parameter
 
 
 def test_an_operator_of_whose_result_nothing_is_known(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,7 +96,7 @@ def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) 
                 before = getattr(owner, patch.name)
                 made = patch.replacement(before, recording or RecordingAccess())
                 stack.enter_context(
-                    _exchanged(owner, patch.name, _in_this_thread_only(made, before))
+                    exchanged(owner, patch.name, _in_this_thread_only(made, before))
                 )
         yield
 
@@ -105,7 +105,7 @@ _ABSENT = object()
 
 
 @contextlib.contextmanager
-def _exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
+def exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
     """While active, an attribute of a class or module is `replacement`; afterwards as it was, also
     if it was inherited."""
     own = vars(owner).get(name, _ABSENT)

@@ -672,8 +672,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "question",
         When.FORWARD,
-        "the forward asks {tensor} for `{name}` ({what}), which is another at the next call of a "
-        "planned module",
+        "the forward asks {tensor} for `{name}` ({what}), which may be another at the next call of "
+        "a planned module",
         "decide on it outside, and pass in what follows",
         "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),

@@ -9,7 +9,6 @@ an argument are those of the real tensor; an answer that may differ at the next 
 from __future__ import annotations
 
 import contextlib
-import copy
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -20,21 +19,32 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
-from rockplan.python_state.answers import ASKED, PLACE, answer_of
+from rockplan.python_state.answers import PLACE, answer_of
 from rockplan.python_state.contents import described
 from rockplan.values.interface import ABSENT, Question
 
-# Attributes that no planned call could give, whatever their value.
-_NEVER_TOLD = {
-    "_version": "how often it was written to",
+_NEVER_TOLD: dict[type, dict[str, str]] = {
+    torch.Tensor: {"_version": "how often it was written to"},
+    FakeTensor: {
+        "__deepcopy__": "a copy with its attributes: take a clone",
+        "__reduce_ex__": "a copy with its attributes: take a clone",
+        "__dir__": "the names of its attributes",
+        "as_subclass": "itself as one of another class",
+        "is_shared": "is it in shared memory?",
+        "is_pinned": "is it in pinned memory?",
+        "_is_view": "is it a view?",
+    },
 }
+"""Class -> attributes that no planned call could give, whatever their value -> meaning. (A real
+tensor is none of the call's, but counts its writes.)"""
+
 # Attributes that are allowed if they are None, which is asked again before each call.
 _TOLD_IF_NONE = {"grad": "its gradient so far", "grad_fn": "what computed it"}
 # Further methods that lead to the storage of a tensor.
 _OF_STORAGE = ("storage", "_typed_storage")
-_PLAIN_CLASSES = (torch.Tensor, nn.Parameter)
 _ATTRIBUTE = object.__getattribute__
 # Attributes of fake tensors, whose names a real tensor may use for its own.
 _OF_STAND_INS = frozenset(
@@ -69,10 +79,8 @@ class Questions:
     def answered(self, namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
         """Answer questions while inside. namespaces: global variables of the code that may ask."""
         with contextlib.ExitStack() as stack:
-            stack.enter_context(_members(FakeTensor, self._members()))
-            refused = {name: self._refused(name, what) for name, what in _NEVER_TOLD.items()}
-            stack.enter_context(_members(torch.Tensor, refused))
-            stack.enter_context(_members(type(nn.Parameter), {"__instancecheck__": self._is_a()}))
+            for owner, name, member in self._members():
+                stack.enter_context(exchanged(owner, name, member))
             told = {"type": _Type, "id": self._id}
             for namespace in namespaces:
                 stack.enter_context(_variables(namespace, told))
@@ -101,8 +109,9 @@ class Questions:
                 if not _is_own(attribute):
                     raise NAMED["attribute of a tensor"].error(tensor=called, attribute=attribute)
 
-    def _members(self) -> dict[str, Any]:
-        """Return the members that replace those of FakeTensor: the answers of real tensors."""
+    def _members(self) -> Iterator[tuple[type, str, Any]]:
+        """Yield (class, name, member) for each member of a class that is another meanwhile: the
+        answers of real tensors."""
 
         def attribute(tensor: torch.Tensor, name: str) -> Any:
             return self._attribute(tensor, name, _asks_users_file())
@@ -111,24 +120,20 @@ class Questions:
             if name == "__class__":
                 return self._class(tensor)
             if name == "__dict__" and _asks_users_file():
-                return self._dictionary(tensor)
+                self._refuse(tensor, name, "all of its attributes")
             return _ATTRIBUTE(tensor, name)
 
-        members: dict[str, Any] = {
-            "__getattribute__": class_too,
-            "__deepcopy__": self._deep_copy(),
-            "__dir__": self._directory(),
-            "as_subclass": self._as_subclass(),
-            "__getattr__": attribute,
-            "is_leaf": property(self._is_leaf),
-        }
+        yield FakeTensor, "__getattribute__", class_too
+        yield FakeTensor, "__getattr__", attribute
+        yield FakeTensor, "is_leaf", property(self._is_leaf)
         for name, what in _TOLD_IF_NONE.items():
-            members[name] = self._if_none(name, what)
-        for name in ASKED:
-            members[name] = self._method(name)
+            yield FakeTensor, name, self._if_none(name, what)
         for name in (*PLACE, *_OF_STORAGE):
-            members[name] = self._place(name)
-        return members
+            yield FakeTensor, name, self._place(name)
+        for owner, names in _NEVER_TOLD.items():
+            for name, what in names.items():
+                yield owner, name, self._refused(name, what)
+        yield type(nn.Parameter), "__instancecheck__", self._is_a()
 
     def asked_for_places(self) -> list[torch.Tensor]:
         """Return stand-ins whose place in memory was asked for."""
@@ -194,28 +199,6 @@ class Questions:
             raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
         return self._by_identity(answer)
 
-    def _dictionary(self, tensor: torch.Tensor) -> dict[str, Any]:
-        """Return `__dict__` as in eager execution."""
-        real = self.real.get(id(tensor))
-        if real is None:
-            own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
-            return {name: own[name] for name in _given(own)}
-        self.ask(tensor, "__dict__", real.__dict__)
-        return real.__dict__
-
-    def _directory(self) -> Callable[..., Any]:
-        """Return a `__dir__` that answers as the real tensor does."""
-        original = torch.Tensor.__dir__
-
-        def directory(tensor: torch.Tensor) -> Any:
-            real = self._asked_of(tensor)
-            if real is None:
-                return original(tensor)
-            self.ask(tensor, "__dict__", real.__dict__)
-            return original(real)
-
-        return directory
-
     def _by_identity(self, answer: Any) -> Any:
         """Return the stand-in if the answer is a tensor of the caller, else the answer."""
         for identity, real in self.real.items():
@@ -229,20 +212,6 @@ class Questions:
             return bool(torch._C.TensorBase.is_leaf.__get__(tensor))  # type: ignore[attr-defined]
         self.ask(tensor, "is_leaf", real.is_leaf)
         return real.is_leaf
-
-    def _method(self, name: str) -> Callable[..., Any]:
-        """Return a method that answers as the real tensor does, and notes the question."""
-        original = getattr(torch.Tensor, name)
-
-        def method(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            real = self._asked_of(tensor)
-            if real is None:
-                return original(tensor, *args, **kwargs)
-            answer = answer_of(real, name)
-            self.ask(tensor, name, answer)
-            return answer
-
-        return method
 
     def _place(self, name: str) -> Callable[..., Any]:
         """Return a method that notes a question about the tensor's place in memory."""
@@ -263,59 +232,20 @@ class Questions:
                 for attribute in attributes:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
-    def _deep_copy(self) -> Callable[..., Any]:
-        """Return a `__deepcopy__` for fake tensors that copies as in eager execution."""
-        original = torch.Tensor.__deepcopy__
-
-        def deep_copy(tensor: torch.Tensor, memo: Any) -> Any:
-            real = self._asked_of(tensor)
-            if real is not None and (real.__dict__ or type(real) not in _PLAIN_CLASSES):
-                self.refuse(
-                    f"the forward copies {self.names[id(tensor)][0]} with its attributes "
-                    "(copy.deepcopy), of which a plan has none; copy it outside, or clone it"
-                )
-            own: dict[str, Any] = _ATTRIBUTE(tensor, "__dict__")
-            if own.get("fake_mode") is not self.mode or not tensor.is_leaf:
-                return original(tensor, memo)
-            if (
-                id(tensor) not in memo
-            ):  # made by an operator: the fake mode itself must not be copied
-                made = tensor.detach().clone()
-                kind = {"_is_param": True} if "_is_param" in own else {}
-                given = {name: own[name] for name in _given(own)}
-                _ATTRIBUTE(made, "__dict__").update(kind | copy.deepcopy(given, memo))
-                memo[id(tensor)] = made.requires_grad_(tensor.requires_grad)
-            return memo[id(tensor)]
-
-        return deep_copy
-
-    def _as_subclass(self) -> Callable[..., Any]:
-        """Return an `as_subclass` that refuses subclasses."""
-
-        def as_subclass(tensor: torch.Tensor, kind: type) -> torch.Tensor:
-            if kind is not torch.Tensor:
-                self.refuse(
-                    f"the forward makes a {kind.__qualname__} of a tensor (as_subclass), a class "
-                    "that a plan would not give back; keep to plain tensors"
-                )
-            plain: torch.Tensor = torch.ops.aten.alias.default(tensor)
-            return plain
-
-        return as_subclass
-
-    def _refused(self, name: str, what: str) -> property:
-        """Return a property that raises a refusal if the user's code reads it. what: its
+    def _refused(self, name: str, what: str) -> Any:
+        """Return a member that raises a refusal if the user's code asks for it. what: its
         meaning."""
-        original: Any = getattr(torch._C.TensorBase, name)
+        original: Any = getattr(torch.Tensor, name)
         thread = threading.get_ident()
 
-        def get(tensor: torch.Tensor) -> Any:
-            """Refuse, also for views of the caller's tensors and for tensors kept elsewhere."""
+        def ask(tensor: torch.Tensor) -> Any:
             if threading.get_ident() == thread and _asks_users_file():
                 self._refuse(tensor, name, what)
             return original.__get__(tensor)
 
-        return property(get)
+        if not callable(original):
+            return property(ask)
+        return lambda tensor, *args, **kwargs: ask(tensor)(*args, **kwargs)
 
     def _if_none(self, name: str, what: str) -> property:
         """Return a property that raises a refusal if it is not None on the real tensor."""
@@ -384,22 +314,6 @@ def _given(attributes: Mapping[str, Any]) -> list[str]:
 def _is_own(name: str) -> bool:
     """Return whether fake tensors get an attribute of this name."""
     return name in ("_fake_device", "_is_param", "_is_buffer", "persistent") or "_memo" in name
-
-
-@contextlib.contextmanager
-def _members(owner: type, members: Mapping[str, Any]) -> Iterator[None]:
-    """Replace members of a class while inside."""
-    before = {name: vars(owner)[name] for name in members if name in vars(owner)}
-    for name, member in members.items():
-        setattr(owner, name, member)
-    try:
-        yield
-    finally:
-        for name in members:
-            if name in before:
-                setattr(owner, name, before[name])
-            else:
-                delattr(owner, name)
 
 
 @contextlib.contextmanager
