@@ -377,7 +377,7 @@ def _run(
 
 
 # Reentrant checkpoints refuse torch.autograd.grad, which leaves `.grad` of parameters as it is.
-_NOT_OF_A_STEP = (eager_paths.CACHE_OF_PARAMETRIZATIONS, eager_paths.REENTRANT_CHECKPOINT)
+_NOT_OF_A_STEP = (eager_paths.REENTRANT_CHECKPOINT,)
 
 
 def _is_tensor(value: Any) -> bool:

@@ -318,6 +318,7 @@ ELSEWHERE = {
     "function mode": "test_outside_of_a_function_mode",
     "hook on all modules": "what it says is to leave the hook out",
     "leftover": "what no name leads to; the advice is that of 'kept tensor'",
+    "cached parametrization": "test_usage",
     "unknown result": "of an operator that is left outside",
     "no rule": "test_foreign_kernels",
     "shard": "test_distributed",

@@ -25,7 +25,7 @@ from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, waited_with_history
 from rockplan.python_state.snapshot import Surroundings
-from rockplan.runtime import assignments, parametrizations
+from rockplan.runtime import assignments
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
     CHECKPOINT,
@@ -168,10 +168,9 @@ class Planned(HasPlans):
                 bound = bound_program(self, key, leaves, args, kwargs)
         if bound is None:
             return _run_original(self, args, kwargs)
-        parametrizations.claim(self)
         state.latest, state.has_run = bound.program, True
         state.watch.called()
-        state_of_torch = (autocast_state(), function_modes(), parametrizations.are_cached())
+        state_of_torch = (autocast_state(), function_modes())
         situation = Situation(self, key, bound, args, kwargs, leaves, *state_of_torch)
         result = run(bound, (args, kwargs), leaves, situation.replan)
         state.leave(self, key, bound)

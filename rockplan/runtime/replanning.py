@@ -22,7 +22,6 @@ from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
-from rockplan.runtime import parametrizations
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
 from rockplan.runtime.call_checks import (
     SHARDING,
@@ -215,8 +214,7 @@ _UNNAMED = (
 class Situation:
     """The circumstances of a call, to plan it again from its backward pass.
 
-    leaves: of the arguments, whose lists may have grown since; modes: of `function_modes`; cached:
-    the call was in a block of `torch.nn.utils.parametrize.cached()`.
+    leaves: of the arguments, whose lists may have grown since; modes: of `function_modes`.
     """
 
     planned: HasPlans
@@ -227,7 +225,6 @@ class Situation:
     leaves: list[Any]
     autocast: Autocast
     modes: tuple[torch.device | int, ...]
-    cached: bool
 
     def replan(self, pattern: Pattern) -> Executable:
         """Return the plan for incoming gradients of `pattern`. Later calls like this one start with
@@ -286,11 +283,7 @@ class Situation:
             )
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
-        with (
-            under_autocast(self.autocast),
-            under_default_device(self.modes),
-            parametrizations.cached_as(self.cached),
-        ):
+        with under_autocast(self.autocast), under_default_device(self.modes):
             return _logged_program(module, *self._call(), incoming, _OTHER_OUTPUTS)
 
     def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as module_hooks
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack, _pop_mode, _push_mode
 from torch.utils._device import DeviceContext
 
 from rockplan.python_state.autocast import DEVICE_TYPES, Autocast, autocast_state
 from rockplan.python_state.distributed import own_ways
 from rockplan.python_state.hooks import foreign_hooks, is_foreign
-from rockplan.runtime import parametrizations
 
 
 def function_modes() -> tuple[torch.device | int, ...]:
@@ -178,7 +178,7 @@ SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Words]], ...] = (
     (_attention_kernels, _kernel_words),
     (lambda: torch.backends.mkldnn.enabled, _on("torch.backends.mkldnn")),
     (lambda: torch.backends.cudnn.enabled, _on("torch.backends.cudnn")),
-    (parametrizations.are_cached, _on("torch.nn.utils.parametrize.cached()")),
+    (lambda: bool(parametrize._cache_enabled), _on("torch.nn.utils.parametrize.cached()")),
     (_attention, _attention_words),
     (own_ways, _ways_words),
     (_hooks_on_all_modules, lambda hooks: (("hooks on all modules", str(len(hooks))),)),

@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
-from torch.nn.utils import parametrize
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
@@ -284,13 +283,6 @@ def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
 REENTRANT_CHECKPOINT = Patch(
     checkpoint, "CheckpointFunction", lambda original, recording: _Direct(recording), _CHECKPOINTED
 )
-CACHE_OF_PARAMETRIZATIONS = Patch(
-    parametrize,
-    "_cache",
-    lambda original, recording: {},
-    "a block of parametrize.cached() around starts anew, and neither gets what is computed "
-    "meanwhile nor loses what it has",
-)
 TRANSFORMS_UNDER_HOOKS = Patch(
     torch.autograd.graph,
     "disable_saved_tensors_hooks",
@@ -333,7 +325,6 @@ PATCHES: tuple[Patch, ...] = (
         "a call of it leaves what it knows of PyTorch in caches, where functions that are others "
         "while a forward is recorded would stay",
     ),
-    CACHE_OF_PARAMETRIZATIONS,
     Patch(checkpoint, _CHECKPOINT_HOOKS, _no_hooks, _CHECKPOINTED),
     REENTRANT_CHECKPOINT,
     Patch(FakeTensor, "tolist", lambda original, r: _telling(torch._C.TensorBase.tolist, r), _TOLD),
@@ -357,16 +348,11 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch, "affine_grid_generator", _refusing_autocast("affine_grid_generator"), _BY_KERNEL),
     Patch(torch, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
     Patch(nn.functional, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
-    Patch(torch, "manual_seed", _SEED, _OF_SEED),
-    Patch(torch, "seed", _SEED, _OF_SEED),
-    Patch(torch, "set_rng_state", _SEED, _OF_SEED),
-    Patch(torch.random, "manual_seed", _SEED, _OF_SEED),
-    Patch(torch.random, "seed", _SEED, _OF_SEED),
-    Patch(torch.random, "set_rng_state", _SEED, _OF_SEED),
-    Patch(torch.cuda, "manual_seed", _SEED, _OF_SEED),
-    Patch(torch.cuda, "manual_seed_all", _SEED, _OF_SEED),
-    Patch(torch.cuda, "seed", _SEED, _OF_SEED),
-    Patch(torch.cuda, "seed_all", _SEED, _OF_SEED),
-    Patch(torch.cuda, "set_rng_state", _SEED, _OF_SEED),
+    *(
+        Patch(owner, name, _SEED, _OF_SEED)
+        for owner in (torch, torch.random, torch.cuda)
+        for name in ("manual_seed", "manual_seed_all", "seed", "seed_all", "set_rng_state")
+        if hasattr(owner, name)
+    ),
 )
 """Patches that hold while a forward is recorded."""

@@ -19,6 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 
 from rockplan.errors import (
@@ -193,6 +194,13 @@ def _hooks_on_submodules(module: nn.Module) -> Iterator[dict[str, Any]]:
             yield {"path": path, "hook": _called(foreign[0]), "module_path": path}
 
 
+def _cached(module: nn.Module) -> Iterator[dict[str, Any]]:
+    """Yield parametrized tensors, if eager keeps them from one call to the next now."""
+    for path, m in module.named_modules() if parametrize._cache_enabled else ():
+        if parametrize.is_parametrized(m):
+            yield {"module_path": path, "tensor": next(iter(m.parametrizations))}
+
+
 def _called(hook: Any) -> Any:
     return getattr(hook, "__qualname__", hook)
 
@@ -263,6 +271,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "remove it before planning, or put it on the root module or on the parameters",
         "test_bad_input.test_refused_with_cause_and_remedy",
         _hooks_on_submodules,
+    ),
+    Refusal(
+        "cached parametrization",
+        When.MODULE,
+        "torch.nn.utils.parametrize.cached() keeps '{tensor}' from one call to the next, and a "
+        "plan, which is for one call, does not",
+        "enter it inside of the forward, or leave it out",
+        "test_usage.test_cached_parametrizations",
+        _cached,
     ),
     Refusal(
         "nested tensor that is given",
