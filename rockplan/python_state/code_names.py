@@ -10,6 +10,11 @@ from collections.abc import Iterable
 from typing import Any
 
 
+def root_package(value: Any) -> str:
+    """Return the name of the package that a class or function is from."""
+    return str(getattr(value, "__module__", None)).partition(".")[0]
+
+
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return all names in `code` and its inner functions. String constants that are identifiers

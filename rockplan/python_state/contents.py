@@ -31,6 +31,7 @@ import torch
 from torch import nn
 
 from rockplan.libraries import key_value_cache
+from rockplan.python_state.code_names import root_package
 from rockplan.python_state.holders import is_small
 from rockplan.python_state.object_slots import slots, slots_held
 from rockplan.values.classes import once_for_each_class
@@ -321,7 +322,7 @@ def _referred(function: Any) -> tuple[Any, ...]:
         owner = function.__self__
         fixed = owner is None or isinstance(owner, types.ModuleType | type | torch.Tensor)
         return () if fixed else (function.__name__, owner)
-    if _root(function) == "torch" or _root(function) in sys.stdlib_module_names:
+    if root_package(function) == "torch" or root_package(function) in sys.stdlib_module_names:
         return ()
     cells = tuple(map(_content, function.__closure__ or ()))
     state = (*cells, *(function.__defaults__ or ()))
@@ -336,11 +337,6 @@ def _content(cell: types.CellType) -> Any:
         return cell.cell_contents
     except ValueError:  # it is empty
         return None
-
-
-def _root(value: Any) -> str:
-    """Return the top package of a class or function."""
-    return str(value.__module__).partition(".")[0]
 
 
 def _leaf(value: Any) -> Any:
@@ -385,7 +381,7 @@ def _is_of_library(kind: type) -> bool:
     PyTorch's."""
     if any(kind is known for known in _NAMESPACES):
         return False
-    roots = [*map(_root, kind.__mro__)]
+    roots = [*map(root_package, kind.__mro__)]
     return "torch" in roots or roots[0] in sys.stdlib_module_names
 
 

@@ -33,6 +33,7 @@ from rockplan.python_state.code_names import (
     global_names_in,
     imported_in,
     names_in,
+    root_package,
 )
 from rockplan.python_state.holders import (
     HOLDING_NOTHING,
@@ -299,7 +300,7 @@ class _Walk:
         global variables that its code names. Then meet class members that waited for names of this
         code."""
         self._beyond(_wrapped(function), place)
-        if not isinstance(function, types.FunctionType) or _root(function) in _CLOSED:
+        if not isinstance(function, types.FunctionType) or root_package(function) in _CLOSED:
             return
         is_named = place.text.startswith("self.")
         text = place.text if is_named else function.__qualname__
@@ -411,18 +412,14 @@ def _wrapped(function: Any) -> Iterable[Any]:
     return () if inner is None else (inner,)
 
 
-def _root(value: Any) -> str:
-    return str(getattr(value, "__module__", None)).partition(".")[0]
-
-
 @once_for_each_class
 def _is_closed_itself(kind: type) -> bool:
     """True for a class of a package that is not looked into."""
-    return _root(kind) in _CLOSED
+    return root_package(kind) in _CLOSED
 
 
 @once_for_each_class
 def _is_closed(kind: type) -> bool:
     """True for a class of a package that is not looked into, and for one that derives from
     PyTorch's."""
-    return "torch" in map(_root, kind.__mro__) or _is_closed_itself(kind)
+    return "torch" in map(root_package, kind.__mro__) or _is_closed_itself(kind)

@@ -9,7 +9,6 @@ libraries cause that skip their kernels under a fake mode.
 from __future__ import annotations
 
 import linecache
-import sys
 import types
 from collections.abc import Iterator, Sequence
 
@@ -19,7 +18,7 @@ from torch.autograd.function import FunctionCtx
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import is_of_users
+from rockplan.graph_builder.tracing.source_lines import first_argument, frames, is_of_users
 
 NO_ADDRESS = "Cannot access data pointer of Tensor"
 """Part of PyTorch's error when C++ asks a fake tensor for its memory."""
@@ -57,11 +56,8 @@ def of_address(frames: Frames) -> str:
 
 
 def running() -> Frames:
-    """Yield the frames of the current stack, from the caller on."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None:
-        yield frame, frame.f_lineno
-        frame = frame.f_back
+    """Return the frames of the current stack."""
+    return ((frame, frame.f_lineno) for frame in frames())
 
 
 def _raised(error: BaseException) -> Frames:
@@ -78,7 +74,7 @@ def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
     """Return (path of the submodule of `module`, the user's 'file:line') in which the frames ran;
     '' for what is unknown. users: frames outside of PyTorch and rockplan, innermost first."""
     paths = {id(m): path for path, m in module.named_modules()}
-    held = (paths.get(id(_first(frame))) for frame, _ in users)
+    held = (paths.get(id(first_argument(frame))) for frame, _ in users)
     path = next((path for path in held if path is not None), "")
     outside = [entry for entry in users if not _is_launcher(entry[0])]
     return path, _source(*outside[0]) if outside else ""
@@ -96,7 +92,7 @@ def _up_to_caller(
     """Yield the frames that run inside of the innermost autograd.Function or module. users:
     innermost first."""
     for entry in users:
-        if isinstance(_first(entry[0]), FunctionCtx | nn.Module):
+        if isinstance(first_argument(entry[0]), FunctionCtx | nn.Module):
             return
         yield entry
 
@@ -105,16 +101,10 @@ def _is_launcher(frame: types.FrameType) -> bool:
     return str(frame.f_globals.get("__name__")).split(".")[0] in _LAUNCHERS
 
 
-def _first(frame: types.FrameType) -> object:
-    """Return the first argument of the function that runs in `frame`."""
-    code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-
-
 def _kernel(frame: types.FrameType) -> str | None:
     """Return 'the kernel add' if `self` of the frame is a launcher with a name or a function, else
     None."""
-    launcher = _first(frame)
+    launcher = first_argument(frame)
     if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
         return None
     if frame.f_code.co_varnames[0] != "self":
@@ -126,7 +116,7 @@ def _kernel(frame: types.FrameType) -> str | None:
 
 def _function(frame: types.FrameType) -> str:
     name = frame.f_code.co_qualname.replace("<locals>.", "")
-    context = _first(frame)
+    context = first_argument(frame)
     if isinstance(context, FunctionCtx):
         return f"the autograd.Function {name}"
     return f"the function {name}"
@@ -136,7 +126,7 @@ def _called_by(outer: Sequence[Frame]) -> str:
     """Return words for the innermost autograd.Function or module among the frames `outer`, which
     calls what asks for the address; '' if there is none."""
     for frame, line in outer:
-        if isinstance(_first(frame), FunctionCtx | nn.Module):
+        if isinstance(first_argument(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"
     return ""
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -20,7 +19,7 @@ from torch.nn.modules import module as module_hooks
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, host_random, modes, patches
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
-from rockplan.graph_builder.tracing.patches import PatchSource
+from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
@@ -169,19 +168,19 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     modules see all threads)."""
     paths = {id(m): path for path, m in module.named_modules()}
     stack = recorder.module_stack
-    captured_in = threading.get_ident()
 
     def enter(m: nn.Module, args: Any) -> None:
-        if threading.get_ident() == captured_in:
-            stack.append(paths.get(id(m), stack[-1]))
+        stack.append(paths.get(id(m), stack[-1]))
 
     def leave(m: nn.Module, args: Any, result: Any) -> None:
-        if threading.get_ident() == captured_in:
-            stack.pop()
+        stack.pop()
 
+    elsewhere = modes.nothing
     handles = [
-        module_hooks.register_module_forward_pre_hook(enter),
-        module_hooks.register_module_forward_hook(leave, always_call=True),
+        module_hooks.register_module_forward_pre_hook(in_this_thread(enter, elsewhere)),
+        module_hooks.register_module_forward_hook(
+            in_this_thread(leave, elsewhere), always_call=True
+        ),
     ]
     try:
         yield

@@ -92,7 +92,7 @@ def without_hooks_on_all_modules() -> Iterator[None]:
     ]
     before = [dict(registry) for registry in registries]
     for registry in registries:
-        registry |= {key: in_this_thread(_nothing, hook) for key, hook in registry.items()}
+        registry |= {key: in_this_thread(nothing, hook) for key, hook in registry.items()}
     try:
         yield
     finally:
@@ -100,5 +100,5 @@ def without_hooks_on_all_modules() -> Iterator[None]:
             registry |= {key: hook for key, hook in hooks.items() if key in registry}
 
 
-def _nothing(*args: Any, **kwargs: Any) -> None:
+def nothing(*args: Any, **kwargs: Any) -> None:
     """Replace a hook."""

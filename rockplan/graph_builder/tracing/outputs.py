@@ -100,9 +100,7 @@ def backward_starts(
     """Return position of each leaf of the result that the backward pass starts from -> strides of
     its gradient. incoming: as asked for, or None for likely ones; only_loss: the caller uses only a
     loss. Raises InvalidInput if `incoming` names a leaf that requires no gradient."""
-    candidates = [
-        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
-    ]
+    candidates = _differentiable(outputs)
     if not candidates:
         raise NAMED["nothing to differentiate"].error()
     if isinstance(incoming, Precedent):
@@ -160,9 +158,7 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
     logits, or with losses that it sums up, the loss; for an energy with forces both, since a loss
     may be computed from both. Without scalars, all.
     """
-    candidates = [
-        i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad
-    ]
+    candidates = _differentiable(outputs)
     named = _position_of_loss(outputs, spec)
     whole = leaves_reached(outputs[i] for i in candidates)
     if (
@@ -171,9 +167,19 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
         and whole <= leaves_reached([outputs[named]])
     ):
         return (named,)
+    return _no_parts_of_scalars(outputs, candidates)
+
+
+def _differentiable(outputs: Sequence[Any]) -> list[int]:
+    """Return positions of the tensors that require a gradient."""
+    return [i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
+
+
+def _no_parts_of_scalars(outputs: Sequence[Any], candidates: Sequence[int]) -> tuple[int, ...]:
+    """Return those of `candidates` that no scalar among them is computed from."""
     sources, firsts = sources_of(outputs), first_places(outputs)
-    on_the_way = {part for i in candidates if outputs[i].ndim == 0 for part in sources[i]}
-    return tuple(i for i in candidates if firsts[i] not in on_the_way)
+    parts = {part for i in candidates if outputs[i].ndim == 0 for part in sources[i]}
+    return tuple(i for i in candidates if firsts[i] not in parts)
 
 
 def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
@@ -183,10 +189,7 @@ def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int
     named = _position_of_loss(outputs, spec)
     if named is not None and named in candidates:
         return [named]
-    scalars = [i for i in candidates if outputs[i].ndim == 0]
-    sources = sources_of(outputs)
-    parts = {part for i in scalars for part in sources[i]}
-    losses = [i for i in scalars if i not in parts]
+    losses = [i for i in _no_parts_of_scalars(outputs, candidates) if outputs[i].ndim == 0]
     if len(losses) == 1:
         return losses
     if losses:

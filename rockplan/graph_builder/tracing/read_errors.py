@@ -6,7 +6,6 @@ A message names what the value depends on, which code reads it, and a remedy the
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 
 from torch._ops import OpOverload
@@ -15,7 +14,12 @@ from rockplan.errors import CaptureError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.recorder import OUTSIDE
 from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
-from rockplan.graph_builder.tracing.source_lines import of_experts, of_function, torch_function
+from rockplan.graph_builder.tracing.source_lines import (
+    frames,
+    of_experts,
+    of_function,
+    torch_function,
+)
 
 # Parts of a message on what a value depends on: words without a name, prefixes, how many names.
 _CHANGED = "a value that the forward has changed in place"
@@ -123,11 +127,9 @@ def _of_the_callers(names: Sequence[str]) -> str:
 def _known_remedy() -> str:
     """Return the remedy of the innermost running function that `_REMEDIES` names; '' if there is
     none."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
         for prefix, remedy in _REMEDIES.items():
             if called.startswith(prefix):
                 return remedy
-        frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -170,9 +170,12 @@ class _Recording:
         snapshot = Snapshot.of(call.module, call.forward, call.args, call.kwargs)
         return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, snapshot)
 
-    def another_recorder(self) -> Recorder:
-        """Return a recorder for one more run of the forward."""
-        return Recorder(self.fake_mode, self.reader, self.leftovers)
+    def run_again(self, forward: ForwardCall) -> tuple[ForwardRun, Recorder]:
+        """Run the forward once more. Returns that run and the recorder that has it."""
+        another = Recorder(self.fake_mode, self.reader, self.leftovers)
+        self.stand_ins.make_known(another)
+        with forward.as_in_eager(another):
+            return forward.run(another), another
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,11 +264,8 @@ def _with_backward(
 def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
     """Return what can be reached after one more run of the forward under a recorder of its own;
     None if that run fails."""
-    another = recording.another_recorder()
-    recording.stand_ins.make_known(another)
     try:
-        with forward.as_in_eager(another):
-            forward.run(another)
+        recording.run_again(forward)
     except Exception:  # the forward may fail on stand-ins that it kept in the first run
         return None
     return forward.reached()
@@ -285,10 +285,7 @@ def _assignments(
     if first.changes:
         refuse_cached_changes(snapshot, first.changes)
     if first.changes or written or first.drawn:
-        another = recording.another_recorder()
-        recording.stand_ins.make_known(another)
-        with forward.as_in_eager(another):
-            second = forward.run(another)
+        second, another = recording.run_again(forward)
         refuse_changes(snapshot, first.changes, second.changes)
         refuse_another_call(snapshot, first, second)
         refuse_fresh_constants(written, another)

@@ -9,6 +9,8 @@ import contextlib
 import os
 import re
 import sys
+import types
+from collections.abc import Iterator
 
 import torch
 from torch import nn
@@ -23,12 +25,25 @@ _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 
 
+def frames() -> Iterator[types.FrameType]:
+    """Yield the frames of the current stack, the innermost first."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def first_argument(frame: types.FrameType) -> object:
+    """Return the first argument of the function that runs in `frame`."""
+    code = frame.f_code
+    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+
+
 def torch_function() -> str:
     """Return the innermost public function of PyTorch that calls the operator now, as
     'torch.nn.functional.ctc_loss'; '' if the user's code calls it, directly or by a tensor
     method."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         is_own = name.startswith(_OWN_FOLDER) and name != _EXAMPLES
         if not (is_own or is_of_torch(name)):
@@ -37,7 +52,6 @@ def torch_function() -> str:
         is_method = name.startswith(_TENSOR_FILES)
         if not (is_own or is_method or called[0] in "_<" or "<" in frame.f_code.co_qualname):
             return f"{frame.f_globals['__name__']}.{frame.f_code.co_qualname}"
-        frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
@@ -72,10 +86,8 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 def of_function() -> str:
     """Return the remedy, to be appended, for the innermost autograd.Function that is running; '' if
     none is."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        context = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    for frame in frames():
+        context = first_argument(frame)
         if isinstance(context, FunctionCtx):
             kind = getattr(type(context), "_forward_cls", type(context))
             name = kind.__qualname__.replace("<locals>.", "")
@@ -91,15 +103,13 @@ def of_function() -> str:
                 f"; or give the autograd.Function {name} to rockplan.opaque, which runs it whole: "
                 f"{how}"
             )
-        frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 
 def of_experts() -> str:
     """Return the remedy, to be appended, if a running module is a mixture of experts, which chooses
     in Python what runs; else ''."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         owner = frame.f_locals.get("self")
         if isinstance(owner, nn.Module) and _EXPERTS.search(type(owner).__name__):
             return (
@@ -107,5 +117,4 @@ def of_experts() -> str:
                 "once (torch.nn.functional.grouped_mm), as models of transformers do after "
                 'model.set_experts_implementation("grouped_mm")'
             )
-        frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -29,7 +29,6 @@ from rockplan.values.interface import ABSENT, Question
 _NEVER_TOLD: dict[type, dict[str, str]] = {
     torch.Tensor: {"_version": "how often it was written to"},
     FakeTensor: {
-        "__deepcopy__": "a copy with its attributes: take a clone",
         "__reduce_ex__": "a copy with its attributes: take a clone",
         "__dir__": "the names of its attributes",
         "as_subclass": "itself as one of another class",
@@ -125,6 +124,7 @@ class Questions:
 
         yield FakeTensor, "__getattribute__", class_too
         yield FakeTensor, "__getattr__", attribute
+        yield FakeTensor, "__deepcopy__", lambda tensor, memo: self._deep_copy(tensor, memo)
         yield FakeTensor, "is_leaf", property(self._is_leaf)
         for name, what in _TOLD_IF_NONE.items():
             yield FakeTensor, name, self._if_none(name, what)
@@ -231,6 +231,16 @@ class Questions:
             if torch._C.TensorBase.untyped_storage(stand_in)._cdata == storage:
                 for attribute in attributes:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
+
+    def _deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
+        """Return a clone of a plain leaf; refuse a copy of another tensor."""
+        given = self.real.get(id(tensor), tensor)
+        is_plain = self._class(tensor) is torch.Tensor and not _given(_ATTRIBUTE(given, "__dict__"))
+        if not (is_plain and given.is_leaf):
+            self._refuse(tensor, "__deepcopy__", "a copy with its attributes: take a clone")
+        # Made by an operator: the fake mode itself must not be copied.
+        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        return memo.setdefault(id(tensor), copied)  # type: ignore[no-any-return]
 
     def _refused(self, name: str, what: str) -> Any:
         """Return a member that raises a refusal if the user's code asks for it. what: its
