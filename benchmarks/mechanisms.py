@@ -232,10 +232,12 @@ def of_member(name: str) -> Mechanism:
 
     def members(exchanged: Callable[[Any], Any] | None) -> Callable[[Any], Any]:
         def by(called: Any) -> Any:
-            def found(self: Any) -> dict[str, Any]:
-                own: dict[str, Any] = called(self)
-                member = own.pop(name)
-                return own if exchanged is None else {**own, name: exchanged(member)}
+            def found(self: Any) -> Iterator[tuple[type, str, Any]]:
+                for owner, own, member in called(self):
+                    if own != name:
+                        yield owner, own, member
+                    elif exchanged is not None:
+                        yield owner, own, exchanged(member)
 
             return found
 
@@ -350,10 +352,8 @@ MECHANISMS: tuple[Mechanism, ...] = (
     ),
     by_function("questions: id", _Q, "_id", _is_stand_in, lambda self, value: id(value)),
     by_function("questions: of attributes", _Q, "_attribute", _always, _refused),
-    by_function("questions: __dict__", _Q, "_dictionary", _always, _refused),
     by_function("questions: places in memory", _Q, "ask_place", lambda a, r: len(a) < 3, _nothing),
-    *map(of_member, ("__deepcopy__", "__dir__", "as_subclass", "is_leaf", "grad", "grad_fn")),
-    *map(of_member, tensor_questions.ASKED),
+    *map(of_member, ("__deepcopy__", "is_leaf", "grad", "grad_fn")),
     by_function("reads: values", _READER, "read", _always, _refused),
     by_function("reads: by draws", _READER, "_drawn", lambda a, r: r is not None, _nothing),
     by_function("reads: whatever is drawn", value_reads, "_outcomes", _is_there, lambda c, r: ()),
@@ -379,6 +379,11 @@ class Gone:
 GONE = (
     Gone("tables of constants", "deleted: refused, with what to do"),
     Gone("objects of the caller's", "deleted: refused, with what to do"),
+    *(
+        Gone(f"questions: {name}", "deleted: refused")
+        for name in ("__dict__", "__dir__", "as_subclass", "is_shared", "is_pinned", "_is_view")
+    ),
+    Gone("patch: torch.nn.utils.parametrize._cache", "deleted: refused around a call"),
     Gone("data that each call overwrites", "deleted: such calls make one more kind"),
 )
 
@@ -387,14 +392,15 @@ VERDICT = """
 What followed. *Deleted*: tables of constants, which were made for real, put in place, and recorded
 again up to twice (no architecture, library or trainer has one; the refusal says to run the module
 once, and then it is planned), the run with other data that told which data each call overwrites
-(kinds of calls are more without it), and tensors that a call puts into objects of the caller's
-other than dictionaries and lists (refused; a dictionary in their place is planned). *Kept for a
-model*: data that a call leaves (sequence classifiers of transformers settle `config.problem_type`
-in their first call), containers of the caller's (sentence-transformers). *Kept, since without it
-something is silently wrong*: kinds of holders (of seven that was seen; each is some five lines),
-and what refuses another next call. *Kept for its time*: leftovers in closures of frames, without
-which each refusal looks through all objects there are. Not examined here: Triton's libraries, which
-need a GPU or `make cuda`.
+(kinds of calls are more without it), tensors that a call puts into objects of the caller's
+other than dictionaries and lists (refused; a dictionary in their place is planned), answers to
+questions that nothing asks (refused), and calls in a block of parametrize.cached() (refused; in the
+forward it is planned). *Kept for a model*: data that a call leaves (sequence classifiers of
+transformers settle `config.problem_type` in their first call), containers of the caller's
+(sentence-transformers). *Kept, since without it something is silently wrong*: kinds of holders (of
+seven that was seen; each is some five lines), and what refuses another next call. *Kept for its
+time*: leftovers in closures of frames, without which each refusal looks through all objects there
+are. Not examined here: Triton's libraries, which need a GPU or `make cuda`.
 """
 
 
