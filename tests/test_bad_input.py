@@ -1388,6 +1388,36 @@ def test_data_that_makes_no_difference_is_planned() -> None:
         assert torch.equal(planned(SAMPLE), copy.deepcopy(model)(SAMPLE))
 
 
+def becomes(wanted: list[int]) -> Callable[[Any], None]:
+    def change(held: Any) -> None:
+        held.clear()
+        (held.update if isinstance(held, set) else held.extend)(wanted)
+
+    return change
+
+
+class Leaves(nn.Linear):
+    def __init__(self, held: Any, change: Callable[[Any], None]) -> None:
+        super().__init__(4, 4)
+        self.held, self.change = held, change
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.change(self.held)
+        return super().forward(x) * len(self.held)
+
+
+@pytest.mark.parametrize("wanted", [[9, 2], [1, 2, 5, 4, 7], [1, 2, 3]], ids=len)
+@pytest.mark.parametrize("kind", [list, set, collections.deque])
+def test_what_each_call_leaves_in_a_container_is_left(kind: type, wanted: list[int]) -> None:
+    model = Leaves(kind([1, 2, 3]), becomes(wanted))
+    planned: Any = rockplan.solve(model, SAMPLE, "100%")
+    assert model.held == kind([1, 2, 3]) and planned.held is model.held
+    for _ in range(2):
+        found = planned(SAMPLE)
+        assert planned.held == kind(wanted)
+        assert torch.equal(found, model(SAMPLE))
+
+
 @pytest.mark.parametrize("which", ["parameter", "buffer", "activation", "input"])
 def test_data_that_stays_in_its_memory_is_planned(which: str) -> None:
     model = AssignsData(which, same=True)

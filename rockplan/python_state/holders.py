@@ -155,10 +155,7 @@ class Held(Holder):
 
     def element(self, key: Any) -> Place:
         """Return the place of an element."""
-        step = self.kind.step
-        if step == "all":
-            step = None if self.kind is SET else "item"
-        return self.place.inside(self.kind.named(self.place.text, key), step, key)
+        return self.place.inside(self.kind.named(self.place.text, key), self.kind.step, key)
 
 
 def holder_at(owner: Any, step: str, key: Any) -> Holder:

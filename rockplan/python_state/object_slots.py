@@ -33,8 +33,8 @@ _LONGEST_KEY = 40
 class Kind:
     """One way in which objects hold elements. elements: list those of an owner, in order; write:
     make the owner hold exactly these elements; named: name an element in a message, from the name
-    of the owner and the key; step: the key finds an 'attribute' or an 'item'; 'all': the elements
-    can only be set together; None: no address leads to an element."""
+    of the owner and the key; step: the key finds an 'attribute' or an 'item'; None: no address
+    leads to an element."""
 
     elements: Callable[[Any], list[Element]]
     write: Callable[[Any, list[Element]], None]
@@ -133,7 +133,7 @@ def _sequence(base: Any) -> Kind:
         base.clear(owner)
         base.extend(owner, [value for _, value in wanted])
 
-    return Kind(elements, write, _key, "all")
+    return Kind(elements, write, _key, "item")
 
 
 # Reading and writing, kind by kind
@@ -324,7 +324,7 @@ ATTRIBUTES = Kind(_items, _write_items, _attribute, "attribute")
 OF_TENSOR = Kind(_items, _write_items, _attribute, "attribute")
 LIST = _sequence(list)
 DEQUE = _sequence(deque)
-SET = Kind(_set, _write_set, _itself, "all")
+SET = Kind(_set, _write_set, _itself, "item")
 ARRAY = Kind(_array, _write_array, _key, "item")
 SLOTS = _each(
     slots_held,

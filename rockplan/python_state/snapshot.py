@@ -30,7 +30,7 @@ from rockplan.python_state.holders import (
     same_elements,
     tensors_in,
 )
-from rockplan.python_state.object_slots import GENERATOR, OF_TENSOR, Element
+from rockplan.python_state.object_slots import GENERATOR, ITEMS, OF_TENSOR, Element
 from rockplan.python_state.reach import PLAIN, Reached, is_library, reached
 from rockplan.values.interface import ABSENT
 
@@ -92,7 +92,7 @@ class Snapshot:
         has_imported = not sys.modules.keys() <= self.imported
         for held, elements in zip(self.holders, self.before, strict=True):
             now = held.elements
-            if has_imported and held.kind.step == "item" and not held.place.is_users:
+            if has_imported and held.kind is ITEMS and not held.place.is_users:
                 known = _by_key(elements)
                 added = [(k, v) for k, v in now if _hashable(k) not in known]
                 elements = [*elements, *((k, v) for k, v in added if not any(tensors_in(v)))]
@@ -314,7 +314,7 @@ def _named(held: Held, names: frozenset[str]) -> list[Element]:
 
 def _is_new_table(held: Held, key: Any, before: Any, now: Any) -> bool:
     """True for a new entry of a dictionary that forwards fill with a tensor for each size."""
-    is_new = before is ABSENT and held.kind.step == "item" and isinstance(key, _SIZES)
+    is_new = before is ABSENT and held.kind is ITEMS and isinstance(key, _SIZES)
     return is_new and any(True for _ in tensors_in(now))
 
 

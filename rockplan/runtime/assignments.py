@@ -26,10 +26,7 @@ def put(module: nn.Module, assignments: Iterable[Assignment]) -> None:
             holder = holder_at(_owner(module, one.address), step, key)
         except (AttributeError, LookupError, TypeError):  # an object on the way was replaced
             continue
-        if step == "all":
-            holder.write([*enumerate(map(copied, one.value))])
-        else:
-            holder.put(key, copied(one.value))
+        holder.put(key, copied(one.value))
 
 
 def _owner(module: nn.Module, address: Address) -> Any:

@@ -106,8 +106,8 @@ class Question:
 
 Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
 """Path to an element of Python state: a root, ('module', path of a submodule), ('file', name of an
-imported module) or ('class', the class), then steps: ('attribute', name), ('item', key or
-position), or ('all', None) for all elements of a list, a queue or a set."""
+imported module) or ('class', the class), then steps: ('attribute', name), ('item', key,
+position or member)."""
 
 
 @dataclass(frozen=True, slots=True)

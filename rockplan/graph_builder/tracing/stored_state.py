@@ -7,7 +7,6 @@ would have it after the call, a plan would not.
 
 from __future__ import annotations
 
-import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -32,10 +31,10 @@ from rockplan.python_state.holders import (
     tensors_in,
 )
 from rockplan.python_state.hooks import computed_attributes
-from rockplan.python_state.object_slots import ATTRIBUTES, LIST, Element, Kind
+from rockplan.python_state.object_slots import ATTRIBUTES, DEQUE, LIST, SET, Element
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Changes, Found, Snapshot, holding, is_other_code
-from rockplan.values.interface import ABSENT, Address, Assignment
+from rockplan.values.interface import ABSENT, Assignment
 
 
 def refuse_kept_arguments(
@@ -104,32 +103,21 @@ def assignments_of(snapshot: Snapshot, changes: Changes) -> tuple[Assignment, ..
     for held, before, start in _known(snapshot):
         if held.identity not in owners:
             continue
-        now = held.elements
-        former, current = dict(before), dict(now)
-        if held.kind.step == "all":
-            values = [value for _, value in (*now, *before)]
-            keys: list[Any] = [None]
-        else:
-            keys = [k for k in {**start, **current} if (held.identity, k) in changes]
-            pairs = [(current.get(k, ABSENT), former.get(k, ABSENT)) for k in keys]
-            data = [held.is_registry or not _is_opaque(*pair) for pair in pairs]
-            keys = [*itertools.compress(keys, data)]
-            values = [of.get(k, ABSENT) for k in keys for of in (current, former)]
+        former, current = dict(before), dict(held.elements)
+        keys = [k for k in {**start, **current} if (held.identity, k) in changes]
+        pairs = ((current.get(k, ABSENT), former.get(k, ABSENT)) for k in keys)
+        is_all = held.is_registry or held.kind in (LIST, DEQUE, SET)
+        keys = [k for k, pair in zip(keys, pairs, strict=True) if is_all or not _is_opaque(*pair)]
+        values = [of.get(k, ABSENT) for k in keys for of in (current, former)]
         can_be_left = not held.is_registry and all(map(_is_plain, values))
-        for key in keys:
-            place = held.place if held.kind.step == "all" else held.element(key)
+        # The last elements of a list go first: positions of others stay as they are.
+        gone = [k for k in reversed(keys) if k not in current]
+        for key in (*(k for k in keys if k in current), *gone):
+            place = held.element(key)
             if place.address is None or not can_be_left:
                 raise NAMED["kept change"].error(place.module, who=_who(place), place=place.text)
-            assignments.append(_left_at(place.address, held.kind, key, now))
+            assignments.append(Assignment(place.address, copied(current.get(key, ABSENT))))
     return tuple(assignments)
-
-
-def _left_at(address: Address, kind: Kind, key: Any, now: list[Element]) -> Assignment:
-    """Return the assignment of one element of a holder, or of all if they are set together."""
-    if kind.step == "all":
-        root, path, steps = address
-        return Assignment((root, path, (*steps, ("all", None))), tuple(copied(v) for _, v in now))
-    return Assignment(address, copied(dict(now).get(key, ABSENT)))
 
 
 def _known(snapshot: Snapshot) -> Iterable[tuple[Held, list[Element], dict[Any, Any]]]:
