@@ -83,10 +83,7 @@ class GivenCall:
             return GivenLeaf(self.leaves[id(node)])
         if id(node) in self.numbers:
             return GivenContainer(self.numbers[id(node)])
-        children = trees.children(node)
-        if children is None:
-            return node
-        return trees.with_children(node, [self._by_position(child) for child in children])
+        return trees.mapped(node, self._by_position)
 
 
 def _is_plain(leaf: Any) -> bool:

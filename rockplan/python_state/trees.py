@@ -3,6 +3,7 @@ return it as a plain tuple)."""
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 __all__ = ["TreeSpec", "named_leaves", "tree_flatten", "tree_leaves", "tree_unflatten"]
-__all__ += ["children", "objects", "shared", "with_children"]
+__all__ += ["mapped", "objects", "shared"]
 
 
 def tree_flatten(tree: Any) -> tuple[list[Any], TreeSpec]:
@@ -55,21 +56,19 @@ def objects(node: Any) -> Iterator[Any]:
         return
     if not isinstance(node, tuple):
         yield node
-    for child in children(node) or ():
+    opened = _opened(node)
+    for child in opened[0] if opened else ():
         yield from objects(child)
 
 
-def children(node: Any) -> list[Any] | None:
-    """Return what a node of a tree holds, None for a leaf."""
+def mapped(node: Any, of: Callable[[Any], Any]) -> Any:
+    """Return a node like `node` that holds `of(child)` for each child; `node` itself if these are
+    the same objects, or if it is a leaf."""
     opened = _opened(node)
-    return None if opened is None else opened[0]
-
-
-def with_children(node: Any, others: list[Any]) -> Any:
-    """Return a node like `node` that holds `others`."""
-    opened = _opened(node)
-    assert opened is not None
-    return opened[1](others)
+    if opened is None:
+        return node
+    others = [of(child) for child in opened[0]]
+    return node if all(map(operator.is_, others, opened[0])) else opened[1](others)
 
 
 def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:

@@ -282,8 +282,6 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         """Record a call; return its fake result, or the Python value of a call that reads one.
         Raises CaptureError if a plan cannot repeat it."""
-        if func is _DEVICE and isinstance(args[0], FakeTensor):
-            return args[0].fake_device
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
             return func(*args, **kwargs)

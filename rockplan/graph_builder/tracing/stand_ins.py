@@ -65,14 +65,9 @@ class _Exchange:
         added to `made`."""
         if isinstance(value, torch.Tensor):
             return self.of(value)
-        children = trees.children(value)
-        if children is None:
-            return value
-        others = [self.value(child, place) for child in children]
-        if all(a is b for a, b in zip(others, children, strict=True)):
-            return value
-        other = trees.with_children(value, others)
-        self.made += [Held(owner, kind, place) for owner, kind in kinds_of(other)]
+        other = trees.mapped(value, lambda child: self.value(child, place))
+        if other is not value:
+            self.made += [Held(owner, kind, place) for owner, kind in kinds_of(other)]
         return other
 
 
