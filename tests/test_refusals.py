@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import re
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
@@ -16,6 +17,7 @@ from torch._subclasses.fake_tensor import UnsupportedOperatorException
 
 from rockplan.errors import CaptureError, InvalidInput, RockplanError
 from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
 from rockplan.graph_builder.recorded.results import Results
 from rockplan.graph_builder.tracing.addresses import of_address
 from rockplan.graph_builder.tracing.outputs import foreign_gradient
@@ -24,13 +26,101 @@ from rockplan.graph_builder.tracing.refusals import (
     REFUSALS,
     Refusal,
     When,
-    as_markdown,
     refuse,
 )
 
 TESTS = Path(__file__).parent
 LIMITS = TESTS.parent / "docs" / "limits.md"
-BEGIN, END = "<!-- printed by refusals.as_markdown -->\n", "<!-- end -->\n"
+SHOWN_BY = {
+    "test_modes.test_function_modes_are_refused_by_name": "function mode",
+    "test_bad_input.test_torchscript_modules_are_refused": "TorchScript",
+    "test_bad_input.test_refused_with_cause_and_remedy": (
+        "lazy; hook on a submodule; nested tensor that is given; class of tensors; generator; "
+        "values of a function of PyTorch; cross entropy; autocast inside; other memory; seeds; "
+        "value; shape; kept tensor; new submodule; opaque result; key-value cache; result with "
+        "a gradient of its own; nothing to differentiate; detached; foreign parameter; "
+        "requires_grad; backward in the forward"
+    ),
+    "test_bad_input.test_models_without_memory_are_refused_everywhere": "meta",
+    "test_distributed.test_distributed_data_parallel": "shard",
+    "test_usage.test_hooks_on_all_modules_are_refused": "hook on all modules",
+    "test_usage.test_cached_parametrizations": "cached parametrization",
+    "test_distributed.test_tensor_parallel": "distributed tensor; draw of a distributed tensor",
+    "test_distributed.test_forwards_that_exchange_data": (
+        "context parallel; objects between processes"
+    ),
+    "test_python_state.test_a_fake_tensor_that_is_left_is_found": "leftover",
+    "test_refusals.test_an_operator_of_whose_result_nothing_is_known": "unknown result",
+    "test_foreign_kernels.test_an_operator_whose_result_is_not_described": "no rule",
+    "test_bad_input.test_changing_the_shape_of_an_input_in_place_is_refused": "shape in place",
+    "test_cuda.test_recurrent_layers_of_cudnn_are_refused": "recurrent layer of cuDNN",
+    "test_bad_input.test_writing_to_an_input_that_has_a_history_is_refused": "argument in place",
+    "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused": "write in a checkpoint",
+    "test_bad_input.test_arrays_of_tensors_that_the_forward_writes_to_are_refused": (
+        "memory of an array"
+    ),
+    "test_refusals_followed.test_what_a_row_says_to_do_is_planned": "moved module",
+    "test_bad_input.test_draws_from_what_the_module_holds_are_refused": (
+        "iterator of the module; generator of Python"
+    ),
+    "test_foreign_kernels.test_kernels_are_refused_by_name": "unwritten memory; address",
+    "test_refusals.test_addresses_that_no_code_of_the_user_asks_for": "address by a library",
+    "test_triton.test_refused_by_name": (
+        "writes of a Triton kernel; views for a Triton kernel; read of what was overwritten; "
+        "argument of a Triton kernel"
+    ),
+    "test_opaque.test_refused_by_name": (
+        "subclass of an opaque function; argument of an opaque function; other call of an "
+        "opaque function; run of an opaque function; write of an opaque function; draws of an "
+        "opaque function; view by an opaque function"
+    ),
+    "test_python_state.test_is_planned_as_eager_or_refused": (
+        "kept change; attribute of a tensor; change of the caller's"
+    ),
+    "test_refusals.test_parameters_that_are_parts_of_one": "flat parameters",
+    "test_bad_input.test_gradients_that_depend_on_values": "gradient by values",
+    "test_bad_input.test_counters_are_refused": "count",
+    "test_bad_input.test_a_first_call_that_differs_is_refused_until_it_has_been": (
+        "another next call"
+    ),
+    "test_bad_input.test_what_is_made_of_other_data_and_written_to": "fresh constant",
+}
+"""Test -> names of the refusals that it shows, beside those of `CASES`."""
+BEGIN, END = "<!-- printed by tests/test_refusals.py -->\n", "<!-- end -->\n"
+
+
+def as_markdown() -> str:
+    """Return all refusals as a Markdown text, as docs/limits.md has it: by stage, then those of
+    operators."""
+    lines: list[str] = []
+    for when in When:
+        lines += [f"### {when}", ""]
+        lines += [_item(row.says, row.remedy) for row in REFUSALS if row.when is when]
+        lines.append("")
+    lines += ["### Operators that are refused by name", ""]
+    reasons: dict[tuple[str, str], list[str]] = {}
+    for row in OPERATORS:
+        if row.refused_because:
+            called = row.called or row.name.removeprefix("*.")
+            names = reasons.setdefault((row.refused_because, row.instead), [])
+            names += [] if f"`{called}`" in names else [f"`{called}`"]
+    for (because, instead), names in reasons.items():
+        of_each = "each of " if len(names) > 1 else ""
+        lines.append(_item(f"{of_each}{', '.join(names)} {because}", instead))
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _item(says: str, remedy: str) -> str:
+    """Return a message and its remedy as an item of a Markdown list, with '...' for places to fill
+    in; without remedy the message alone."""
+    said, todo = (re.sub(r"('?\{\w+\}'?)+", "...", text) for text in (says, remedy))
+    return textwrap.fill(
+        f"- {said}{f' - *{todo}*' if todo else ''}",
+        width=100,
+        subsequent_indent="  ",
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def test_limits_has_the_list_as_it_is_printed() -> None:
@@ -45,10 +135,12 @@ def test_names_are_unique() -> None:
     assert len(NAMED) == len(REFUSALS)
 
 
-@pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)
-def test_each_names_the_test_that_shows_it(row: Refusal) -> None:
-    file, function = row.test.split(".")
-    assert f"def {function}(" in (TESTS / f"{file}.py").read_text()
+def test_each_is_shown_by_a_test() -> None:
+    for test in SHOWN_BY:
+        file, function = test.split(".")
+        assert f"def {function}(" in (TESTS / f"{file}.py").read_text()
+    shown = [name for names in SHOWN_BY.values() for name in names.split("; ")]
+    assert {*shown, *CASES} == NAMED.keys()
 
 
 @pytest.mark.parametrize("row", REFUSALS, ids=lambda row: row.name)

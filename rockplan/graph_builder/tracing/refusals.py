@@ -2,14 +2,12 @@
 remedy.
 
 Rows with a rule are checked by `refuse`, one loop for each stage. Others are noticed deep inside of
-a recording, and raised there by name. docs/limits.md lists them as they are printed here, and each
-names the test that shows it; operators that are refused are rows of `operators.rows`.
+a recording, and raised there by name. docs/limits.md lists them; operators that are refused are
+rows of `operators.rows`.
 """
 
 from __future__ import annotations
 
-import re
-import textwrap
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -37,7 +35,6 @@ from rockplan.graph_builder.operators.rows import (
     OF_UNKNOWN_SIZES,
     PAD,
 )
-from rockplan.graph_builder.operators.rows import ROWS as OPERATORS
 from rockplan.python_state.hooks import foreign_hooks, is_foreign
 from rockplan.python_state.sharding import shards
 
@@ -94,15 +91,13 @@ class When(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """One kind of model that cannot be planned. says, remedy: text, with {places} to fill in. test:
-    shows it, as 'file.function'. rule: yields what to fill in, for each finding in a module; None
-    if it is noticed elsewhere."""
+    """One kind of model that cannot be planned. says, remedy: text, with {places} to fill in. rule:
+    yields what to fill in, for each finding in a module; None if it is noticed elsewhere."""
 
     name: str
     when: When
     says: str
     remedy: str
-    test: str
     rule: Callable[[nn.Module], Iterator[dict[str, Any]]] | None = None
     kind: type[RockplanError] = UnsupportedModel
 
@@ -215,7 +210,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "in a planned step, which calls operators",
         "Plan and call the module outside of it; or use the original module there, which calls of "
         "a planned one do with Options(on_mismatch='original')",
-        "test_modes.test_function_modes_are_refused_by_name",
         _function_modes,
     ),
     Refusal(
@@ -223,7 +217,6 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{part} is a {kind}: what TorchScript runs cannot be followed",
         "Plan the model with the module that was scripted or traced in its place",
-        "test_bad_input.test_torchscript_modules_are_refused",
         _scripted,
     ),
     Refusal(
@@ -231,7 +224,6 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is lazy: run the module once on a sample, then plan it",
         "",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         _lazy,
         InvalidInput,
     ),
@@ -241,7 +233,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{tensor} is on the meta device: materialize the module, then plan it",
         "Call to_empty and what sets its weights before; what fits, rockplan.fit says without "
         "memory",
-        "test_bad_input.test_models_without_memory_are_refused_everywhere",
         _on_meta,
         InvalidInput,
     ),
@@ -252,7 +243,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "with before it is gathered",
         "Plan the blocks that are sharded each by itself (fully_shard of each, then "
         "rockplan.solve_blocks), or plan the module and shard it as a whole then",
-        "test_distributed.test_distributed_data_parallel",
         _shards,
     ),
     Refusal(
@@ -261,7 +251,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the hook {hook} on all modules (register_module_forward_hook and the like) would not run "
         "in the submodules of a planned step",
         "remove it, or use the original module while it is there",
-        "test_usage.test_hooks_on_all_modules_are_refused",
         _hooks_on_all,
     ),
     Refusal(
@@ -269,7 +258,6 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "in module '{path}': the hook {hook} on a submodule would not run in a planned step",
         "remove it before planning, or put it on the root module or on the parameters",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         _hooks_on_submodules,
     ),
     Refusal(
@@ -278,7 +266,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "torch.nn.utils.parametrize.cached() keeps '{tensor}' from one call to the next, and a "
         "plan, which is for one call, does not",
         "enter it inside of the forward, or leave it out",
-        "test_usage.test_cached_parametrizations",
         _cached,
     ),
     Refusal(
@@ -286,14 +273,12 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "layout",
         When.MODULE,
         "{tensor} is a tensor with layout {layout}, which cannot be planned",
         "use dense tensors (for nn.Embedding: sparse=False)",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "class of tensors",
@@ -302,7 +287,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "would not ask",
         "use plain tensors (plan a module before it is sharded or quantized, pass "
         "`tensor.as_subclass(torch.Tensor)`)",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "distributed tensor",
@@ -311,7 +295,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "execution does",
         "Place it by Shard, Replicate and Partial, in equal parts (pad it to a multiple), or name "
         "parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp'))",
-        "test_distributed.test_tensor_parallel",
     ),
     Refusal(
         "context parallel",
@@ -320,7 +303,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "own",
         "Name parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp')), "
         "or exchange these in the functional form of collectives",
-        "test_distributed.test_forwards_that_exchange_data",
     ),
     Refusal(
         "draw of a distributed tensor",
@@ -329,7 +311,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "generator itself, which a plan would not do again",
         "Have it get a local tensor (Dropout after RowwiseParallel, whose results are local ones), "
         "set its probability to 0, or name parts beside it as the blocks",
-        "test_distributed.test_tensor_parallel",
     ),
     Refusal(
         "leftover",
@@ -337,21 +318,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward leaves a tensor in {place}, which a planned run cannot reproduce (it is "
         "removed from there)",
         "Return it, or keep it outside of the module",
-        "test_python_state.test_a_fake_tensor_that_is_left_is_found",
     ),
     Refusal(
         "generator",
         When.FORWARD,
         "{operator} draws from a torch.Generator object, which cannot be written into a plan",
         "draw from the default generator, or before the call",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "unknown result",
         When.FORWARD,
         "what {operator} returns is not known before it runs, so it cannot be planned",
         "leave it outside of the module",
-        "test_refusals.test_an_operator_of_whose_result_nothing_is_known",
     ),
     Refusal(
         "no rule",
@@ -359,7 +337,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator} is an operator without a rule for what it returns: describe an empty result of "
         "it with `register_fake` (torch.library.custom_op has that method)",
         "",
-        "test_foreign_kernels.test_an_operator_whose_result_is_not_described",
     ),
     Refusal(
         "shape in place",
@@ -367,7 +344,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator} changes the shape of an input, a parameter or a buffer in place, which a "
         "planned run would not do",
         "use the operator without the underscore",
-        "test_bad_input.test_changing_the_shape_of_an_input_in_place_is_refused",
     ),
     Refusal(
         "recurrent layer of cuDNN",
@@ -376,7 +352,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "storage, and a generator of its own for dropout, which a plan cannot follow",
         "plan the parts before and after it, or switch cuDNN off where the layer runs (with "
         "torch.backends.cudnn.flags(enabled=False))",
-        "test_cuda.test_recurrent_layers_of_cudnn_are_refused",
     ),
     Refusal(
         "argument in place",
@@ -385,7 +360,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "(leaf {leaves} of the arguments is the result of other operations, else eager would fail, "
         "too); autograd would not be told of the change by a planned step",
         "Change a clone of it (x = x.clone()), or use the operator without the underscore",
-        "test_bad_input.test_writing_to_an_input_that_has_a_history_is_refused",
     ),
     Refusal(
         "write in a checkpoint",
@@ -396,7 +370,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Leave the checkpoint out (`model.set_grad_checkpointing(False)`, "
         "`model.gradient_checkpointing_disable()`, or what else the model has): a plan computes "
         "again by itself, and the original without it changes these once, too",
-        "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused",
     ),
     Refusal(
         "values of a function of PyTorch",
@@ -404,7 +377,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
         "knows shapes alone (those of a PackedSequence, for instance)",
         "Pass padded tensors, or leave that function outside of the module",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=ValueDependentControlFlow,
     ),
     Refusal(
@@ -413,7 +385,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward writes into the memory of an array that it gets from a tensor (.numpy(), "
         "numpy.asarray), which a planned run would not do",
         "write to a copy (array.copy()), or to the tensor",
-        "test_bad_input.test_arrays_of_tensors_that_the_forward_writes_to_are_refused",
     ),
     Refusal(
         "cross entropy",
@@ -421,7 +392,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "cross entropy with class weights, label smoothing and the mean selects the targets that "
         "are not ignored, a shape that depends on values; a plan needs static shapes",
         "Compute this loss outside of the module, or leave out the weights or the smoothing",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=DataDependentShape,
     ),
     Refusal(
@@ -429,7 +399,6 @@ REFUSALS: tuple[Refusal, ...] = (
         When.FORWARD,
         "under autocast the kernel of {name} casts inside, which a plan cannot repeat",
         "call it under torch.autocast(..., enabled=False)",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "other memory",
@@ -437,7 +406,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward assigns to the `.data` of a tensor, which gives it other memory, and a "
         "planned run would not see it",
         "write into it instead: `with torch.no_grad(): tensor.copy_(...)`",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "moved module",
@@ -445,7 +413,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward moves a submodule, a {kind}, to another device or dtype, which a planned run "
         "would not do",
         "move it before it is planned (model.to(...)), or move what it is called with",
-        "test_refusals_followed.test_what_a_row_says_to_do_is_planned",
     ),
     Refusal(
         "seeds",
@@ -453,28 +420,24 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
         "torch.random.fork_rng), which a planned step would not repeat",
         "seed before the call, or pass the numbers in as a tensor",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "hook on a tensor",
         When.FORWARD,
         "the forward registers a hook on a tensor, which would not run in a planned step",
         "use a custom autograd.Function, or hook the parameters",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "objects between processes",
         When.FORWARD,
         f"the forward {IN_PLACE_ON_PROCESSES}",
         FUNCTIONAL,
-        "test_distributed.test_forwards_that_exchange_data",
     ),
     Refusal(
         "nested tensor",
         When.FORWARD,
         f"the forward makes a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "iterator of the module",
@@ -482,14 +445,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
         "planned step would not advance",
         DRAWN,
-        "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
         "iterator as an argument",
         When.FORWARD,
         "{place} is an iterator (a {kind}), which a planned step would not advance",
         "pass a list",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "generator of Python",
@@ -497,7 +458,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "in module '{path}': the forward draws from {place} (a {kind}), which a planned step "
         "would repeat for ever",
         DRAWN,
-        "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     ),
     Refusal(
         "value",
@@ -505,7 +465,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
         "`if` on a tensor), so the operations may differ from call to call and cannot be planned",
         "Keep the decision on the tensor (torch.where), or move it out of the module",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=ValueDependentControlFlow,
     ),
     Refusal(
@@ -515,7 +474,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "known before the call (masks, counts and indices that are arguments, or made of integer "
         "arguments, are)",
         "Replace it by a masked operation (torch.where, multiplication by the mask)",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=DataDependentShape,
     ),
     Refusal(
@@ -526,7 +484,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "Either a kernel writes it where a plan does not see it, or it is skipped while a model is "
         f"traced (as in flash-attention 4): {AS_OPERATOR}. Or what was in memory before is read: "
         "fill it (torch.zeros)",
-        "test_foreign_kernels.test_kernels_are_refused_by_name",
     ),
     Refusal(
         "address",
@@ -535,21 +492,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "consists of operators of PyTorch, and does not see what a kernel does with memory",
         f"If there is a kernel, {AS_OPERATOR}; to see whether two tensors are one, compare the "
         "tensors (`a is b`)",
-        "test_foreign_kernels.test_kernels_are_refused_by_name",
     ),
     Refusal(
         "address by a library",
         When.FORWARD,
         "the forward gives the memory of a tensor to {kernel}",
         AS_OPERATOR,
-        "test_refusals.test_addresses_that_no_code_of_the_user_asks_for",
     ),
     Refusal(
         "writes of a Triton kernel",
         When.FORWARD,
         "nobody can say what the Triton kernel {kernel} writes into: {why}",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
-        "test_triton.test_refused_by_name",
     ),
     Refusal(
         "views for a Triton kernel",
@@ -557,7 +511,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the Triton kernel {kernel} writes into memory that it is given as tensors of several "
         "dtypes, which a plan does not follow",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
-        "test_triton.test_refused_by_name",
     ),
     Refusal(
         "read of what was overwritten",
@@ -565,7 +518,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator} reads a tensor of the forward pass that a Triton kernel has written over in "
         "the backward pass",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
-        "test_triton.test_refused_by_name",
     ),
     Refusal(
         "argument of a Triton kernel",
@@ -573,7 +525,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the Triton kernel {kernel} is given a {kind}, of which a plan cannot tell whether it is "
         "the same at the next call",
         "pass tensors, numbers and text; or " + AS_OPERATOR,
-        "test_triton.test_refused_by_name",
     ),
     Refusal(
         "subclass of an opaque function",
@@ -581,7 +532,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{function} is derived from {base}, an opaque function, and was itself not given to "
         "rockplan.opaque",
         "declare it: rockplan.opaque({function})",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "argument of an opaque function",
@@ -589,7 +539,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{function}, an opaque function, is given a {kind}, of which a plan cannot tell whether it "
         "is the same at the next call",
         "pass tensors, and of other things numbers, text and functions",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "other call of an opaque function",
@@ -598,7 +547,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "recorded ({what}), so a plan would be for no other call",
         "pass what stays the same: of functions, one without variables of its own, or one that is "
         "made once, and not in the forward",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "run of an opaque function",
@@ -606,14 +554,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "{function}, an opaque function, does not run on made-up arguments (numbers in [0, 1), "
         "zeros where they are integers), by which a plan learns what it returns: {error}",
         "Declare that: rockplan.opaque(..., fake=function(ctx, *arguments))",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "write of an opaque function",
         When.FORWARD,
         "{function}, an opaque function, writes into '{argument}', which a plan does not know",
         "declare it: {line}",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "draws of an opaque function",
@@ -622,7 +568,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "numpy, or of another device than that of its first result, where a plan could not repeat "
         "them",
         "draw before it, and pass in what was drawn",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "view by an opaque function",
@@ -630,7 +575,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{function}, an opaque function, returns or saves memory as another kind of numbers, which "
         "a plan does not follow",
         "return a copy",
-        "test_opaque.test_refused_by_name",
     ),
     Refusal(
         "kept argument",
@@ -638,14 +582,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "an argument of the sample is also kept in {place}, and something compares objects by "
         "`is`, so the forward could see that they are one, which a plan would take for granted",
         "plan with a copy of it",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "kept tensor",
         When.FORWARD,
         "{who} assigns a tensor to {place}, which a planned run cannot reproduce",
         f"Return it, or keep it outside of the module; if only the first call does, {RUN_ONCE}",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "kept in a cache",
@@ -653,14 +595,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "a tensor that depends on more than constants is kept in the cache of {place} "
         "(functools), where the next call would find it, and a planned run would not",
         "compute it without the cache",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "kept change",
         When.FORWARD,
         "{who} changes {place}, which a planned run could not do as it does",
         "keep it outside of the module, or return it",
-        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "attribute of a fake tensor",
@@ -668,7 +608,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{tensor} has an attribute '{attribute}', a name that the fake tensors have with which a "
         "forward is recorded",
         "give it another name",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "attribute of a result",
@@ -676,7 +615,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward sets the attribute '{attribute}' of leaf {position} of its result, which "
         "the result of a planned run would not have",
         "return it",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "attribute of a tensor",
@@ -684,7 +622,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward sets the attribute '{attribute}' of {tensor}, which a planned run would not "
         "do",
         "set it before the call, or keep it outside",
-        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "question",
@@ -692,21 +629,18 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward asks {tensor} for `{name}` ({what}), which may be another at the next call of "
         "a planned module",
         "decide on it outside, and pass in what follows",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "new submodule",
         When.FORWARD,
         "the forward adds the submodule '{path}', which a planned run would not do",
         RUN_ONCE,
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "change of the caller's",
         When.FORWARD,
         "the forward changes {place}, which the caller has given, and a planned run would not",
         PUT_INTO_A_DICTIONARY,
-        "test_python_state.test_is_planned_as_eager_or_refused",
     ),
     Refusal(
         "opaque result",
@@ -714,7 +648,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "return tensors in tuples, lists, dictionaries or a registered pytree",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "key-value cache",
@@ -722,7 +655,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "pass use_cache=False (config.use_cache = False), or leave it out of what is returned",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "result that is an argument",
@@ -730,7 +662,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "leaf {position} of the module's result is a parameter that requires a gradient, or a view "
         "of one or of such an input",
         "return a clone of it",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "result with a gradient of its own",
@@ -739,7 +670,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "(requires_grad_() or retain_grad()), and would stay without it in a planned step",
         "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
         "gradient",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "nothing to differentiate",
@@ -747,7 +677,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "no output of the module depends on a parameter or an input that requires a gradient, so "
         "there is no backward pass to plan",
         "Unfreeze a parameter, or set requires_grad on the sample input",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=NothingToDifferentiate,
     ),
     Refusal(
@@ -756,7 +685,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the result requires a gradient, but depends on no parameter and no input by autograd "
         "(they are detached on the way to it), so there is no backward pass to plan",
         "",
-        "test_bad_input.test_refused_with_cause_and_remedy",
         kind=NothingToDifferentiate,
     ),
     Refusal(
@@ -766,7 +694,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "module cannot be",
         "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it "
         "in DistributedDataParallel",
-        "test_refusals.test_parameters_that_are_parts_of_one",
     ),
     Refusal(
         "foreign parameter",
@@ -775,7 +702,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "parameter of the module nor an argument, so a planned step would not compute its gradient",
         "register it as a parameter (nn.Parameter, nn.ParameterList), pass it as an argument, or "
         "detach it",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "gradient by values",
@@ -783,7 +709,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "eager execution computes a gradient in a way that depends on values, which a plan cannot "
         "see",
         "It is that of {operator}",
-        "test_bad_input.test_gradients_that_depend_on_values",
     ),
     Refusal(
         "write of what has a gradient",
@@ -791,7 +716,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward writes something that has a gradient into {tensor}, which has none: autograd "
         "would not be told of that by a planned step",
         "Write what is detached (h.detach()), or return it",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "write into another tensor",
@@ -800,7 +724,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "neither a parameter, a buffer nor an argument: autograd would not be told of that by a "
         "planned step",
         "Write what is detached (h.detach()), or return it",
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "requires_grad",
@@ -808,7 +731,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "the forward changes `requires_grad` of {tensor}, which a planned step would not do",
         "change it before the call, or take another tensor (x = x.detach()); of a tensor of the "
         f"module only the first call does: {RUN_ONCE}",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "backward in the forward",
@@ -817,14 +739,12 @@ REFUSALS: tuple[Refusal, ...] = (
         "in the forward or in a custom autograd.Function), which a planned step would not do",
         "use torch.autograd.grad and return the gradients. Where it is a checkpoint, leave it out: "
         "a plan computes again by itself",
-        "test_bad_input.test_refused_with_cause_and_remedy",
     ),
     Refusal(
         "count",
         When.NEXT_CALL,
         "{of}: each call changes {place}, which would stand still in a planned run",
         "keep a count outside of the module, or in a registered buffer",
-        "test_bad_input.test_counters_are_refused",
     ),
     Refusal(
         "another next call",
@@ -832,7 +752,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{of}: the forward changes {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
         f"If only the first call is another one (values set by the first batch), {RUN_ONCE}",
-        "test_bad_input.test_a_first_call_that_differs_is_refused_until_it_has_been",
     ),
     Refusal(
         "cached change",
@@ -840,7 +759,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "{of}: the forward changes {place}, and calls {function}, whose results are cached "
         "(functools): a planned run could not tell whether the next call changes it as well",
         RUN_ONCE.capitalize(),
-        "test_refusals.test_what_is_refused_is_said_in_the_words_of_its_row",
     ),
     Refusal(
         "fresh constant",
@@ -849,43 +767,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "(torch.from_numpy, torch.as_tensor), which would be the same tensor at every call of a "
         "planned module",
         "write to a clone of it",
-        "test_bad_input.test_what_is_made_of_other_data_and_written_to",
     ),
 )
 
 NAMED = {row.name: row for row in REFUSALS}
 """The rows by name."""
-
-
-def as_markdown() -> str:
-    """Return all refusals as a Markdown text, as docs/limits.md has it: by stage, then those of
-    operators."""
-    lines: list[str] = []
-    for when in When:
-        lines += [f"### {when}", ""]
-        lines += [_item(row.says, row.remedy) for row in REFUSALS if row.when is when]
-        lines.append("")
-    lines += ["### Operators that are refused by name", ""]
-    reasons: dict[tuple[str, str], list[str]] = {}
-    for row in OPERATORS:
-        if row.refused_because:
-            called = row.called or row.name.removeprefix("*.")
-            names = reasons.setdefault((row.refused_because, row.instead), [])
-            names += [] if f"`{called}`" in names else [f"`{called}`"]
-    for (because, instead), names in reasons.items():
-        of_each = "each of " if len(names) > 1 else ""
-        lines.append(_item(f"{of_each}{', '.join(names)} {because}", instead))
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _item(says: str, remedy: str) -> str:
-    """Return a message and its remedy as an item of a Markdown list, with '...' for places to fill
-    in; without remedy the message alone."""
-    said, todo = (re.sub(r"('?\{\w+\}'?)+", "...", text) for text in (says, remedy))
-    return textwrap.fill(
-        f"- {said}{f' - *{todo}*' if todo else ''}",
-        width=100,
-        subsequent_indent="  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
