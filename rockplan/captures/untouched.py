@@ -24,8 +24,13 @@ from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.writes import copied_on_write
 from rockplan.python_state import trees
-from rockplan.python_state.gradients import gradients_aside
-from rockplan.python_state.memory import Content, content_of, is_copyable, put_back
+from rockplan.python_state.memory import (
+    Content,
+    content_of,
+    gradients_aside,
+    is_copyable,
+    put_back,
+)
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.sharding import unsharded_gradients_aside
 from rockplan.python_state.snapshot import Snapshot

@@ -1,12 +1,14 @@
-"""Memory: the storages of tensors and their values, kept while steps run that are not the caller's,
-and put back.
+"""Memory: the storages of tensors, their values and their gradients, kept while steps run that are
+not the caller's, and put back.
 
-takes: tensors. guarantees: after `put_back` each has the very storage that it had, with its values.
+takes: tensors. guarantees: after `put_back` each has the very storage that it had, with its values,
+and after `gradients_aside` the very gradient.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,3 +86,18 @@ def _placements(tensor: torch.Tensor) -> Any:
 
 def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+@contextlib.contextmanager
+def gradients_aside(tensors: Iterable[object]) -> Iterator[None]:
+    """While active, `.grad` of the leaves among `tensors` is None; afterwards it is the former
+    tensor. (Autograd would add to a gradient in place.)"""
+    leaves = {id(t): t for t in tensors if isinstance(t, torch.Tensor) and t.is_leaf}
+    before = [(t, t.grad) for t in leaves.values() if t.requires_grad or t.grad is not None]
+    try:
+        for leaf, _ in before:
+            leaf.grad = None
+        yield
+    finally:
+        for leaf, gradient in before:
+            leaf.grad = gradient

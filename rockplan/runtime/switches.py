@@ -37,19 +37,32 @@ def function_modes() -> tuple[torch.device | int, ...]:
 
 
 @contextlib.contextmanager
+def _under_function_modes(wanted: Sequence[Any]) -> Iterator[None]:
+    """While active, this thread has the modes `wanted` and no other."""
+    before = _get_current_function_mode_stack()
+    _exchange_modes(before, wanted)
+    try:
+        yield
+    finally:
+        _exchange_modes(wanted, before)
+
+
+def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
+    for _ in now:
+        _pop_mode()
+    for mode in wanted:
+        _push_mode(mode)
+
+
+@contextlib.contextmanager
 def under_default_device(modes: Sequence[torch.device | int]) -> Iterator[None]:
     """While active, the only mode is the default device among `modes` (what `function_modes`
     returned at another time), none if there is no such device."""
-    aside = [_pop_mode() for _ in _get_current_function_mode_stack()]
-    try:
-        with contextlib.ExitStack() as stack:
-            for device in modes:
-                if isinstance(device, torch.device):
-                    stack.enter_context(device)
-            yield
-    finally:
-        for mode in reversed(aside):
-            _push_mode(mode)
+    with _under_function_modes(()), contextlib.ExitStack() as stack:
+        for device in modes:
+            if isinstance(device, torch.device):
+                stack.enter_context(device)
+        yield
 
 
 @contextlib.contextmanager
@@ -71,32 +84,15 @@ _OF_INITIALIZATION = ("lightning.fabric.utilities.init", "lightning_fabric.utili
 """Modules of Lightning with the mode that may leave out initializers."""
 
 
-@contextlib.contextmanager
-def outside_of_initialization() -> Iterator[None]:
+def outside_of_initialization() -> contextlib.AbstractContextManager[None]:
     """While active, the modes are off under which Lightning calls `configure_model`: they decide
     how modules are made, on which device among others, and are gone when steps run."""
     modes = _get_current_function_mode_stack()
-    if not any(type(mode).__module__ in _OF_INITIALIZATION for mode in modes):
-        yield
-        return
-    others = [
-        mode
-        for mode in modes
-        if not (isinstance(mode, DeviceContext) or type(mode).__module__ in _OF_INITIALIZATION)
-    ]
-    _exchange_modes(modes, others)
-    try:
-        yield
-    finally:
-        _exchange_modes(others, modes)
-
-
-def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:
-    """Replace all modes of this thread."""
-    for _ in now:
-        _pop_mode()
-    for mode in wanted:
-        _push_mode(mode)
+    of_lightning = [m for m in modes if type(m).__module__ in _OF_INITIALIZATION]
+    if not of_lightning:
+        return contextlib.nullcontext()
+    others = [m for m in modes if not (isinstance(m, DeviceContext) or m in of_lightning)]
+    return _under_function_modes(others)
 
 
 def _attention_kernels() -> tuple[bool, ...]:
