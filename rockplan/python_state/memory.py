@@ -2,19 +2,21 @@
 not the caller's, and put back.
 
 takes: tensors. guarantees: after `put_back` each has the very storage that it had, with its values,
-and after `gradients_aside` the very gradient.
+and after `gradients_aside` the very gradient. Guards compare what a tensor answers of itself
+(`answer_of`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rockplan.python_state.distributed import local_of, spec_of
+from rockplan.values.interface import ABSENT
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,3 +103,18 @@ def gradients_aside(tensors: Iterable[object]) -> Iterator[None]:
     finally:
         for leaf, gradient in before:
             leaf.grad = gradient
+
+
+PLACE: Mapping[str, Callable[[torch.Tensor], object]] = {
+    "storage_offset": torch.Tensor.storage_offset,
+    "untyped_storage": lambda tensor: tensor.untyped_storage().nbytes(),
+}
+"""Method that says where in memory a tensor is -> what is compared of its answer. A question to a
+view counts as one to its base, too."""
+
+
+def answer_of(tensor: torch.Tensor, attribute: str) -> Any:
+    """Return what `tensor` answers to the attribute or method of that name, `ABSENT` if it has
+    none."""
+    ask = PLACE.get(attribute)
+    return getattr(tensor, attribute, ABSENT) if ask is None else ask(tensor)

@@ -15,9 +15,9 @@ from torch import nn
 
 from rockplan.codegen import rng_replay
 from rockplan.codegen.unmade import stand_in
-from rockplan.python_state.answers import answer_of
 from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.given import returned
+from rockplan.python_state.memory import answer_of
 from rockplan.runtime import autograd
 from rockplan.runtime.backward_pass import Replan
 from rockplan.runtime.differences import (

@@ -274,7 +274,7 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Describe an input. Its offset in memory is left out: a forward that reads it has its own
-    guard (`python_state.answers`)."""
+    guard (`python_state.memory`)."""
     kind = type(tensor), tensor.layout
     return (*_parameter_key(tensor), *kind, tensor.is_conj(), tensor.is_neg())
 

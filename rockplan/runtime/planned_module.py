@@ -25,7 +25,6 @@ from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, waited_with_history
 from rockplan.python_state.snapshot import Surroundings
-from rockplan.runtime import assignments
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
     CHECKPOINT,
@@ -43,6 +42,7 @@ from rockplan.runtime.planned_state import (
     Settings,
     bind_now,
     original_forward,
+    put_assignments,
     settings_of,
 )
 from rockplan.runtime.program import MakeProgram, PlannedProgram
@@ -204,7 +204,7 @@ def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., A
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
         result = run(bound, call, trees.tree_leaves(call), _no_other_plan)
-        assignments.put(module, program.interface.assignments)
+        put_assignments(module, program.interface.assignments)
         return result
 
     return forward

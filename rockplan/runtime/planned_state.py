@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import functools
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeGuard
 
 from torch import nn
 
 from rockplan.errors import InvalidInput
-from rockplan.runtime import assignments
+from rockplan.python_state.contents import copied
+from rockplan.python_state.holders import holder_at
 from rockplan.runtime.bound_program import BoundProgram, bind
 from rockplan.runtime.guards import ModuleSignature, signature_holds
 from rockplan.runtime.program import MakeProgram, PlannedProgram
 from rockplan.runtime.watch import Watch
-from rockplan.values.interface import Precedent
+from rockplan.values.interface import Address, Assignment, Precedent
 from rockplan.values.plan import Plan
 
 # One thread plans at a time: meanwhile tensors of the module and functions of libraries are
@@ -61,7 +63,7 @@ class PlannedState:
         written = bound.program.interface.assignments
         if not written:
             return
-        assignments.put(module, written)
+        put_assignments(module, written)
         if not any(
             other.program is bound.program and signature_holds(other.signature)
             for other in self.programs.get(key, ())
@@ -93,6 +95,33 @@ class PlannedState:
         """The generated Python of `plan`."""
         assert self.latest is not None
         return self.latest.executable.code.source
+
+
+def put_assignments(module: nn.Module, assignments: Iterable[Assignment]) -> None:
+    """Write into Python objects what the captured forward left there: for each assignment, its
+    value at its address. An address that leads nowhere any more is skipped."""
+    for one in assignments:
+        step, key = one.address[2][-1]
+        try:
+            holder = holder_at(_owner(module, one.address), step, key)
+        except (AttributeError, LookupError, TypeError):  # an object on the way was replaced
+            continue
+        holder.put(key, copied(one.value))
+
+
+def _owner(module: nn.Module, address: Address) -> Any:
+    """Return the object on which the last step of `address` ends: `address` is (kind of root, name
+    of a submodule or Python module or the object itself, steps of attributes and keys from
+    there)."""
+    kind, root, steps = address
+    owner: Any = root
+    if kind == "module":
+        owner = module.get_submodule(root)
+    elif kind == "file":
+        owner = sys.modules[root]
+    for step, name in steps[:-1]:
+        owner = getattr(owner, name) if step == "attribute" else owner[name]
+    return owner
 
 
 class HasPlans:

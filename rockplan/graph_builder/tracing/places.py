@@ -19,7 +19,7 @@ from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.tensor_questions import Questions
-from rockplan.python_state.answers import PLACE
+from rockplan.python_state.memory import PLACE
 
 
 def ask_places(recorder: Recorder, questions: Questions) -> None:

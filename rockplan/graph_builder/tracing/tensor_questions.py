@@ -22,8 +22,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
-from rockplan.python_state.answers import PLACE, answer_of
 from rockplan.python_state.contents import described
+from rockplan.python_state.memory import PLACE, answer_of
 from rockplan.values.interface import ABSENT, Question
 
 _NEVER_TOLD: dict[type, dict[str, str]] = {
