@@ -1,4 +1,5 @@
-"""What fits of real configurations on the meta device, by the command line, and what asking costs.
+"""What fits of real configurations on the meta device, and of a small one with kernels that are
+compiled for the CPU at hand, by the command line; and what asking costs.
 
     OMP_NUM_THREADS=1 python -m benchmarks.fit_real [NAME ...]
 
@@ -78,12 +79,25 @@ def vit_h() -> Made:
     return model, (), {"pixel_values": images, "labels": labels}
 
 
+def decoder() -> Made:
+    """16 layers of a Llama of width 256, in float32."""
+    import transformers
+
+    config = transformers.LlamaConfig(
+        hidden_size=256, intermediate_size=688, num_hidden_layers=16, num_attention_heads=4,
+        vocab_size=1024, max_position_embeddings=128, use_cache=False,
+    )  # fmt: skip
+    ids = torch.zeros(2, 128, dtype=torch.long)
+    return transformers.LlamaForCausalLM(config).train(), (), {"input_ids": ids, "labels": ids}
+
+
 _LENGTHS = "--batch 1:64 --length 512:16384 --only-loss"
 COMMANDS = {
     "llama_8b": f"--gpu h200 --optimizer adamw {_LENGTHS}",
     "qwen_05b": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS} --tile",
     "vit_h": "--gpu a100-80 --optimizer adamw --batch 1:1024 --only-loss",
     "llama_70b": f"--gpu 800GiB --optimizer adamw {_LENGTHS}",
+    "decoder": "--gpu cpu --compile --optimizer adamw --batch 2:1024 --only-loss",
 }
 
 Row = dict[str, Any]

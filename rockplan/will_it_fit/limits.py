@@ -28,10 +28,11 @@ BY_TABLES = (
 
 ON_CPU = (
     "of the CPU of this machine: parameters, gradients, optimizer and plans to the byte, with what "
-    "operators take while they run, as tried at the captured sizes; kept whole by eager PyTorch "
-    "within 0.1 %, checkpointing within 2 %. by a table: context, for Python and its libraries",
+    "operators take while they run, as tried at the captured sizes. by a table: context, for "
+    "Python and its libraries",
     "times are estimates by bytes and operations: overheads are ratios of them",
 )
+EAGER = "eager PyTorch, as measured: kept whole within 0.1 %, checkpointing within 2 %"
 COMPILED = (
     "kernels are those that were compiled here: kept whole is the compiled program, nothing of it "
     "run again. no row for checkpointing, in which torch.compile chooses itself what to keep"
@@ -48,6 +49,8 @@ def notes_of(question: FitQuestion) -> tuple[str, ...]:
     notes = [*(ON_CPU if question.on.is_cpu else BY_TABLES)]
     if question.options.compile:
         notes.append(COMPILED)
+    elif question.on.is_cpu:
+        notes.append(EAGER)
     if question.host:
         rate = format_bytes(question.host.link.out_bytes_per_s)
         notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
