@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -130,37 +130,23 @@ def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManage
     return torch.autocast(kind, dtype=getattr(torch, dtype))
 
 
-def planning_options(
-    no_cache: bool,
-    time_limit: float | None,
-    check: bool = False,
-    compiled: bool = False,
-    near: bool = False,
-    sizes: list[str] | None = None,
-    tile: bool = False,
-    only_loss: bool = False,
-    solver: str = "HiGHS",
-    host: str | None = None,
-    host_path: str | None = None,
-    link: str | None = None,
-) -> Options:
-    """Return the Options that these arguments of the command line stand for. Raises InvalidInput
-    for near without compiled, and for values that Options refuses."""
-    if near and not compiled:
+def planning_options(given: Mapping[str, Any]) -> Options:
+    """Return the Options that the arguments of a command stand for. given: arguments by name, as of
+    the command's context, some of those above. Raises InvalidInput for near without compiled, and
+    for values that Options refuses."""
+    compiled = given.get("compiled") or given.get("kernels", False)
+    if given.get("near") and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
+    names = ("check", "tile", "only_loss", "solver", "host_path", "link")
     options = Options(
-        cache=not no_cache,
-        check=check,
-        compile="near" if near else compiled,
-        sizes=_size_ranges(sizes or ()),
-        tile=tile,
-        only_loss=only_loss,
-        solver=solver,
-        host=True if host == "all" else host,
-        host_path=host_path,
-        link=link,
+        cache=not given["no_cache"],
+        compile="near" if given.get("near") else compiled,
+        sizes=_size_ranges(given.get("size") or ()),
+        host=True if given.get("host") == "all" else given.get("host"),
+        **{name: given[name] for name in names if name in given},
     )
-    return options if time_limit is None else replace(options, time_limit_s=time_limit)
+    time_limit_s = given.get("time_limit")
+    return options if time_limit_s is None else replace(options, time_limit_s=time_limit_s)
 
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:

@@ -25,7 +25,7 @@ from rockplan.cli.arguments import (
     planning_options,
     under_autocast,
 )
-from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
@@ -45,6 +45,7 @@ Patterns = Annotated[
 
 
 def blocks(
+    context: typer.Context,
     model: Model,
     pattern: Patterns = None,
     budget: Budgets = None,
@@ -62,7 +63,7 @@ def blocks(
         if not budget:
             raise InvalidInput("blocks are planned for a --budget of a whole step; name one")
         subject = make_subject(model)
-        options = planning_options(no_cache, time_limit, compiled=compiled, near=near, sizes=size)
+        options = planning_options(context.params)
         with under_autocast(subject, autocast):
             solved = _solve_each(subject, budget, pattern, optimizer, options)
     if as_json:
@@ -74,11 +75,7 @@ def blocks(
     else:
         plans = [one for one in solved if isinstance(one, SolvedBlocks)]
         print(display.printable("\n\n\n".join(map(str, plans))))
-    errors = [one for one in solved if isinstance(one, InfeasibleBudget)]
-    for error in errors:
-        typer.echo(f"rockplan: {error}", err=True)
-    if errors:
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    end_with_errors(solved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,12 +159,10 @@ def _solved(
     description of each group of equal blocks. Leaves planned blocks in the model. Raises
     InfeasibleBudget."""
     model = rockplan.solve_blocks(
-        subject.model,
-        subject.sample_input,
-        asked,
+        **subject.call,
+        budget=asked,
         blocks=patterns or None,
         optimizer=optimizer,
-        sample_kwargs=subject.sample_kwargs,
         options=options,
     )
     plan = rockplan.blocks_of(model)

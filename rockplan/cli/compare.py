@@ -30,6 +30,7 @@ EXAMPLE = "Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3"
 
 
 def compare(
+    context: typer.Context,
     model: Model,
     budget: Budgets = None,
     compile_budget: Annotated[
@@ -56,20 +57,10 @@ def compare(
         subject = make_subject(model)
         with under_autocast(subject, autocast):
             comparison = rockplan.compare(
-                subject.model,
-                subject.sample_input,
-                *([budget] if budget else []),
-                sample_kwargs=subject.sample_kwargs,
+                **subject.call | ({"budgets": budget} if budget else {}),
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
-                options=planning_options(
-                    no_cache,
-                    time_limit,
-                    compiled=compiled,
-                    near=near,
-                    tile=tile,
-                    only_loss=only_loss,
-                ),
+                options=planning_options(context.params),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))
     is_planned = any(row.budget_bytes is not None for row in comparison.rows)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -29,7 +30,6 @@ PLAIN_WIDTH = 200
 """Columns of a table if stdout is no terminal."""
 
 Row = dict[str, object]
-Tally = dict[str, int]
 
 
 def show_table(
@@ -202,26 +202,14 @@ def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
     """Return for each name how many operations have it, their time in ns, and the bytes of their
     results that are kept for backward; most bytes first. names: node -> name."""
     kept = kept_data(plan.graph, plan.schedule)
-    operations: Tally = {}
-    times: Tally = {}
-    sizes: Tally = {}
+    operations, times, sizes = Counter[str](), Counter[str](), Counter[str]()
     for node in plan.graph.nodes:
         name = names[node.index]
-        size_bytes = sum(plan.graph.data[d].size_bytes for d in node.writes if d in kept)
-        operations[name] = operations.get(name, 0) + 1
-        times[name] = times.get(name, 0) + node.time_ns
-        sizes[name] = sizes.get(name, 0) + size_bytes
+        operations[name] += 1
+        times[name] += node.time_ns
+        sizes[name] += sum(plan.graph.data[d].size_bytes for d in node.writes if d in kept)
     shares = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
     return sorted(shares, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
-
-
-def share_row(share: CostShare) -> Row:
-    return {
-        "name": share.name,
-        "operations": share.operations,
-        "time_ns": share.time_ns,
-        "kept_bytes": share.kept_bytes,
-    }
 
 
 def show_shares(title: str, shares: Sequence[CostShare], top: int) -> None:

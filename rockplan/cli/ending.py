@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from enum import IntEnum
 from typing import Any
@@ -123,6 +123,16 @@ def _exit_code(error: Exception) -> ExitCode:
         case InvalidInput() | MissingLibrary() | OSError():
             return ExitCode.USAGE
     raise error
+
+
+def end_with_errors(solved: Iterable[object]) -> None:
+    """End the command with its exit code if there are budgets among `solved` that are too small:
+    the errors are printed."""
+    errors = [one for one in solved if isinstance(one, InfeasibleBudget)]
+    for error in errors:
+        typer.echo(f"rockplan: {error}", err=True)
+    if errors:
+        raise typer.Exit(ExitCode.INFEASIBLE)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -30,6 +30,15 @@ class Subject:
     sample_input: Any
     sample_kwargs: Mapping[str, Any]
 
+    @property
+    def call(self) -> dict[str, Any]:
+        """The model and the sample by the names that functions of rockplan have for them."""
+        return {
+            "model": self.model,
+            "sample_input": self.sample_input,
+            "sample_kwargs": self.sample_kwargs,
+        }
+
 
 def make_subject(name: str) -> Subject:
     """Import and call the factory that `name` ('module:factory' or 'file.py:factory') names, and

@@ -38,6 +38,7 @@ LISTED = "list"
 
 
 def fit(
+    context: typer.Context,
     model: Annotated[
         str, typer.Argument(metavar="MODEL", help="module:factory or file.py:factory")
     ] = "",
@@ -103,16 +104,7 @@ def fit(
 
             text = listing()
         else:
-            options = planning_options(
-                no_cache,
-                time_limit,
-                compiled=compiled,
-                near=near,
-                tile=tile,
-                only_loss=only_loss,
-                host=host,
-                link=link,
-            )
+            options = planning_options(context.params)
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
             sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
             step = rockplan.TrainingStep(
@@ -151,12 +143,10 @@ def _answer(
     subject = make_subject(model)
     with under_autocast(subject, autocast):
         return rockplan.fit(
-            subject.model,
-            subject.sample_input,
-            device,
+            **subject.call,
+            device=device,
             optimizer=None if optimizer == "none" else optimizer,
             sizes=sizes,
-            sample_kwargs=subject.sample_kwargs,
             step=step,
             options=options,
             **several,

@@ -43,6 +43,7 @@ class PictureKind(StrEnum):
 
 
 def plot(
+    context: typer.Context,
     source: Source,
     budget: Budget = None,
     output: Annotated[
@@ -92,7 +93,7 @@ def plot(
             subject = make_subject(source)
             with under_autocast(subject, autocast):
                 shown = _shown(suffix, chosen)
-                options = planning_options(no_cache, time_limit)
+                options = planning_options(context.params)
                 drawing = _drawn(subject, budget, shown, measure, options)
         path, note = _draw(drawing, Path(output), chosen)
     print(f"written: {path}{note and f' ({note})'}")
@@ -137,22 +138,18 @@ def _drawn(
     and with `measure` measured memory and times."""
     from rockplan.comparison import measured_series, measured_timelines
 
-    model, sample = subject.model, subject.sample_input
-    kwargs = subject.sample_kwargs
-    planned = rockplan.solve(model, sample, budget, sample_kwargs=kwargs, options=options)
+    call = subject.call
+    planned = rockplan.solve(**call, budget=budget, options=options)
     series: tuple[pictures.Series, ...] = ()
     eager_measured = measured = None
     if PictureKind.CURVE in shown:
-        curve = rockplan.pareto(model, sample, sample_kwargs=kwargs, options=options)
-        series += (pictures.curve_series(curve),)
+        series += (pictures.curve_series(rockplan.pareto(**call, options=options)),)
     if PictureKind.CURVE in shown and measure:
-        comparison = rockplan.compare(
-            model, sample, [budget], sample_kwargs=kwargs, rounds=_ROUNDS, options=options
-        )
-        series += measured_series(comparison)
-    on_cpu = all(p.device.type == "cpu" for p in model.parameters())
+        compared = rockplan.compare(**call, budgets=[budget], rounds=_ROUNDS, options=options)
+        series += measured_series(compared)
+    on_cpu = all(p.device.type == "cpu" for p in subject.model.parameters())
     if PictureKind.MEMORY in shown and measure and on_cpu:
-        eager_measured, measured = measured_timelines(model, planned, sample, sample_kwargs=kwargs)
+        eager_measured, measured = measured_timelines(**call, planned=planned)
     return _Drawing(rockplan.plan_of(planned), series, measured, eager_measured)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import Annotated
 
 import typer
@@ -20,6 +20,7 @@ EXAMPLE = "Example: rockplan profile rockplan.examples:transformer"
 
 
 def profile(
+    context: typer.Context,
     model: Model,
     top: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Of each table.")] = 12,
     as_json: Json = False,
@@ -31,21 +32,10 @@ def profile(
 
     with ending(as_json), waiting():
         subject = make_subject(model)
+        options = planning_options(context.params)
         with under_autocast(subject, autocast):
-            plan = rockplan.plan(
-                subject.model,
-                subject.sample_input,
-                "100%",
-                sample_kwargs=subject.sample_kwargs,
-                options=planning_options(no_cache, None),
-            )
-            lower = needed_bytes_with(
-                subject.model,
-                subject.sample_input,
-                subject.sample_kwargs,
-                planning_options(no_cache, None),
-                everything_kept=True,
-            )
+            plan = rockplan.plan(**subject.call, budget="100%", options=options)
+            lower = needed_bytes_with(**subject.call, options=options, everything_kept=True)
         explanation = replace(rockplan.explain(plan, unplanned=True), needed_bytes_with=lower)
         plan = display.kept_whole(plan)
     modules, operators = display.shares_by_module(plan), display.shares_by_operator(plan)
@@ -57,8 +47,8 @@ def profile(
             {
                 "model": model,
                 **{name: row[name] for name in (*facts, *sources)},
-                "modules": [display.share_row(s) for s in modules],
-                "operators": [display.share_row(s) for s in operators],
+                "modules": [asdict(s) for s in modules],
+                "operators": [asdict(s) for s in operators],
                 "explanation": explanation.as_json(),
                 "kept_peak_bytes_with": lower,
             }

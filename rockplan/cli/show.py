@@ -36,6 +36,7 @@ EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"
 
 
 def show(
+    context: typer.Context,
     source: Source,
     budget: Budget = None,
     code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
@@ -65,8 +66,7 @@ def show(
         if is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""
         else:
-            compiled = compiled or kernels
-            options = planning_options(no_cache, None, compiled=compiled, near=near, tile=tile)
+            options = planning_options(context.params)
             if passes:
                 _show_passes(source, autocast, options, as_json)
                 return
@@ -93,7 +93,7 @@ def _show_passes(model: str, autocast: str | None, options: Options, as_json: bo
     from rockplan.runtime.program import ModuleCall
 
     subject = make_subject(model)
-    args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
+    args, kwargs = arguments(**subject.call)
     with under_autocast(subject, autocast):
         call = captured_call(ModuleCall(subject.model, args, kwargs), options)
     traces = [variant.lowered.trace for variant in call.variants]
@@ -126,12 +126,11 @@ def _planned(
         raise InvalidInput("a MODEL needs a --budget")
     subject = make_subject(model)
     make = rockplan.solve if code else rockplan.plan
-    sample, more = subject.sample_input, subject.sample_kwargs
     lower: dict[str, int] = {}
     with under_autocast(subject, autocast):
-        made: Any = make(subject.model, sample, budget, sample_kwargs=more, options=options)
+        made: Any = make(**subject.call, budget=budget, options=options)
         if explain:
-            lower = needed_bytes_with(subject.model, sample, more, options, everything_kept=False)
+            lower = needed_bytes_with(**subject.call, options=options, everything_kept=False)
     if code:
         return (rockplan.plan_of(made),), rockplan.code_of(made), lower
     return (made,), "", lower

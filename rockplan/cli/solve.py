@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -29,14 +29,13 @@ from rockplan.cli.arguments import (
     planning_options,
     under_autocast,
 )
-from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
 from rockplan.reports.search_trace import passes_trace, search_trace
 from rockplan.store.plan_file import write_whole
-from rockplan.values.curve import Curve
 from rockplan.values.plan import Plan
 
 if TYPE_CHECKING:
@@ -46,6 +45,7 @@ EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
 
 def solve(
+    context: typer.Context,
     model: Model,
     budget: Budgets = None,
     save: Annotated[
@@ -110,32 +110,22 @@ def solve(
         subject = make_subject(model)
         if write_lp is not None and not budget:
             raise InvalidInput("--write-lp needs a --budget, which the programs keep")
-        options = planning_options(
-            no_cache,
-            time_limit,
-            check,
-            compiled,
-            near,
-            size,
-            tile,
-            only_loss,
-            solver,
-            host,
-            host_path,
-            link,
-        )
+        options = planning_options(context.params)
         with under_autocast(subject, autocast):
             if size:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
-            curve = None if budget else _curve(subject, options)
-            step = rockplan.TrainingStep(accumulate)
-            plans = _plans(subject, budget, optimizer, step, options) if budget else ()
+            curve = None if budget else rockplan.pareto(**subject.call, options=options)
+            trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}
+            plans = _plans(budget, options, subject.call | trained) if budget else ()
         pairs = tuple(zip(budget or (), plans, strict=True))
         files = [_save(save, asked, plan) for asked, plan in pairs]
         exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
         programs = [path for asked, plan in pairs for path in _write_lp(write_lp, asked, plan)]
     if curve is not None:
-        _show_curve(model, curve, as_json)
+        if as_json:
+            display.print_json({"model": model, "curve": display.curve_row(curve)})
+        else:
+            print(display.printable(str(curve)))
         return
     _show_solved(model, [asked for asked, _ in pairs], plans, files, exported, as_json)
     for path in programs:
@@ -145,58 +135,30 @@ def solve(
             if isinstance(plan, Plan):
                 print(f"\npasses\n{passes_trace(plan.passes)}")
                 print(f"\nsearch for {asked}\n{search_trace(plan)}")
-    errors = [plan for plan in plans if isinstance(plan, InfeasibleBudget)]
-    for error in errors:
-        typer.echo(f"rockplan: {error}", err=True)
-    if errors:
-        raise typer.Exit(ExitCode.INFEASIBLE)
+    end_with_errors(plans)
 
 
 def _largest(subject: Subject, options: Options) -> SizedCall:
     """Return the largest call of the ranges of sizes."""
     from rockplan.captures.captured_calls import arguments, largest_call
 
-    args, kwargs = arguments(subject.model, subject.sample_input, subject.sample_kwargs)
+    args, kwargs = arguments(**subject.call)
     return largest_call(subject.model, args, kwargs, options)
 
 
 def _plans(
-    subject: Subject,
-    budgets: list[str],
-    optimizer: str | None,
-    step: rockplan.TrainingStep,
-    options: Options,
+    budgets: list[str], options: Options, call: dict[str, Any]
 ) -> tuple[Plan | InfeasibleBudget, ...]:
     """Return for each budget its plan, or the InfeasibleBudget that says that it is too small. With
-    options.check each plan is solved and checked against two steps of the model."""
+    options.check each plan is solved and checked against two steps of the model. call: further
+    arguments of `solve`."""
     from rockplan.api import plan_each
 
-    plans = plan_each(
-        subject.model,
-        subject.sample_input,
-        budgets,
-        optimizer=optimizer,
-        step=step,
-        sample_kwargs=subject.sample_kwargs,
-        options=options,
-    )
-
-    def checked(asked: str) -> Plan:
-        """Solve for this budget once more, with the check, and return the plan, which records what
-        it found."""
-        planned = rockplan.solve(
-            subject.model,
-            subject.sample_input,
-            asked,
-            optimizer=optimizer,
-            step=step,
-            sample_kwargs=subject.sample_kwargs,
-            options=options,
-        )
-        return rockplan.plan_of(planned)
-
+    plans = plan_each(budgets=budgets, options=options, **call)
     return tuple(
-        checked(asked) if options.check and isinstance(plan, Plan) else plan
+        rockplan.plan_of(rockplan.solve(budget=asked, options=options, **call))
+        if options.check and isinstance(plan, Plan)
+        else plan
         for asked, plan in zip(budgets, plans, strict=True)
     )
 
@@ -251,22 +213,6 @@ def _write_lp(folder: str | None, asked: str, plan: Plan | InfeasibleBudget) -> 
 
 def _file_name(name: str, asked: str) -> str:
     return name.replace("{budget}", asked.replace("%", "pct"))
-
-
-def _curve(subject: Subject, options: Options) -> Curve:
-    return rockplan.pareto(
-        subject.model,
-        subject.sample_input,
-        sample_kwargs=subject.sample_kwargs,
-        options=options,
-    )
-
-
-def _show_curve(model: str, curve: Curve, as_json: bool) -> None:
-    if as_json:
-        display.print_json({"model": model, "curve": display.curve_row(curve)})
-    else:
-        print(display.printable(str(curve)))
 
 
 def _show_solved(
