@@ -46,7 +46,7 @@ from rockplan.programs import (
 )
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
-from rockplan.runtime.planned_state import unplanned
+from rockplan.runtime.planned_state import Settings, unplanned
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
@@ -113,18 +113,23 @@ def _solve(
         least_bytes = program.plan.budget_bytes
         # Without `agreed`: in training one process may meet a new kind of call alone.
         make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
-        planned = planned_modules.planned_module(
-            model,
-            program,
-            first.args,
-            first.kwargs,
-            make_program=functools.partial(program_in_training, make=make),
-            on_mismatch=options.on_mismatch,
-            on_infeasible=options.on_infeasible,
-            outputs_chosen=options.differentiated is not None,
-        )
+        planned = _starting_with(program, model, first, make, options)
         _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
         return planned
+
+
+def _starting_with(
+    program: PlannedProgram, model: nn.Module, call: SizedCall, make: MakeProgram, options: Options
+) -> nn.Module:
+    """Return the planned module that starts with the program of a call, and makes those of other
+    kinds of call by `make`."""
+    settings = Settings(
+        functools.partial(program_in_training, make=make),
+        options.on_mismatch,
+        options.on_infeasible,
+        outputs_chosen=options.differentiated is not None,
+    )
+    return planned_modules.planned_module(model, program, call.args, call.kwargs, settings)
 
 
 def _program_in(
@@ -285,20 +290,12 @@ def load(
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
             program = make_program(first.of(model))
-        on_mismatch = options.on_mismatch
-        if on_mismatch == "replan":
+        if options.on_mismatch == "replan":
             budget = Budget(size_bytes=program.plan.budget_bytes)
             make_program = functools.partial(make_program, budget=budget)
-        planned = planned_modules.planned_module(
-            model,
-            program,
-            first.args,
-            first.kwargs,
-            make_program=functools.partial(program_in_training, make=make_program),
-            on_infeasible=options.on_infeasible,
-            on_mismatch="original" if on_mismatch == "original" else "replan",
-            outputs_chosen=options.differentiated is not None,
-        )
+        elif options.on_mismatch == "error":  # which `stored_program` raises
+            options = replace(options, on_mismatch="replan")
+        planned = _starting_with(program, model, first, make_program, options)
         _plan_ahead(planned, others, make_program)
         return planned
 

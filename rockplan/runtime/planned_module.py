@@ -34,7 +34,7 @@ from rockplan.runtime.call_checks import (
     warn_of_dispatch_modes,
     warn_of_saved_tensor_hooks,
 )
-from rockplan.runtime.guards import call_key, signature_holds
+from rockplan.runtime.guards import call_key
 from rockplan.runtime.planned_state import (
     PLANNING,
     HasPlans,
@@ -43,9 +43,8 @@ from rockplan.runtime.planned_state import (
     bind_now,
     original_forward,
     put_assignments,
-    settings_of,
 )
-from rockplan.runtime.program import MakeProgram, PlannedProgram
+from rockplan.runtime.program import PlannedProgram
 from rockplan.runtime.replanning import Situation, bound_program
 from rockplan.runtime.switches import function_modes, without_default_device
 from rockplan.values.classes import once_for_each_class
@@ -96,16 +95,11 @@ class Planned(HasPlans):
         that work in this process alone."""
         state = self._rockplan
         attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
-        programs = [
-            (picklable(key), bound.program)
-            for key, bounds in state.programs.items()
-            for bound in bounds
-            if signature_holds(bound.signature) and not bound.program.is_of_this_process
-        ]
-        settings, latest = settings_of(state), state.latest
+        kept = [(picklable(k), p) for k, p in state.holding if not p.is_of_this_process]
+        *made_of, latest = state.of_copies
         if latest is not None and latest.is_of_this_process:
             latest = None
-        return _rebuild, (state.original, attributes, settings, programs, latest, state.count)
+        return _rebuild, (attributes, kept, *made_of, latest)
 
     def __copy__(self) -> Any:
         """Copy as any module is copied: over the same parameters, buffers, submodules and hooks.
@@ -118,16 +112,7 @@ class Planned(HasPlans):
             copied = object.__new__(type(self))
             copied.__dict__.update(_uncompiled(self.__dict__))
         if isinstance(copied, Planned):
-            programs = [
-                (key, bound.program)
-                for key, bounds in state.programs.items()
-                for bound in bounds
-                if signature_holds(bound.signature)
-            ]
-            own = PlannedState(
-                state.original, *settings_of(state), latest=state.latest, count=state.count
-            )
-            _begin(copied, own, programs)
+            _begin(copied, state.holding, PlannedState(*state.of_copies))
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -152,7 +137,7 @@ class Planned(HasPlans):
             return _run_original(self, args, kwargs)
         refuse_transforms()
         warn_of_saved_tensor_hooks()
-        if state.is_in_place and CHECKPOINT not in state.warned and under_checkpoint():
+        if state.settings.is_in_place and CHECKPOINT not in state.warned and under_checkpoint():
             state.warned.add(CHECKPOINT)
             warn_of_checkpoint(self)
         warn_of_dispatch_modes()
@@ -219,21 +204,15 @@ def planned_module(
     program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    *,
-    make_program: MakeProgram,
-    on_mismatch: str,
-    on_infeasible: str,
-    outputs_chosen: bool,
+    settings: Settings,
 ) -> nn.Module:
-    """Return the drop-in for `module`, which starts with `program` for calls like (args, kwargs).
-    make_program: plans further kinds of call; outputs_chosen: the user said which outputs backward
-    starts from."""
+    """Return the drop-in for `module`, which starts with `program` for calls like (args,
+    kwargs)."""
     attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
-    settings = (make_program, on_mismatch, on_infeasible, outputs_chosen)
-    state = PlannedState(type(module), attributes.pop("forward", None), *settings)
+    state = PlannedState(type(module), attributes.pop("forward", None), settings)
     planned = nn.Module.__new__(_planned_class(type(module)))
     planned.__dict__.update(attributes, _rockplan=state)
     _start(planned, state, kind_of_call(args, kwargs), program)
@@ -260,21 +239,18 @@ def plan_in_place(
     module: nn.Module,
     program: PlannedProgram,
     kind: Any,
-    *,
-    make_program: MakeProgram,
-    on_mismatch: str,
-    on_infeasible: str,
+    settings: Settings,
     warned: set[str],
 ) -> None:
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`
     (`kind_of_call`): code that holds the module runs the plan. Its hooks run as before. warned:
     keys of warnings given, a set that the blocks of a model share."""
-    settings = (make_program, on_mismatch, on_infeasible, False, True)
+    settings = replace(settings, is_in_place=True)
     if isinstance(module, HasPlans):  # `take_out` had to leave its class
         before = module._rockplan
-        state = PlannedState(before.original, before.instance_forward, *settings)
+        state = PlannedState(before.original, before.instance_forward, settings)
     else:
-        state = PlannedState(type(module), module.__dict__.pop("forward", None), *settings)
+        state = PlannedState(type(module), module.__dict__.pop("forward", None), settings)
         module.__class__ = _planned_class(type(module))
     state.warned = warned
     module.__dict__["_rockplan"] = state
@@ -313,24 +289,21 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rebuild(
-    original: type[nn.Module],
     attributes: dict[str, Any],
-    settings: Settings,
     programs: Sequence[tuple[Any, PlannedProgram]],
-    latest: PlannedProgram | None,
-    count: int = 1,
+    *state: Any,
 ) -> nn.Module:
-    """Unpickle a planned module. original: class of the original; attributes: of the planned
-    module; programs: (kind of call, program); latest: the one that ran last; count: plans made for
-    it."""
-    planned = nn.Module.__new__(_planned_class(original))
+    """Unpickle a planned module. attributes: those of the planned module; state: as `of_copies`;
+    programs: as in `_begin`."""
+    own = PlannedState(*state)
+    planned = nn.Module.__new__(_planned_class(own.original))
     planned.__dict__.update(attributes)
-    _begin(planned, PlannedState(original, *settings, latest=latest, count=count), programs)
+    _begin(planned, programs, own)
     return planned
 
 
 def _begin(
-    copied: Any, state: PlannedState, programs: Sequence[tuple[Any, PlannedProgram]]
+    copied: Any, programs: Sequence[tuple[Any, PlannedProgram]], state: PlannedState
 ) -> None:
     """Give a copy of a planned module its own state, with `programs`: (kind of call, program),
     bound to the copy's tensors."""

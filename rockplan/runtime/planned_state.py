@@ -26,6 +26,19 @@ from rockplan.values.plan import Plan
 PLANNING = threading.RLock()
 
 
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How a module was planned, which its copies keep. make_program: plans further kinds of call;
+    on_mismatch, on_infeasible: as in Options; outputs_chosen: the user said which outputs backward
+    starts from; is_in_place: the planned module is the original itself (`plan_in_place`)."""
+
+    make_program: MakeProgram
+    on_mismatch: str
+    on_infeasible: str
+    outputs_chosen: bool = False
+    is_in_place: bool = False
+
+
 @dataclass(slots=True)
 class PlannedState:
     """What a planned module carries besides the original's attributes.
@@ -34,21 +47,17 @@ class PlannedState:
     infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
     copy of; precedent: outputs that backward passes really started from, if not the assumed ones;
-    is_in_place: it is the original itself (`plan_in_place`); is_off: all calls run the original
-    forward (`take_out`); warned: keys of warnings given, shared by all blocks of a model.
+    is_off: all calls run the original forward (`take_out`); warned: keys of warnings given, shared
+    by all blocks of a model.
     """
 
     original: type[nn.Module]
     instance_forward: Callable[..., Any] | None
-    make_program: MakeProgram
-    on_mismatch: str
-    on_infeasible: str
-    outputs_chosen: bool
-    is_in_place: bool = False
-    programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
-    latest: PlannedProgram | None = None
-    infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
+    settings: Settings
     count: int = 1
+    latest: PlannedProgram | None = None
+    programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
+    infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     precedent: Precedent | None = None
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
@@ -77,6 +86,21 @@ class PlannedState:
         if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
             self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
+
+    @property
+    def of_copies(self) -> tuple[Any, ...]:
+        """The fields that a copy starts with, the first ones."""
+        return self.original, self.instance_forward, self.settings, self.count, self.latest
+
+    @property
+    def holding(self) -> list[tuple[Any, PlannedProgram]]:
+        """The programs that hold for the module as it is now: (kind of call, program)."""
+        return [
+            (key, bound.program)
+            for key, bounds in self.programs.items()
+            for bound in bounds
+            if signature_holds(bound.signature)
+        ]
 
     @property
     def plan(self) -> Plan:
@@ -128,15 +152,6 @@ class HasPlans:
     """The base of every planned module (`planned_module.Planned`)."""
 
     _rockplan: PlannedState
-
-
-Settings = tuple[Callable[..., Any] | None, MakeProgram, str, str, bool, bool]
-
-
-def settings_of(state: PlannedState) -> Settings:
-    """Return the settings that a copy starts with."""
-    options = (state.on_mismatch, state.on_infeasible, state.outputs_chosen, state.is_in_place)
-    return (state.instance_forward, state.make_program, *options)
 
 
 def plan_of(planned: object) -> Plan:
@@ -196,13 +211,13 @@ def is_in_place(module: object) -> bool:
 
 def is_own(module: object) -> TypeGuard[HasPlans]:
     """True if `plan_in_place` planned the module, even if `take_out` has undone it since."""
-    return isinstance(module, HasPlans) and module._rockplan.is_in_place
+    return isinstance(module, HasPlans) and module._rockplan.settings.is_in_place
 
 
 def make_program_of(module: nn.Module) -> MakeProgram:
     """Return the function by which a planned module plans further kinds of call."""
     assert isinstance(module, HasPlans)
-    return module._rockplan.make_program
+    return module._rockplan.settings.make_program
 
 
 def latest_of(module: nn.Module) -> PlannedProgram:

@@ -71,13 +71,13 @@ def bound_program(
         bound = matching(state.programs.get(key, ()), leaves)
         if SHARDING not in state.warned and is_sharded(planned):
             state.warned.add(SHARDING)
-            warn_of_sharding(planned, state.is_in_place)
+            warn_of_sharding(planned, state.settings.is_in_place)
     if bound is None:
         if not (planned.training and _has_gradients(planned, leaves)):
             return None
-        if state.on_mismatch == "original" and state.has_warned_of_original:
+        if state.settings.on_mismatch == "original" and state.has_warned_of_original:
             return None
-        if state.on_mismatch == "original":
+        if state.settings.on_mismatch == "original":
             state.has_warned_of_original = True
             warn_of_mismatch(_changes(planned, key, leaves, args, kwargs))
             return None
@@ -85,7 +85,7 @@ def bound_program(
         if any(map(signature_holds, state.infeasible.get(key, ()))):
             return None
         changes = _changes(planned, key, leaves, args, kwargs)
-        if state.on_mismatch == "error":
+        if state.settings.on_mismatch == "error":
             raise StalePlan(
                 f"this call does not match what was planned: {changes}. Plan again with this "
                 "sample, or pass Options(on_mismatch='replan')"
@@ -107,7 +107,7 @@ def _new_bound(
     try:
         program = _logged_program(planned, args, kwargs, state.precedent, changes)
     except InfeasibleBudget as error:
-        if state.on_infeasible != "original":
+        if state.settings.on_infeasible != "original":
             error.add_note(
                 f"rockplan: this call was planned since it is of a new kind: {changes}. "
                 "Options(on_infeasible='smallest') takes the smallest plan for such calls, "
@@ -150,13 +150,13 @@ def _logged_program(
     assert isinstance(planned, nn.Module)
     started = time.monotonic()
     with state.watch.aside():
-        program = state.make_program(ModuleCall(planned, args, kwargs, incoming))
+        program = state.settings.make_program(ModuleCall(planned, args, kwargs, incoming))
     state.count += 1
     advice = changes.advice or "Each such kind is planned for once"
     if state.count == _EVER_NEW:
         advice = _FOR_EVER_NEW
     # All blocks of a model meet another kind of call at the same step: each would log it.
-    is_early = state.is_in_place and state.count < _SAID_OF_BLOCKS
+    is_early = state.settings.is_in_place and state.count < _SAID_OF_BLOCKS
     LOG.log(
         logging.INFO if is_early or state.count > _EVER_NEW else logging.WARNING,
         "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
@@ -275,7 +275,7 @@ class Situation:
         Raises BackwardError where the options forbid it."""
         module, state = self.planned, self.planned._rockplan
         assert isinstance(module, nn.Module)
-        if state.on_mismatch == "error":
+        if state.settings.on_mismatch == "error":
             raise BackwardError(
                 "the incoming gradients are of other outputs, or have other strides, than "
                 "planned; pass Options(differentiated=...) for the outputs that backward starts "
@@ -303,7 +303,7 @@ class Situation:
         user did not choose outputs."""
         planned = self.bound.program.executable.pattern
         chosen = [s is None for s in planned] == [s is None for s in pattern]
-        return chosen or not self.planned._rockplan.outputs_chosen
+        return chosen or not self.planned._rockplan.settings.outputs_chosen
 
 
 def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
