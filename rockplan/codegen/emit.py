@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from rockplan.errors import BackwardError, UnsupportedModel
-from rockplan.graph_builder.operators.facts import facts_of
+from rockplan.graph_builder.operators.facts import facts_of, resolve
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.clock import leaving
 from rockplan.oracles.lifetimes import taken_over
@@ -556,8 +556,7 @@ def _pattern(op: str, targets: Sequence[str]) -> str:
 def _returns_one(op: str) -> bool:
     """Return whether the operator's only result is a tensor, not several or a list. Raises
     UnsupportedModel for nested lists."""
-    namespace, packet, overload = op.split(".")
-    returns = getattr(getattr(getattr(torch.ops, namespace), packet), overload)._schema.returns
+    returns = resolve(op)._schema.returns
     if len(returns) > 1 and any("List" in str(r.type) for r in returns):
         raise UnsupportedModel(f"operator {op} returns nested lists, which cannot be planned")
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "Optional[Tensor]")

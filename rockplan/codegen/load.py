@@ -15,6 +15,7 @@ import torch
 
 from rockplan.codegen.emit import Code, emit_guard
 from rockplan.graph_builder.fusion.kernels import functions_of
+from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
 from rockplan.values.graph import Kernel
 from rockplan.values.interface import Interface
@@ -77,8 +78,5 @@ def _execute(
 
 def _operator(op: str) -> Callable[..., Any]:
     """Return the operator as a function without the Python frame of OpOverload.__call__."""
-    library, packet, overload = op.split(".")
-    overloaded: Callable[..., Any] = getattr(
-        getattr(getattr(torch.ops, library), packet), overload
-    )._op
+    overloaded: Callable[..., Any] = resolve(op)._op
     return overloaded

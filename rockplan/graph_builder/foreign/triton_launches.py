@@ -249,16 +249,13 @@ def _written(kernel: Any, named: Mapping[str, Any]) -> set[str]:
     configurations = _configurations(kernel)
     if any(getattr(one, "pre_hook", None) is not None for one in configurations):
         raise UnknownWrites("a function of the caller's runs before it (pre_hook)")
-    values = {n: v for n, v in named.items() if not _has_tensors(v)}
+    leaves = {name: pytree.tree_leaves(value) for name, value in named.items()}
+    values = {n: v for n, v in named.items() if not any(map(torch.is_tensor, leaves[n]))}
     chosen = [dict(one.kwargs) for one in configurations] or [{}]
     function = plain_function(kernel)
     for settings in chosen:
         written |= parameters_written(function, {**values, **settings})
     return written
-
-
-def _has_tensors(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def _grids(

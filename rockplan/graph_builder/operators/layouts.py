@@ -107,6 +107,32 @@ class SeenLayouts:
     )
     checked: set[object] = field(default_factory=set)
 
+    def layouts(self, call: object, made: Sequence[torch.Tensor]) -> tuple[_Layout, ...] | None:
+        """Return (strides, dtype) of each result as a call of the same form had them: dense, in the
+        same order of dimensions. None if none was seen, or its results were not dense; made: the
+        fake results."""
+        orders = self.results.get(call)
+        if orders is None or len(orders) not in (0, len(made)):
+            return None
+        pairs = zip(made, orders, strict=False)
+        return tuple((_dense(t.shape, order), dtype) for t, (order, dtype) in pairs)
+
+    def remember(
+        self, call: object, made: Sequence[torch.Tensor], real: tuple[_Layout, ...]
+    ) -> None:
+        """Store the order of dimensions and dtype of each result of a real call, for calls of its
+        form; None (nothing follows) if one has gaps. made: the fake results; real: their real
+        strides and dtypes."""
+        if len(real) not in (0, len(made)):
+            return
+        pairs = [*zip(made, real, strict=False)]
+        is_dense = all(
+            len(stride) == t.ndim and _dense(t.shape, _outermost_first(stride)) == stride
+            for t, (stride, _) in pairs
+        )
+        orders = ((tuple(_outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
+        self.results[call] = tuple(orders) if is_dense else None
+
 
 SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other sizes", default=None)
 """Set while one call is captured at many sizes (`captured_sizes`): a small one runs for real."""
@@ -180,7 +206,7 @@ class Layouts:
 
     def __init__(self) -> None:
         self._known: dict[object, tuple[_Layout, ...]] = {}
-        self._seen = SEEN.get()
+        self._seen = SEEN.get()  # here: the thread of autograd's backward on CUDA has another
 
     def corrected(
         self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
@@ -238,55 +264,15 @@ class Layouts:
         leaves, structure = pytree.tree_flatten((args, kwargs))
         key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
         if key not in self._known:
-            known = None if is_view else self._of_other_sizes(operator, args, kwargs, made)
+            seen = None if is_view else self._seen
+            call = form(key[0], (args, kwargs)) if seen else None
+            known = seen.layouts(call, made) if seen else None
             if known is None:
                 known = _real_layouts(operator, args, kwargs, is_view)
-                if not is_view:
-                    self._remember(operator, args, kwargs, made, known)
+                if seen:
+                    seen.remember(call, made, known)
             self._known[key] = known
         return self._known[key]
-
-    def _of_other_sizes(
-        self,
-        operator: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        made: Sequence[torch.Tensor],
-    ) -> tuple[_Layout, ...] | None:
-        """Return (strides, dtype) of each result as the same call at another size had them: dense,
-        in the same order of dimensions. None if none was seen, or its results were not dense; made:
-        the fake results."""
-        if self._seen is None:
-            return None
-        orders = self._seen.results.get(form(operator_name(operator), (args, kwargs)))
-        if orders is None or len(orders) not in (0, len(made)):
-            return None
-        pairs = zip(made, orders, strict=False)
-        return tuple((_dense(t.shape, order), dtype) for t, (order, dtype) in pairs)
-
-    def _remember(
-        self,
-        operator: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        made: Sequence[torch.Tensor],
-        real: tuple[_Layout, ...],
-    ) -> None:
-        """Store the order of dimensions and dtype of each result of a real call, for calls of other
-        sizes; None (nothing follows) if one has gaps. made: the fake results; real: their real
-        strides and dtypes."""
-        if self._seen is None or len(real) not in (0, len(made)):
-            return
-        pairs = [*zip(made, real, strict=False)]
-        is_dense = all(
-            len(stride) == t.ndim and _dense(t.shape, _outermost_first(stride)) == stride
-            for t, (stride, _) in pairs
-        )
-        self._seen.results[form(operator_name(operator), (args, kwargs))] = (
-            tuple((tuple(_outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
-            if is_dense
-            else None
-        )
 
 
 def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
