@@ -36,6 +36,7 @@ from rockplan.python_state import trees
 from rockplan.reports.pictures import Series
 from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
+from rockplan.values.columns import aligned
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
@@ -89,13 +90,7 @@ class Comparison:
     def __str__(self) -> str:
         head = ("variant", "peak", "predicted", "time", "middle half", "gradients, buffers")
         table = [head, *(_cells(row) for row in self.rows)]
-        widths = [max(len(cells[i]) for cells in table) for i in range(len(head))]
-        lines = [
-            "  ".join(c.ljust(w) for c, w in zip(cells, widths, strict=True)).rstrip()
-            for cells in table
-        ]
-        lines.append(f"{self.machine}; {self.rounds} interleaved rounds")
-        return "\n".join(lines)
+        return "\n".join([*aligned(table), f"{self.machine}; {self.rounds} interleaved rounds"])
 
 
 def _cells(row: Row) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from importlib import resources
 
 from rockplan.reports.explain import (
@@ -324,10 +324,9 @@ def _timeline_data(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> dict[str, object]:
     """Return one timeline, with measurement and budget if any, as JSON values; times in ns."""
-    title = ", ".join(_title_parts(predicted, measured, budget_bytes))
     moments = predicted.moments
     return {
-        "title": f"{predicted.name}: {title}",
+        "title": predicted.title(measured, budget_bytes),
         "groups": predicted.groups,
         "start_ns": [m.start_ns for m in moments],
         "operations": [m.operation for m in moments],
@@ -343,15 +342,3 @@ def _timeline_data(
         "budget_bytes": budget_bytes,
         "measured": measured and {"times_ns": measured.times_ns, "live_bytes": measured.live_bytes},
     }
-
-
-def _title_parts(
-    predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
-) -> Iterator[str]:
-    """Yield the figures for the title of a timeline, as text: predicted peak, measured peak and
-    budget where they are given."""
-    yield f"predicted peak {format_bytes(predicted.peak_bytes)}"
-    if measured is not None:
-        yield f"measured {format_bytes(measured.peak_bytes)}"
-    if budget_bytes is not None:
-        yield f"budget {format_bytes(budget_bytes)}"

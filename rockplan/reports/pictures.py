@@ -138,16 +138,14 @@ def _draw_lines(
 ) -> None:
     """Draw into `axis` the measured line, the budget (unless far above the peak), the start of the
     backward phase and the title; None leaves a line out."""
-    title = f"{predicted.name}: predicted peak {format_bytes(predicted.peak_bytes)}"
     if measurement is not None:
         times_ms = [t / 1e6 for t in measurement.times_ns]
         live = [b / _MIB for b in measurement.live_bytes]
         axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label="measured")
-        title += f", measured {format_bytes(measurement.peak_bytes)}"
-    if budget_bytes is not None and budget_bytes <= 1.2 * predicted.peak_bytes:
-        label = "budget"
-        axis.axhline(budget_bytes / _MIB, color="#B00020", linestyle="--", label=label)
-        title += f", budget {format_bytes(budget_bytes)}"
+    if budget_bytes is not None and budget_bytes > 1.2 * predicted.peak_bytes:
+        budget_bytes = None
+    if budget_bytes is not None:
+        axis.axhline(budget_bytes / _MIB, color="#B00020", linestyle="--", label="budget")
     axis.axvline(predicted.backward_ns / 1e6, color="#404040", linestyle=":", linewidth=1)
     axis.annotate(
         "backward",
@@ -158,7 +156,7 @@ def _draw_lines(
         va="top",
         fontsize=8,
     )
-    axis.set_title(title, fontsize=10, loc="left")
+    axis.set_title(predicted.title(measurement, budget_bytes), fontsize=10, loc="left")
     axis.set_ylabel("MiB")
 
 

@@ -11,22 +11,27 @@ import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from rockplan.oracles.clock import clock
 from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
-from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, as_eager, producers
+from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager, producers
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.names import ROOT, activation_names, operation_names, operator_of
-from rockplan.values.plan import Plan, plan_in
+from rockplan.values.plan import Plan, format_bytes, plan_in
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 CALLER = "(caller)"
 OTHERS = "(others)"
 MOST_GROUPS = 7
 """As many colours as everyone can tell apart (Okabe and Ito), beside one for the others."""
+
+
+Event = dict[str, Any]
+"""Of Chromium's trace format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +87,17 @@ class MemoryTimeline:
     def peak_bytes(self) -> int:
         return max((m.live_bytes for m in self.moments), default=0)
 
+    def title(self, measured: MeasuredTimeline | None, budget_bytes: int | None) -> str:
+        """Return the name, the predicted peak, and measured peak and budget where they are
+        given."""
+        figures = {
+            "predicted peak": self.peak_bytes,
+            "measured": measured.peak_bytes if measured else None,
+            "budget": budget_bytes,
+        }
+        shown = (f"{what} {format_bytes(n)}" for what, n in figures.items() if n is not None)
+        return f"{self.name}: {', '.join(shown)}"
+
 
 def planned_timeline(plan: Plan) -> MemoryTimeline:
     """Predict memory over the planned step."""
@@ -103,9 +119,7 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
     stays = _stays(graph, schedule, [number[g] for g in groups], number[CALLER])
     used = sorted({s.group for s in stays})
     renumbered = {old: new for new, old in enumerate(used)}
-    stays = tuple(
-        Stay(s.name, s.kind, renumbered[s.group], s.size_bytes, s.first, s.last) for s in stays
-    )
+    stays = tuple(replace(s, group=renumbered[s.group]) for s in stays)
     moments = tuple(_moments(graph, schedule, _group_bytes(stays, len(used), schedule)))
     forward = sum(isinstance(e, Compute) for e in schedule.events[: schedule.forward_length])
     total_ns = moments[-1].stop_ns if moments else 0
@@ -278,7 +292,7 @@ def trace_json(
     measured: name -> measured memory, each a process with one counter. Times are microseconds.
     Format: 'Trace Event Format' of Chromium, JSON object form.
     """
-    events: list[dict[str, object]] = []
+    events: list[Event] = []
     for process, predicted in enumerate(timelines, 1):
         threads = _THREADS | (_COPY_THREADS if predicted.copies else {})
         events += _process_events(process, f"{predicted.name} (predicted)", threads)
@@ -291,53 +305,38 @@ def trace_json(
     return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
 
 
-_FORWARD_THREAD, _BACKWARD_THREAD, _AGAIN_THREAD = 1, 2, 3
-_THREADS = {_FORWARD_THREAD: "forward", _BACKWARD_THREAD: "backward", _AGAIN_THREAD: "again"}
+_THREADS = {"forward": 1, "backward": 2, "again": 3}
+_OUT, _IN = "to the host", "from the host"
+_COPY_THREADS = {_OUT: 4, _IN: 5}
 
 
-_OUT_THREAD, _IN_THREAD = 4, 5
-_COPY_THREADS = {_OUT_THREAD: "to the host", _IN_THREAD: "from the host"}
-
-
-def _process_events(
-    process: int, name: str, threads: Mapping[int, str]
-) -> Iterator[dict[str, object]]:
+def _process_events(process: int, name: str, threads: Mapping[str, int]) -> Iterator[Event]:
     """Yield the events of Chromium's trace format that name the process `process` and its threads
-    (number -> label)."""
-    common: dict[str, object] = {"ph": "M", "pid": process, "ts": 0}
+    (label -> number)."""
+    common: Event = {"ph": "M", "pid": process, "ts": 0}
     yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
-    for thread, label in threads.items():
+    for label, thread in threads.items():
         yield {**common, "tid": thread, "name": "thread_name", "args": {"name": label}}
 
 
-def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
+def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
     """Yield the events of Chromium's trace format that draw each copy and each computation of a
     timeline as a slice of the process `process`."""
+
+    def piece(thread: int, begins_ns: int, ends_ns: int, name: str, category: str) -> Event:
+        times = {"ts": begins_ns / 1000, "dur": (ends_ns - begins_ns) / 1000}
+        return {"ph": "X", "pid": process, "tid": thread, **times, "name": name, "cat": category}
+
     for copy in drawn.copies:
-        yield {
-            "ph": "X",
-            "pid": process,
-            "tid": _OUT_THREAD if copy.is_out else _IN_THREAD,
-            "ts": copy.begins_ns / 1000,
-            "dur": (copy.ends_ns - copy.begins_ns) / 1000,
-            "name": copy.operation,
-            "cat": "copy",
-        }
+        thread = _COPY_THREADS[_OUT if copy.is_out else _IN]
+        yield piece(thread, copy.begins_ns, copy.ends_ns, copy.operation, "copy")
     for moment in drawn.moments:
-        first = _FORWARD_THREAD if moment.phase == Phase.FORWARD.value else _BACKWARD_THREAD
-        yield {
-            "ph": "X",
-            "pid": process,
-            "tid": _AGAIN_THREAD if moment.again else first,
-            "ts": moment.start_ns / 1000,
-            "dur": (moment.stop_ns - moment.start_ns) / 1000,
-            "name": moment.operation,
-            "cat": "again" if moment.again else moment.phase,
-            "args": {"live_bytes": moment.live_bytes},
-        }
+        kind = "again" if moment.again else moment.phase
+        drawn_as = piece(_THREADS[kind], moment.start_ns, moment.stop_ns, moment.operation, kind)
+        yield drawn_as | {"args": {"live_bytes": moment.live_bytes}}
 
 
-def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, object]]:
+def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
     """Yield a counter at each computation, and zeros at the end of the step."""
     for moment in drawn.moments:
         values = dict(zip(drawn.groups, moment.group_bytes, strict=True))
@@ -345,7 +344,7 @@ def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[dict[str, o
     yield _counter(process, "live bytes by module", drawn.time_ns, dict.fromkeys(drawn.groups, 0))
 
 
-def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> dict[str, object]:
+def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> Event:
     return {"ph": "C", "pid": process, "tid": 0, "ts": time_ns / 1000, "name": name, "args": values}
 
 
@@ -397,8 +396,8 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
 
 
 def _copy_rows(predicted: MemoryTimeline) -> Iterator[BlockRow]:
-    for thread, name in _COPY_THREADS.items() if predicted.copies else ():
-        own = (c for c in predicted.copies if c.is_out == (thread == _OUT_THREAD))
+    for name in _COPY_THREADS if predicted.copies else ():
+        own = (c for c in predicted.copies if c.is_out == (name == _OUT))
         runs = ((c.begins_ns, c.ends_ns, "copy") for c in own)
         yield BlockRow(name, digest="", runs=tuple(runs), alive=(), saved_bytes=0)
 
