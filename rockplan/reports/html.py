@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from importlib import resources
 
 from rockplan.reports.explain import (
@@ -152,11 +152,10 @@ def _lead(what: str, explanation: Explanation) -> str:
     owner = ""
     for first in explanation.shares[:1]:
         share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
-        owner = f" <code>{html.escape(first.pattern)}</code> owns {share} of it."
-    at = html.escape(explanation.peak_operation)
+        owner = f" {_code(first.pattern)} owns {share} of it."
     return (
         f'<p class="lead">{html.escape(what)}: peak {format_bytes(explanation.peak_bytes)} in the '
-        f"{explanation.peak_phase} phase, at <code>{at}</code>.{owner}</p>"
+        f"{explanation.peak_phase} phase, at {_code(explanation.peak_operation)}.{owner}</p>"
     )
 
 
@@ -168,13 +167,12 @@ def _basis(plan: Plan) -> str:
     )
 
 
-def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> str:
-    """Return an HTML table. heads: (title, True for a column of numbers); cells of rows are HTML
-    already."""
-    classes = [' class="number"' if number else "" for _, number in heads]
-    head = "".join(
-        f"<th{c}>{html.escape(t)}</th>" for c, (t, _) in zip(classes, heads, strict=True)
-    )
+def table(
+    heads: Sequence[str], rows: Iterable[Sequence[str]], words: Collection[int] = (0,)
+) -> str:
+    """Return an HTML table. words: columns that are no numbers; cells of rows are HTML already."""
+    classes = ["" if i in words else ' class="number"' for i in range(len(heads))]
+    head = "".join(f"<th{c}>{html.escape(t)}</th>" for c, t in zip(classes, heads, strict=True))
     lines = [
         "<tr>" + "".join(f"<td{c}>{x}</td>" for c, x in zip(classes, row, strict=True)) + "</tr>"
         for row in rows
@@ -183,30 +181,30 @@ def table(heads: Sequence[tuple[str, bool]], rows: Iterable[Sequence[str]]) -> s
     return f'<div class="scroll"><table>\n<tr>{head}</tr>\n{body}\n</table></div>'
 
 
+def _code(text: str) -> str:
+    return f"<code>{html.escape(text)}</code>"
+
+
 def _owners(explanation: Explanation) -> str:
     """Return the HTML section about what owns the peak: a table of groups, and one of each tensor,
     folded."""
     shares = table(
-        (("share", True), ("bytes", True), ("tensors", True), ("of", False)),
+        ("share", "bytes", "tensors", "of"),
         (
             (
                 f"{s.size_bytes / max(explanation.peak_bytes, 1):.1%}",
                 format_bytes(s.size_bytes),
                 str(s.tenants),
-                f"<code>{html.escape(s.pattern)}</code><br>"
-                '<span class="bar" '
+                f'{_code(s.pattern)}<br><span class="bar" '
                 f'style="width:{60 * s.size_bytes / explanation.peak_bytes:.1f}%"></span>',
             )
             for s in explanation.shares
         ),
+        words=(3,),
     )
-    heads = (
-        ("bytes", True),
-        ("tensor", False),
-        ("kind", False),
-        ("why, and what to drop it", False),
-    )
-    tenants = table(heads, (_tenant_row(t, explanation) for t in explanation.tenants))
+    heads = ("bytes", "tensor", "kind", "why, and what to drop it")
+    rows = (_tenant_row(t, explanation) for t in explanation.tenants)
+    tenants = table(heads, rows, words=(1, 2, 3))
     text = (
         f"Every byte that is alive at the peak, {format_bytes(explanation.peak_bytes)} at "
         f"{explanation.peak_operation}."
@@ -222,7 +220,7 @@ def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
     price = price_text(tenant.price, explanation) if tenant.price else tenant.undroppable
     return (
         format_bytes(tenant.size_bytes),
-        f"<code>{html.escape(tenant.name)}</code>",
+        _code(tenant.name),
         html.escape(tenant.kind),
         f"{html.escape(tenant.reason)}<br>{html.escape(price)}",
     )
@@ -233,29 +231,16 @@ def _recomputed(explanation: Explanation) -> str:
     operation, folded."""
     if not explanation.recomputations:
         return section("recomputed", "Recomputed operations", "No operation runs again.")
-    heads = (
-        ("operation", False),
-        ("times", True),
-        ("at", True),
-        ("for", False),
-        ("time", True),
-        ("makes", True),
-        ("buys", True),
-    )
     costly = sorted(explanation.recomputations, key=lambda r: (-r.time_ns, r.name))
     text = (
         "What runs again in the backward pass, layers of a stack together, costliest first. Buys: "
         "by how much keeping the results of one of them alone would raise the peak, at most."
     )
-    group_heads = (
-        ("operations", False),
-        ("times", True),
-        ("time", True),
-        ("makes", True),
-        ("buys", True),
-    )
-    groups = table(group_heads, (_group_row(p, g) for p, g in recomputation_groups(explanation)))
-    operations = table(heads, map(_recomputation_row, costly))
+    found = recomputation_groups(explanation)
+    heads = ("operations", "times", "time", "makes", "buys")
+    groups = table(heads, (_group_row(p, g) for p, g in found))
+    heads_of_each = ("operation", "times", "at", "for", "time", "makes", "buys")
+    operations = table(heads_of_each, map(_recomputation_row, costly), words=(0, 3))
     each = f"<details><summary>Each of {len(costly)} operations</summary>\n{operations}\n</details>"
     return section("recomputed", "Recomputed operations", text, groups, each)
 
@@ -265,7 +250,7 @@ def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
     time, bytes made, the most that keeping one's results would add to the peak."""
     count = f" x{len(group)}" if len(group) > 1 else ""
     return (
-        f"<code>{html.escape(pattern)}</code>{count}",
+        f"{_code(pattern)}{count}",
         str(sum(r.times for r in group)),
         f"{sum(r.time_ns for r in group) / 1e6:.2f} ms",
         format_bytes(sum(r.results_bytes * r.times for r in group)),
@@ -277,10 +262,10 @@ def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
     """Return the HTML cells of one recomputed operation: name, executions, when and for whom (the
     first three), time, bytes made, what keeping its results would add to the peak."""
     return (
-        f"<code>{html.escape(again.name)}</code>",
+        _code(again.name),
         str(again.times),
         ", ".join(f"{at / 1e6:.1f} ms" for at in again.at_ns[:3]),
-        ", ".join(f"<code>{html.escape(r)}</code>" for r in dict.fromkeys(again.readers[:3])),
+        ", ".join(map(_code, dict.fromkeys(again.readers[:3]))),
         f"{again.time_ns / 1e6:.2f} ms",
         format_bytes(again.results_bytes),
         format_bytes(max(again.buys_bytes, 0)),

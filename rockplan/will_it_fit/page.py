@@ -23,9 +23,8 @@ _TEXT = (
     "no batch of a length has no mark there. Point at a mark for what it needs and takes."
 )
 _HEADS = (
-    *(("length", True), ("way", False), ("largest batch", True)),
-    *(("allocated", True), ("reserved", True), ("overhead", True), ("a second", True)),
-    ("who has the bytes at the peak", False),
+    *("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second"),
+    "who has the bytes at the peak",
 )
 
 
@@ -33,10 +32,11 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
     """Return a self-contained HTML page of an answer: a drawing of the largest batch over length,
     and a table of the rows with who owns the memory."""
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in fit.notes)
+    rows = table(_HEADS, map(_cells, fit.rows), words=(1, 7))
     sections = (
         f'<p class="lead">{html.escape(fit.headline)}.</p>',
         section("frontier", "Batch and length", _TEXT, _frontier(fit.rows), _legend(fit)),
-        section("rows", "What each way needs", "", table(_HEADS, map(_cells, fit.rows)), notes),
+        section("rows", "What each way needs", "", rows, notes),
     )
     return page(title, sections)
 
