@@ -56,35 +56,25 @@ if TYPE_CHECKING:
     from rockplan.will_it_fit.answer import Fit
     from rockplan.will_it_fit.what_fits import fit
 
-_LATE = {
-    "BlocksPlan": "rockplan.blocks.report",
-    "Comparison": "rockplan.comparison",
-    "Fit": "rockplan.will_it_fit.answer",
-    "TrainingStep": "rockplan.fitting.training_step",
-    "blocks_of": "rockplan.blocks.solve",
-    "as_checkpoint_code": "rockplan.checkpointing.export",
-    "code_of": "rockplan.runtime.planned_state",
-    "compare": "rockplan.comparison",
-    "draw_curve": "rockplan.reports.pictures",
-    "draw_graph": "rockplan.reports.pictures",
-    "draw_memory": "rockplan.reports.pictures",
-    "draw_schedule": "rockplan.reports.pictures",
-    "explain": "rockplan.explained",
-    "fit": "rockplan.will_it_fit.what_fits",
-    "html_report": "rockplan.reports.html",
-    "load": "rockplan.api",
-    "measured_timeline": "rockplan.graph_builder.costs.ruler",
-    "opaque": "rockplan.graph_builder.foreign.opaque",
-    "pareto": "rockplan.api",
-    "peak_live_bytes": "rockplan.graph_builder.costs.ruler",
-    "plan": "rockplan.api",
-    "plan_of": "rockplan.runtime.planned_state",
-    "plan_trace": "rockplan.reports.timeline",
-    "pure": "rockplan.graph_builder.operators.facts",
-    "restore_blocks": "rockplan.blocks.solve",
-    "solve": "rockplan.api",
-    "solve_blocks": "rockplan.blocks.solve",
+_NAMES = {
+    "blocks.report": "BlocksPlan",
+    "comparison": "Comparison compare",
+    "will_it_fit.answer": "Fit",
+    "fitting.training_step": "TrainingStep",
+    "blocks.solve": "blocks_of restore_blocks solve_blocks",
+    "checkpointing.export": "as_checkpoint_code",
+    "runtime.planned_state": "code_of plan_of",
+    "reports.pictures": "draw_curve draw_graph draw_memory draw_schedule",
+    "explained": "explain",
+    "will_it_fit.what_fits": "fit",
+    "reports.html": "html_report",
+    "api": "load pareto plan solve",
+    "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
+    "graph_builder.foreign.opaque": "opaque",
+    "reports.timeline": "plan_trace",
+    "graph_builder.operators.facts": "pure",
 }
+_LATE = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> the module that has it, imported when the name is first used."""
 
 __all__ = [
@@ -149,6 +139,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name not in _LATE:
         raise AttributeError(f"module 'rockplan' has no attribute {name!r}")
-    attribute = getattr(importlib.import_module(_LATE[name]), name)
+    attribute = getattr(importlib.import_module(f"rockplan.{_LATE[name]}"), name)
     globals()[name] = attribute
     return attribute

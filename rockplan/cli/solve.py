@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -118,8 +119,12 @@ def solve(
             trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}
             plans = _plans(budget, options, subject.call | trained) if budget else ()
         pairs = tuple(zip(budget or (), plans, strict=True))
-        files = [_save(save, asked, plan) for asked, plan in pairs]
-        exported = [_export(export, asked, plan, subject) for asked, plan in pairs]
+
+        def write_code(plan: Plan, path: str) -> None:
+            write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
+
+        files = [_written(save, asked, plan, rockplan.save_plan) for asked, plan in pairs]
+        exported = [_written(export, asked, plan, write_code) for asked, plan in pairs]
         programs = [path for asked, plan in pairs for path in _write_lp(write_lp, asked, plan)]
     if curve is not None:
         if as_json:
@@ -181,24 +186,18 @@ def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
         raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
 
 
-def _save(save: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
-    """Write a plan; return the path, None if nothing is to be written."""
-    if save is None or isinstance(plan, InfeasibleBudget):
-        return None
-    path = _file_name(save, asked)
-    rockplan.save_plan(plan, path)
-    return path
-
-
-def _export(
-    export: str | None, asked: str, plan: Plan | InfeasibleBudget, subject: Subject
+def _written(
+    name: str | None,
+    asked: str,
+    plan: Plan | InfeasibleBudget,
+    write: Callable[[Plan, str], object],
 ) -> str | None:
-    """Write a plan as checkpointing code to the file `export`, with the budget `asked` in its name,
-    and return the name; None if no file is wanted or the budget is too small."""
-    if export is None or isinstance(plan, InfeasibleBudget):
+    """Write a plan to the file `name`, with the budget `asked` in it, and return the path; None if
+    no file is wanted or the budget is too small."""
+    if name is None or isinstance(plan, InfeasibleBudget):
         return None
-    path = _file_name(export, asked)
-    write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
+    path = _file_name(name, asked)
+    write(plan, path)
     return path
 
 

@@ -15,7 +15,7 @@ have run before.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 import numpy.typing as npt
@@ -215,14 +215,8 @@ def _roles(
 
 def _options(costs: Sequence[OptionCost]) -> OptionArrays:
     """Return the options of one block as arrays, with an entry for each in the given order."""
-    return OptionArrays(
-        option=_integers(c.option for c in costs),
-        saved_bytes=_integers(c.saved_bytes for c in costs),
-        forward_peak_bytes=_integers(c.forward_peak_bytes for c in costs),
-        backward_peak_bytes=_integers(c.backward_peak_bytes for c in costs),
-        time_ns=_integers(c.time_ns for c in costs),
-        reads_output=_integers(c.reads_output for c in costs),
-    )
+    names = [f.name for f in fields(OptionArrays)]
+    return OptionArrays(*(_integers(getattr(c, name) for c in costs) for name in names))
 
 
 def _integers(numbers: Iterable[int]) -> Integers:
