@@ -5,8 +5,9 @@ guarantees: a call that no plan can be made of is refused before anything is rec
 
 from __future__ import annotations
 
+import functools
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -237,11 +238,9 @@ def captured_call(
     module, incoming = call.module, call.incoming
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)
-    forward = original_forward(module)
     # Not as a decorator, whose frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        record = _recorded if may_run else capture
-        run = record(module, call.args, call.kwargs, forward, incoming, options.only_loss)
+        run = _recorded(replace(call, incoming=incoming), options.only_loss, may_run)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
@@ -252,21 +251,21 @@ def captured_call(
         return CapturedCall(whole, hooked, in_parts)
 
 
-def _recorded(
-    module: nn.Module,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    forward: Callable[..., Any],
-    *how: Any,
-) -> Capture:
-    """Record one call. If the module's first call stores tables, record it as a second call. how:
-    further arguments of `capture`, in order."""
+def _recorded(call: ModuleCall, only_loss: bool, may_run: bool) -> Capture:
+    """Record one call. If the module's first call stores tables and the original may be called for
+    real (`may_run`), record it as a second call."""
+    module, forward = call.module, original_forward(call.module)
+    record = functools.partial(
+        capture, module, call.args, call.kwargs, forward, call.incoming, only_loss
+    )
     try:
-        return capture(module, args, kwargs, forward, *how)
+        return record()
     except StoredByTheFirstCall as refusal:
+        if not may_run:
+            raise
         first = refusal.with_traceback(None)
-    with after_a_first_call(module, forward, args, kwargs, first):
-        return capture(module, args, kwargs, forward, *how)
+    with after_a_first_call(call, first):
+        return record()
 
 
 def _in_parts(

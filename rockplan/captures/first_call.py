@@ -9,33 +9,28 @@ they are removed.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import nn
 
 from rockplan.captures.untouched import untouched
 from rockplan.python_state import trees
 from rockplan.python_state.holders import Held
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.snapshot import Snapshot
+from rockplan.runtime.planned_state import original_forward
+from rockplan.runtime.program import ModuleCall
 
 
 @contextlib.contextmanager
-def after_a_first_call(
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    refusal: Exception,
-) -> Iterator[None]:
-    """Call `module` for real, and run the `with` block with the tensors that its first call stored
-    in place (tables in caches). They are taken away again only if the block raises. Raises
+def after_a_first_call(call: ModuleCall, refusal: Exception) -> Iterator[None]:
+    """Call the module for real, and run the `with` block with the tensors that its first call
+    stored in place (tables in caches). They are taken away again only if the block raises. Raises
     `refusal` if the call fails, or if a second one returns other values."""
-    snapshot = Snapshot.of(module, forward, args, kwargs)
+    snapshot = Snapshot.of(call.module, original_forward(call.module), call.args, call.kwargs)
     snapshot.begin()
-    stored = _stored_by_a_call(snapshot, module, forward, args, kwargs)
+    stored = _stored_by_a_call(snapshot, call)
     if stored is None:
         raise refusal
     try:
@@ -48,16 +43,13 @@ def after_a_first_call(
 
 
 def _stored_by_a_call(
-    snapshot: Snapshot,
-    module: nn.Module,
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    snapshot: Snapshot, call: ModuleCall
 ) -> list[tuple[Held, list[Element]]] | None:
     """Call the module for real twice, and leave everything as it was. Returns (holder, its elements
     after the first call) for each object in which that call stored a tensor; None if a call fails
     or the second one has other results."""
-    with untouched(module, args, kwargs) as run, torch.no_grad():
+    forward, args, kwargs = original_forward(call.module), call.args, call.kwargs
+    with untouched(call.module, args, kwargs) as run, torch.no_grad():
         try:
             with run.draws_restored():
                 first = trees.tree_leaves(forward(*args, **kwargs))
