@@ -134,14 +134,14 @@ def compare(
     if not all(0 <= ratio <= 1 for ratio in compile_budgets):
         raise InvalidInput(f"compile_budgets is {compile_budgets!r}; ratios are from 0 to 1")
     wanted = _readable(budgets, model)
-    names, makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
+    makers = _makers(model, args, kwargs, wanted, compile_budgets, options)
     step = functools.partial(step_of, args=args, kwargs=kwargs, loss=loss, incoming={})
     written = _written(model, args, kwargs, loss)
     with untouched(model, args, kwargs, loss, written) as held:
         rows: dict[str, Row] = {}
         steps: dict[str, Callable[[], object]] = {}
         expected: _StepOutcome | None = None
-        for name, make in zip(names, makers, strict=True):
+        for name, make in makers.items():
             report(f"measuring {name}")
             try:
                 module = make()
@@ -226,9 +226,9 @@ def _makers(
     budgets: Sequence[OneBudget],
     compile_budgets: Sequence[float],
     options: Options,
-) -> tuple[list[str], list[Callable[[], nn.Module]]]:
-    """Return the names of the variants to compare, eager first, and for each a function that
-    returns a copy of the model, with the same parameters, that runs so."""
+) -> dict[str, Callable[[], nn.Module]]:
+    """Return for each variant to compare, by name, eager first, a function that returns a copy of
+    the model, with the same parameters, that runs so."""
 
     def planned(budget: OneBudget) -> nn.Module:
         copied = wrap.sharing_copy(model)
@@ -241,8 +241,7 @@ def _makers(
         "selective, saves matmuls": lambda: wrap.selective(model),
     }
     makers |= {f"compile {r}": functools.partial(_compiled, model, r) for r in compile_budgets}
-    makers |= {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
-    return list(makers), list(makers.values())
+    return makers | {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
 
 
 class _Compiled(nn.Module):
