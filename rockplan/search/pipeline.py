@@ -17,6 +17,7 @@ from rockplan.search import stages
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.problem import Goal
+from rockplan.values.columns import aligned
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.plan import StageTrace
 
@@ -148,13 +149,9 @@ def _trace(stage: Stage, incumbent: Incumbent, seconds: float) -> StageTrace:
 def diagram(stages_in_order: Sequence[Stage]) -> str:
     """Return a line of text for each stage: its name, the condition under which it runs, and its
     docstring up to the first colon, comma or full stop."""
-    names = max(len(stage.name) for stage in stages_in_order)
-    conditions = max(len(stage.when.__name__) for stage in stages_in_order)
-    return "\n".join(
-        f"{stage.name:{names}}  {stage.when.__name__.replace('_', ' '):{conditions}}  "
-        f"{_purpose(stage)}"
-        for stage in stages_in_order
-    )
+    whens = [stage.when.__name__.replace("_", " ") for stage in stages_in_order]
+    pairs = zip(stages_in_order, whens, strict=True)
+    return "\n".join(aligned((stage.name, when, _purpose(stage)) for stage, when in pairs))
 
 
 def _purpose(stage: Stage) -> str:
