@@ -45,7 +45,7 @@ from rockplan.runtime.planned_state import (
     put_assignments,
 )
 from rockplan.runtime.program import PlannedProgram
-from rockplan.runtime.replanning import Situation, bound_program
+from rockplan.runtime.replanning import Called, Situation, bound_program
 from rockplan.runtime.switches import function_modes, without_default_device
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
@@ -78,7 +78,7 @@ class Planned(HasPlans):
         """Return an attribute that is not found otherwise: of nn.Module's registries, or `plan`,
         `plans` and `code` of the state if the original has no such name."""
         try:
-            attribute = super().__getattr__(name)  # type: ignore[misc]
+            attribute = super().__getattr__(name)
         except AttributeError:
             if name not in _OF_STATE:
                 raise
@@ -132,7 +132,6 @@ class Planned(HasPlans):
         original forward without gradients, while tracing, or where no plan is to be made. Raises
         StalePlan where a planned module cannot run."""
         state = self._rockplan
-        assert isinstance(self, nn.Module)
         if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
         refuse_transforms()
@@ -148,15 +147,15 @@ class Planned(HasPlans):
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():
             bound = matching(state.programs.get(key, ()), leaves)
+        call = Called(key, args, kwargs, leaves)
         if bound is None:
             with PLANNING, paused_collection():
-                bound = bound_program(self, key, leaves, args, kwargs)
+                bound = bound_program(self, call)
         if bound is None:
             return _run_original(self, args, kwargs)
         state.latest, state.has_run = bound.program, True
         state.watch.called()
-        state_of_torch = (autocast_state(), function_modes())
-        situation = Situation(self, key, bound, args, kwargs, leaves, *state_of_torch)
+        situation = Situation(self, call, bound, autocast_state(), function_modes())
         result = run(bound, (args, kwargs), leaves, situation.replan)
         state.leave(self, key, bound)
         return result
@@ -165,7 +164,6 @@ class Planned(HasPlans):
 def _surround(copied: Any, planned: Planned) -> None:
     """Replace the surroundings (user state beside the module) in the plans of a deep copy by the
     copy's own, where those of `planned` are unchanged."""
-    assert isinstance(planned, nn.Module)
     surroundings = Surroundings.of(copied, original_forward(copied))
     for key, bounds in planned._rockplan.programs.items():
         own = copied._rockplan.programs[key]
@@ -261,7 +259,7 @@ def take_out(module: nn.Module) -> None:
     """Undo `plan_in_place`: the module gets its class and forward back. If another class was
     derived from the module's since (`fully_shard`), or its forward was wrapped, the class stays and
     runs the original forward."""
-    assert isinstance(module, HasPlans) and isinstance(module, nn.Module)
+    assert isinstance(module, HasPlans)
     state = module._rockplan
     state.watch.end()
     is_own_class = type(module) is _planned_class(state.original)

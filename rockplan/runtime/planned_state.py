@@ -148,7 +148,7 @@ def _owner(module: nn.Module, address: Address) -> Any:
     return owner
 
 
-class HasPlans:
+class HasPlans(nn.Module):
     """The base of every planned module (`planned_module.Planned`)."""
 
     _rockplan: PlannedState

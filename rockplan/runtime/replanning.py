@@ -44,27 +44,30 @@ from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, origina
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import under_default_device
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.interface import Incoming, Precedent
+from rockplan.values.interface import Precedent
 
 LOG = logging.getLogger("rockplan")
 
 
-def bound_program(
-    planned: HasPlans,
-    key: Any,
-    leaves: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> BoundProgram | None:
+@dataclass(frozen=True, slots=True)
+class Called:
+    """A call of a planned module. key: its kind; leaves: of (args, kwargs), whose lists may have
+    grown since."""
+
+    key: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    leaves: list[Any]
+
+
+def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
     """Return a program for a call that none seemed to match, a new one if need be; None: run the
-    original forward. key: kind of the call; leaves: of (args, kwargs). Raises StalePlan if the
-    options forbid planning again.
+    original forward. Raises StalePlan if the options forbid planning again.
 
     It looks again, because another thread may have planned meanwhile, or may have replaced the
     module's tensors while it planned.
     """
-    state = planned._rockplan
-    assert isinstance(planned, nn.Module)
+    state, key, leaves = planned._rockplan, call.key, call.leaves
     bound = matching(state.programs.get(key, ()), leaves)
     if bound is None:
         rebind(planned, original_forward(planned), state.programs)
@@ -79,12 +82,12 @@ def bound_program(
             return None
         if state.settings.on_mismatch == "original":
             state.has_warned_of_original = True
-            warn_of_mismatch(_changes(planned, key, leaves, args, kwargs))
+            warn_of_mismatch(_changes(planned, call))
             return None
         refuse_capture(planned, leaves)
         if any(map(signature_holds, state.infeasible.get(key, ()))):
             return None
-        changes = _changes(planned, key, leaves, args, kwargs)
+        changes = _changes(planned, call)
         if state.settings.on_mismatch == "error":
             raise StalePlan(
                 f"this call does not match what was planned: {changes}. Plan again with this "
@@ -92,20 +95,18 @@ def bound_program(
             )
         if changes.has_values and len(state.programs.get(key, ())) >= TOO_OFTEN:
             warn_of_changes(len(state.programs[key]), changes)
-        bound = _new_bound(planned, key, changes, args, kwargs)
+        bound = _new_bound(planned, call, changes)
     return bound
 
 
-def _new_bound(
-    planned: HasPlans, key: Any, changes: Differences, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> BoundProgram | None:
+def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundProgram | None:
     """Plan for calls like this one and add the program to the state; return None if no plan fits
     the budget and the original is to run (else InfeasibleBudget is raised). changes: how the call
     differs from the planned ones, for messages."""
     state = planned._rockplan
-    assert isinstance(planned, nn.Module)
+    made = ModuleCall(planned, call.args, call.kwargs, state.precedent)
     try:
-        program = _logged_program(planned, args, kwargs, state.precedent, changes)
+        program = _logged_program(made, changes)
     except InfeasibleBudget as error:
         if state.settings.on_infeasible != "original":
             error.add_note(
@@ -115,14 +116,14 @@ def _new_bound(
             )
             raise
         warn_of_original(error, changes)
-        state.infeasible.setdefault(key, []).append(
+        state.infeasible.setdefault(call.key, []).append(
             module_signature(planned, original_forward(planned), ())
         )
         return None
     known = (b for bounds in state.programs.values() for b in bounds)
     signature = known_signature(known, program)
     bound = bind(planned, original_forward(planned), program, signature)
-    state.add(key, bound)
+    state.add(call.key, bound)
     state.watch.begin(planned)
     return bound
 
@@ -137,20 +138,14 @@ _OTHER_OUTPUTS = Differences(
 )
 
 
-def _logged_program(
-    planned: HasPlans,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    incoming: Incoming | Precedent | None,
-    changes: Differences,
-) -> PlannedProgram:
+def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     """Return a program for one more kind of call. The training waits meanwhile: that is logged,
-    with the time, `changes` and advice how to avoid them. incoming: what backward starts from."""
-    state = planned._rockplan
-    assert isinstance(planned, nn.Module)
+    with the time, `changes` and advice how to avoid them."""
+    assert isinstance(call.module, HasPlans)
+    state = call.module._rockplan
     started = time.monotonic()
     with state.watch.aside():
-        program = state.settings.make_program(ModuleCall(planned, args, kwargs, incoming))
+        program = state.settings.make_program(call)
     state.count += 1
     advice = changes.advice or "Each such kind is planned for once"
     if state.count == _EVER_NEW:
@@ -184,20 +179,15 @@ _FOR_EVER_NEW = (
 )
 
 
-def _changes(
-    planned: HasPlans,
-    key: Any,
-    leaves: Sequence[Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> Differences:
+def _changes(planned: HasPlans, call: Called) -> Differences:
     """Return how a call, or the module, differs from what was planned: from the one that differs
     least among the latest `_COMPARED` programs of its kind (if it has none, of all kinds)."""
     state = planned._rockplan
-    assert isinstance(planned, nn.Module)
-    now = described_call(original_forward(planned), args, kwargs)
-    alike = state.programs.get(key) or [b for bounds in state.programs.values() for b in bounds]
-    differences = [bound.differences(now, leaves) for bound in reversed(alike[-_COMPARED:])]
+    now = described_call(original_forward(planned), call.args, call.kwargs)
+    alike = state.programs.get(call.key) or [
+        b for bounds in state.programs.values() for b in bounds
+    ]
+    differences = [bound.differences(now, call.leaves) for bound in reversed(alike[-_COMPARED:])]
     return Differences(min(filter(None, differences), key=len, default=(Difference(_UNNAMED),)))
 
 
@@ -214,15 +204,12 @@ _UNNAMED = (
 class Situation:
     """The circumstances of a call, to plan it again from its backward pass.
 
-    leaves: of the arguments, whose lists may have grown since; modes: of `function_modes`.
+    modes: of `function_modes`.
     """
 
     planned: HasPlans
-    key: Any
+    call: Called
     bound: BoundProgram
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    leaves: list[Any]
     autocast: Autocast
     modes: tuple[torch.device | int, ...]
 
@@ -241,9 +228,8 @@ class Situation:
         the programs of its kind if later calls are to start with it, else first. Raises
         BackwardError if the module has changed since the forward."""
         module, state = self.planned, self.planned._rockplan
-        assert isinstance(module, nn.Module)
         # What the call itself wrote into Python objects is no change.
-        same = (b for b in state.programs[self.key] if b.program is self.bound.program)
+        same = (b for b in state.programs[self.call.key] if b.program is self.bound.program)
         if not any(signature_holds(b.signature) for b in (self.bound, *same)):
             changed = Differences(module_differences(self.bound.signature))
             raise BackwardError(
@@ -253,10 +239,10 @@ class Situation:
                 "configuration that planned blocks share), run the model once on the sample, then "
                 "plan it"
             )
-        rebind(module, original_forward(module), {self.key: state.programs[self.key]})
-        bounds = state.programs[self.key]
+        rebind(module, original_forward(module), {self.call.key: state.programs[self.call.key]})
+        bounds = state.programs[self.call.key]
         known = [b for b in bounds if b.program.executable.pattern == pattern]
-        other = matching(known, self.leaves)
+        other = matching(known, self.call.leaves)
         if other is None:
             other = bind_now(module, self._program(pattern))
         else:
@@ -274,7 +260,6 @@ class Situation:
         """Plan this call anew for incoming gradients of `pattern`, under the switches it had.
         Raises BackwardError where the options forbid it."""
         module, state = self.planned, self.planned._rockplan
-        assert isinstance(module, nn.Module)
         if state.settings.on_mismatch == "error":
             raise BackwardError(
                 "the incoming gradients are of other outputs, or have other strides, than "
@@ -284,17 +269,17 @@ class Situation:
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
         with under_autocast(self.autocast), under_default_device(self.modes):
-            return _logged_program(module, *self._call(), incoming, _OTHER_OUTPUTS)
+            return _logged_program(ModuleCall(module, *self._arguments(), incoming), _OTHER_OUTPUTS)
 
-    def _call(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) as they were in the call, with its leaves, even if the caller's
         lists have changed since."""
-        now, spec = trees.tree_flatten((self.args, self.kwargs))
-        is_same = spec == self.key[0] and len(now) == len(self.leaves)
-        if is_same and all(map(operator.is_, now, self.leaves)):
-            return self.args, self.kwargs
+        now, spec = trees.tree_flatten((self.call.args, self.call.kwargs))
+        is_same = spec == self.call.key[0] and len(now) == len(self.call.leaves)
+        if is_same and all(map(operator.is_, now, self.call.leaves)):
+            return self.call.args, self.call.kwargs
         called: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
-            self.leaves, self.key[0]
+            self.call.leaves, self.call.key[0]
         )
         return called
 
