@@ -46,7 +46,7 @@ from rockplan.programs import (
 )
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
-from rockplan.runtime.planned_state import Settings, unplanned
+from rockplan.runtime.planned_state import PlanSettings, unplanned
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
@@ -123,7 +123,7 @@ def _starting_with(
 ) -> nn.Module:
     """Return the planned module that starts with the program of a call, and makes those of other
     kinds of call by `make`."""
-    settings = Settings(
+    settings = PlanSettings(
         functools.partial(program_in_training, make=make),
         options.on_mismatch,
         options.on_infeasible,

@@ -66,7 +66,7 @@ from rockplan.python_state.sharding import gathered, is_sharded
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import plan_in_place, take_out
-from rockplan.runtime.planned_state import Settings, is_in_place, latest_of, make_program_of
+from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
@@ -569,7 +569,7 @@ class _Job:
                     block.call.module,
                     program,
                     calls[path].kind,
-                    Settings(
+                    PlanSettings(
                         BlockMaker(path, self.programs, allowance),
                         self.options.on_mismatch,
                         self.options.on_infeasible,

@@ -39,7 +39,7 @@ from rockplan.runtime.planned_state import (
     PLANNING,
     HasPlans,
     PlannedState,
-    Settings,
+    PlanSettings,
     bind_now,
     original_forward,
     put_assignments,
@@ -202,7 +202,7 @@ def planned_module(
     program: PlannedProgram,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-    settings: Settings,
+    settings: PlanSettings,
 ) -> nn.Module:
     """Return the drop-in for `module`, which starts with `program` for calls like (args,
     kwargs)."""
@@ -237,7 +237,7 @@ def plan_in_place(
     module: nn.Module,
     program: PlannedProgram,
     kind: Any,
-    settings: Settings,
+    settings: PlanSettings,
     warned: set[str],
 ) -> None:
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`

@@ -27,7 +27,7 @@ PLANNING = threading.RLock()
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class PlanSettings:
     """How a module was planned, which its copies keep. make_program: plans further kinds of call;
     on_mismatch, on_infeasible: as in Options; outputs_chosen: the user said which outputs backward
     starts from; is_in_place: the planned module is the original itself (`plan_in_place`)."""
@@ -53,7 +53,7 @@ class PlannedState:
 
     original: type[nn.Module]
     instance_forward: Callable[..., Any] | None
-    settings: Settings
+    settings: PlanSettings
     count: int = 1
     latest: PlannedProgram | None = None
     programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
