@@ -114,7 +114,8 @@ def row_of(name: str) -> Row:
 
 def _asked(words: str, folder: str, which: str) -> Row:
     arguments = [sys.executable, "-m", *shlex.split(words)]
-    environment = {**os.environ, "ROCKPLAN_CACHE_DIR": folder}
+    caches = {"ROCKPLAN_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/kernels"}
+    environment = {**os.environ, **caches}
     with subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, text=True) as asked:
         assert asked.stdout is not None
         said = asked.stdout.read()
