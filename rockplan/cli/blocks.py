@@ -26,11 +26,10 @@ from rockplan.cli.arguments import (
     under_autocast,
 )
 from rockplan.cli.ending import end_with_errors, ending
-from rockplan.cli.factory import Subject, make_subject
+from rockplan.cli.factory import make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
-from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
-from rockplan.values.plan import Plan, keeps_and_recomputes
+from rockplan.values.plan import keeps_and_recomputes
 
 EXAMPLE = "Example: rockplan blocks rockplan.examples:transformer 'layers.*' -b 40%"
 
@@ -65,7 +64,8 @@ def blocks(
         subject = make_subject(model)
         options = planning_options(context.params)
         with under_autocast(subject, autocast):
-            solved = _solve_each(subject, budget, pattern, optimizer, options)
+            chosen = {"blocks": pattern or None, "optimizer": optimizer, "options": options}
+            solved = _solve_each(budget, subject.call | chosen)
     if as_json:
         rows = [
             one.row if isinstance(one, SolvedBlocks) else display.infeasible_row(asked, one)
@@ -102,11 +102,9 @@ class SolvedBlocks:
         return {
             "budget": self.asked,
             "feasible": True,
-            "budget_bytes": plan.budget_bytes,
-            "peak_bytes": plan.peak_bytes,
-            "eager_peak_bytes": plan.eager_peak_bytes,
-            "saved_bytes": plan.saved_bytes,
-            "overhead": plan.overhead,
+            **display.members(
+                plan, "budget_bytes peak_bytes eager_peak_bytes saved_bytes overhead"
+            ),
             "before_first_block_bytes": plan.first_bytes,
             "between_blocks_bytes": plan.beside.outside_bytes,
             "blocks": [_placed_row(block) for block in plan.blocks],
@@ -117,67 +115,42 @@ class SolvedBlocks:
 def _placed_row(block: PlacedBlock) -> display.Row:
     """Return the row of one block for JSON: its kind, bytes and ns."""
     return {
-        "path": block.path,
-        "kind": block.kind,
-        "saved_bytes": block.option.saved_bytes,
-        "forward_peak_bytes": block.option.forward_peak_bytes,
-        "backward_peak_bytes": block.option.backward_peak_bytes,
-        "time_ns": block.option.time_ns,
+        **display.members(block, "path kind"),
+        **display.members(
+            block.option, "saved_bytes forward_peak_bytes backward_peak_bytes time_ns"
+        ),
         "eager_time_ns": block.eager.time_ns,
     }
 
 
 def _solve_each(
-    subject: Subject,
-    budgets: Sequence[str],
-    patterns: Sequence[str] | None,
-    optimizer: str | None,
-    options: Options,
+    budgets: Sequence[str], call: dict[str, Any]
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
     """Return for each budget, as text, the plan of the blocks, or the InfeasibleBudget that says
-    that it is too small. Blocks are put back after each. patterns: of paths of blocks; None: found
-    by rockplan."""
+    that it is too small. Blocks are put back after each. call: further arguments of
+    `rockplan.solve_blocks`."""
     solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:
-            solved.append(_solved(subject, asked, patterns, optimizer, options))
+            solved.append(_solved(asked, call))
         except InfeasibleBudget as error:
             solved.append(error)
         finally:
-            rockplan.restore_blocks(subject.model)
+            rockplan.restore_blocks(call["model"])
     return tuple(solved)
 
 
-def _solved(
-    subject: Subject,
-    asked: str,
-    patterns: Sequence[str] | None,
-    optimizer: str | None,
-    options: Options,
-) -> SolvedBlocks:
+def _solved(asked: str, call: dict[str, Any]) -> SolvedBlocks:
     """Plan the blocks of the model within the budget `asked`, and return the plan with a
     description of each group of equal blocks. Leaves planned blocks in the model. Raises
     InfeasibleBudget."""
-    model = rockplan.solve_blocks(
-        **subject.call,
-        budget=asked,
-        blocks=patterns or None,
-        optimizer=optimizer,
-        options=options,
-    )
+    model = rockplan.solve_blocks(budget=asked, **call)
     plan = rockplan.blocks_of(model)
     alike: dict[object, list[PlacedBlock]] = {}
     for block in plan.blocks:
         alike.setdefault((block.kind, block.option), []).append(block)
-    return SolvedBlocks(
-        asked,
-        plan,
-        tuple(
-            (len(same), same[0], *keeps_and_recomputes(_plan_of(model, same[0])))
-            for same in alike.values()
-        ),
-    )
-
-
-def _plan_of(model: Any, block: PlacedBlock) -> Plan:
-    return rockplan.plan_of(model.get_submodule(block.path))
+    kinds = []
+    for first, *others in alike.values():
+        of_first = rockplan.plan_of(model.get_submodule(first.path))
+        kinds.append((1 + len(others), first, *keeps_and_recomputes(of_first)))
+    return SolvedBlocks(asked, plan, tuple(kinds))

@@ -70,37 +70,30 @@ def print_json(document: object) -> None:
     print(json.dumps(document, indent=2))
 
 
+def members(value: object, names: str) -> Row:
+    """Return the attributes of these names, written with blanks between, as members of a row."""
+    return {name: getattr(value, name) for name in names.split()}
+
+
 # Plans
 
 
 def plan_row(asked: str, plan: Plan) -> Row:
     """Return the figures of a plan as a row for JSON: bytes and ns, shares as fractions. asked: the
     budget as the user wrote it."""
-    certificate = plan.certificate
     return {
         "budget": asked,
         "feasible": True,
-        "budget_bytes": plan.budget_bytes,
-        "peak_bytes": plan.peak_bytes,
+        **members(plan, "budget_bytes peak_bytes"),
         **({} if plan.reserved_bytes is None else {"reserved_bytes": plan.reserved_bytes}),
-        "saved_bytes": plan.saved_bytes,
-        "time_ns": plan.time_ns,
-        "overhead": plan.overhead,
-        "eager_peak_bytes": plan.eager_peak_bytes,
-        "eager_time_ns": plan.eager_time_ns,
+        **members(plan, "saved_bytes time_ns overhead eager_peak_bytes eager_time_ns"),
         "operations": len(plan.graph.nodes),
         "recomputed_operations": len(recomputations(plan)),
         "certificate": {
-            "status": certificate.status.value,
-            "objective_ns": certificate.objective_ns,
-            "bound_ns": certificate.bound_ns,
-            "gap": certificate.gap,
+            "status": plan.certificate.status.value,
+            **members(plan.certificate, "objective_ns bound_ns gap"),
         },
-        "graph_digest": plan.graph_digest,
-        "profile_digest": plan.profile_digest,
-        "profile_source": plan.profile_source,
-        "torch_version": plan.torch_version,
-        "checked": plan.checked,
+        **members(plan, "graph_digest profile_digest profile_source torch_version checked"),
         **({"tiles": plan.graph.tiles} if plan.graph.tiles else {}),
     }
 
@@ -111,12 +104,7 @@ def infeasible_row(asked: str, error: InfeasibleBudget) -> Row:
     return {
         "budget": asked,
         "feasible": False,
-        "budget_bytes": error.budget_bytes,
-        "minimum_bytes": error.minimum_bytes,
-        "unplanned_bytes": error.unplanned_bytes,
-        "operation": error.operation,
-        "owner": error.owner,
-        "owner_bytes": error.owner_bytes,
+        **members(error, "budget_bytes minimum_bytes unplanned_bytes operation owner owner_bytes"),
         "module": error.module_path,
         "source": error.source,
     }
@@ -151,10 +139,7 @@ def curve_row(curve: Curve) -> list[Row]:
     """Return the points of a curve as rows for JSON: bytes and ns, overhead as a fraction."""
     return [
         {
-            "peak_bytes": p.peak_bytes,
-            "saved_bytes": p.saved_bytes,
-            "time_ns": p.time_ns,
-            "overhead": p.overhead,
+            **members(p, "peak_bytes saved_bytes time_ns overhead"),
             "bound_ns": p.certificate.bound_ns,
             "status": p.certificate.status.value,
         }
