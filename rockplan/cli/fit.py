@@ -27,7 +27,6 @@ from rockplan.cli.arguments import (
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
-from rockplan.options import Options
 from rockplan.reports.progress_bars import waiting
 from rockplan.store.plan_file import write_whole
 
@@ -110,8 +109,14 @@ def fit(
             step = rockplan.TrainingStep(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
-            several = _process_arguments(gpus, shard)
-            answer = _answer(model, gpu, optimizer, sizes, step, options, autocast, several)
+            asked = {
+                "optimizer": None if optimizer == "none" else optimizer,
+                "sizes": sizes,
+                "step": step,
+                "options": options,
+                **_process_arguments(gpus, shard),
+            }
+            answer = _answer(model, gpu, autocast, asked)
             if html is not None:
                 from rockplan.will_it_fit.page import fit_page
 
@@ -120,19 +125,9 @@ def fit(
     print(text if as_json else display.printable(text))
 
 
-def _answer(
-    model: str,
-    gpu: str,
-    optimizer: str,
-    sizes: dict[int, tuple[int, int]],
-    step: rockplan.TrainingStep,
-    options: Options,
-    autocast: str | None,
-    several: dict[str, Any],
-) -> rockplan.Fit:
-    """Return which sizes of the model fit on the GPU, for the texts of the command line. sizes:
-    dimension of the sample's tensors -> (least, most); several: arguments of rockplan.fit for
-    several processes. Raises InvalidInput."""
+def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -> rockplan.Fit:
+    """Return which sizes of the model fit on the GPU, for the texts of the command line. asked:
+    further arguments of rockplan.fit. Raises InvalidInput."""
     from rockplan.fitting.gpus import gpu as device_of
 
     if not gpu:
@@ -142,15 +137,7 @@ def _answer(
         raise InvalidInput("fit needs a MODEL: write 'module:factory' or 'file.py:factory'")
     subject = make_subject(model)
     with under_autocast(subject, autocast):
-        return rockplan.fit(
-            **subject.call,
-            device=device,
-            optimizer=None if optimizer == "none" else optimizer,
-            sizes=sizes,
-            step=step,
-            options=options,
-            **several,
-        )
+        return rockplan.fit(**subject.call, device=device, **asked)
 
 
 def _process_arguments(gpus: int, shard: str | None) -> dict[str, Any]:
