@@ -274,7 +274,7 @@ def test_statistics_are_stored_once() -> None:
     """The norm in forward makes its statistic, which the norm in backward reads."""
     proposal = proposed(recorded(stack(layers=1)), False, TABLE, frozenset())
     norm = proposal.fused[0]
-    sizes = [proposal.flow.sizes[t] for t in norm.group.targets]
+    sizes = [proposal.flow.size_bytes[t] for t in norm.group.targets]
     assert min(sizes) * 8 <= max(sizes)
     statistic = norm.group.targets[sizes.index(min(sizes))]
     readers = [one for one in proposal.fused if statistic in one.group.reads]

@@ -80,11 +80,11 @@ class BlockSequence:
         """Return the bytes of the step with these options, other calls in flight included."""
         return step_peak_bytes(self.moments, options) + self.others.needed_bytes(options)
 
-    def budget_bytes(self, wanted: Budget) -> int:
+    def budget_bytes(self, budget: Budget) -> int:
         """Return the budget in bytes. For the smallest budget that is the least for which there is
         a choice; a share is one of the peak with all blocks unplanned."""
         least_bytes = least_budget(self.families, self.moments, self.others)
-        return wanted.within(self.eager_peak_bytes) or least_bytes
+        return budget.within(self.eager_peak_bytes) or least_bytes
 
     def fastest(self, budget_bytes: int) -> tuple[BoundedOption, ...] | None:
         """Return the fastest choice within the budget, None if there is none."""

@@ -118,8 +118,8 @@ def _paths(model: nn.Module, one: object) -> list[str]:
     if not paths:
         stems = dict.fromkeys(re.sub(r"\d+", "*", path) for path in known)
         nearest = difflib.get_close_matches(re.sub(r"\d+", "*", one), stems, _NEAREST, 0.0)
-        said = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
-        raise InvalidInput(f"blocks={one!r} names no module of this model{said}")
+        hint = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+        raise InvalidInput(f"blocks={one!r} names no module of this model{hint}")
     return paths
 
 

@@ -109,17 +109,19 @@ def solve_blocks(
     it as it is), InvalidBudget, InfeasibleBudget.
     """
     with agreement(group_of(options), model) as agreed:
-        given = arguments(model, sample_input, sample_kwargs, says_cache=False)
+        call_arguments = arguments(model, sample_input, sample_kwargs, says_cache=False)
         refuse_without_memory(model)
         _check_options(options)
-        wanted = agreed_budget(budget, model, optimizer, agreed)
+        step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
-        call = largest_call(model, *without_history(*given), options)
+        call = largest_call(model, *without_history(*call_arguments), options)
         named = named_blocks(model, blocks)
         if _is_divided(model):
             _refuse_others(agreed, model, named)
         restore_blocks(model)
-        _plan_blocks(model, named, call, wanted, loss, options, agreed, are_found=blocks is None)
+        _plan_blocks(
+            model, named, call, step_budget, loss, options, agreed, are_found=blocks is None
+        )
     return model
 
 
@@ -127,14 +129,14 @@ def _plan_blocks(
     model: nn.Module,
     named: dict[str, nn.Module],
     call: SizedCall,
-    wanted: Budget,
+    budget: Budget,
     loss: Loss | None,
     options: Options,
     agreed: Agreement,
     *,
     are_found: bool,
 ) -> None:
-    """Find the calls of the blocks in a run of the sample, and plan the blocks within `wanted`.
+    """Find the calls of the blocks in a run of the sample, and plan the blocks within `budget`.
     named: path -> block; are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
@@ -150,7 +152,7 @@ def _plan_blocks(
             model, call.args, call.kwargs, loss, options, programs, run.written, are_found, agreed
         )
         try:
-            job.plan({path: named[path] for path in run.calls}, run.calls, wanted, left)
+            job.plan({path: named[path] for path in run.calls}, run.calls, budget, left)
         except InfeasibleBudget as error:
             if loss is None and not (dist.is_available() and dist.is_initialized()):
                 error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
@@ -291,10 +293,10 @@ class _Job:
         self,
         named: dict[str, nn.Module],
         calls: dict[str, SampleCall],
-        wanted: Budget,
+        budget: Budget,
         left: Left,
     ) -> None:
-        """Plan the blocks `named` (path -> block) within `wanted`; leave out those that cannot be
+        """Plan the blocks `named` (path -> block) within `budget`; leave out those that cannot be
         planned, as the options say, and begin again without them. left: blocks that were left out
         before."""
         captured, own = self._captured(named, calls)
@@ -303,7 +305,7 @@ class _Job:
         left += refused
         while captured:
             try:
-                self._plan(captured, calls, wanted, left)
+                self._plan(captured, calls, budget, left)
             except _Unreached as error:
                 if not self.are_found or len(error.paths) == len(captured):
                     raise
@@ -328,7 +330,7 @@ class _Job:
         self,
         captured: dict[str, CapturedBlock],
         calls: dict[str, SampleCall],
-        wanted: Budget,
+        budget: Budget,
         left: Left,
     ) -> None:
         """Measure a step, choose an option for each block so that the step fits, and install the
@@ -339,16 +341,16 @@ class _Job:
             moments = step.moments
             others = Others(self.options.in_flight - 1, step.returned_bytes)
             sequence = BlockSequence(tuple(captured.values()), kinds, moments, others)
-            budget_bytes = sequence.budget_bytes(wanted)
+            budget_bytes = sequence.budget_bytes(budget)
             chosen = self._chosen(sequence, budget_bytes)
-            budget_bytes = sequence.needed_bytes(chosen) if wanted.is_minimum else budget_bytes
+            budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
             numbers = {kind: i for i, kind in enumerate(kinds)}
             placed = tuple(
                 PlacedBlock(path, numbers[block.kind], option, kinds[block.kind].eager)
                 for (path, block), option in zip(captured.items(), chosen, strict=True)
             )
             # A budget in bytes is never exceeded; others may grow with the size of a call.
-            grows = wanted.is_minimum or wanted.share is not None
+            grows = budget.is_minimum or budget.share is not None
             allowances = [
                 Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[b.kind].eager.saved_bytes)
                 for b, o in zip(captured.values(), chosen, strict=True)
@@ -425,11 +427,11 @@ class _Job:
         first = self._measured_once(captured, calls)
         if not first.others:
             return first.step, captured, first.kinds
-        again = {
+        recaptured = {
             path: self._capture(captured[path].call.module, calls[path], program.incoming)
             for path, program in first.others.items()
         }
-        captured = {**captured, **again}
+        captured = {**captured, **recaptured}
         second = self._measured_once(captured, calls)
         return second.step, captured, second.kinds
 

@@ -50,10 +50,10 @@ class UnmadeResult(torch.Tensor):
     ) -> Any:
         """Return a new stand-in for operators that keep all values, in the dtype and on the device
         asked for. Raises ResultNotMade for all other operators."""
-        given, options = args[0] if args else None, kwargs or {}
-        if func in _PASSES and isinstance(given, UnmadeResult):
-            dtype = options.get("dtype") or given.dtype
-            return cls(given._of, dtype, options.get("device") or given.device)
+        first, options = args[0] if args else None, kwargs or {}
+        if func in _PASSES and isinstance(first, UnmadeResult):
+            dtype = options.get("dtype") or first.dtype
+            return cls(first._of, dtype, options.get("device") or first.device)
         leaves = pytree.tree_leaves((args, options))
         return next(leaf for leaf in leaves if isinstance(leaf, UnmadeResult))._refuse()
 

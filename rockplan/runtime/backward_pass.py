@@ -186,8 +186,8 @@ class SavedForBackward:
     ) -> None:
         """Raise BackwardError if the second forward by `running` would call an operator that may
         act outside of the step. kept: results that stand in for such calls, None for none."""
-        before, again = ([op for op, _ in e.code.acting] for e in (self._executable, running))
-        missing = [again[i] for i in running.code.reused if before != again or kept[i] is None]
+        first, second = ([op for op, _ in e.code.acting] for e in (self._executable, running))
+        missing = [second[i] for i in running.code.reused if first != second or kept[i] is None]
         if missing:
             raise BackwardError(_ACTS.format(op=missing[0]))
 

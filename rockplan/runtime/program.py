@@ -73,12 +73,12 @@ class PlannedProgram:
             *(f"input {position}" for position, _ in interface.inputs),
             *(f"constant {position}" for position, _ in enumerate(interface.constants)),
         ]
-        given = zip(names, interface.residents, strict=True)
+        residents = zip(names, interface.residents, strict=True)
         results = zip(interface.results, self.executable.pattern, strict=True)
         rows = [
             *(
                 (f"residents[{i}]", name, f"{values[v].spec.dtype} {values[v].spec.shape}")
-                for i, (name, v) in enumerate(given)
+                for i, (name, v) in enumerate(residents)
             ),
             *(
                 (f"results[{i}]", f"leaf {leaf}", f"gradient in strides {strides or 'none'}")

@@ -383,12 +383,12 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     """Return a key of 16 digits that is equal for calls that do the same."""
     function = call.function
     if isinstance(call, OpaqueForward):
-        said: list[Any] = ["forward", function.packet, text_of(function.fake)]
-        said += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
-        said += [function.backward_mutates]
+        parts: list[Any] = ["forward", function.packet, text_of(function.fake)]
+        parts += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
+        parts += [function.backward_mutates]
     else:
-        said = ["backward", key_of(call.forward), text_of(function.fake_backward)]
-        said += [call.saved, call.gradients, call.need, call.copied]
-        said += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
-    said += [call.tensors, call.autocast]
-    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+        parts = ["backward", key_of(call.forward), text_of(function.fake_backward)]
+        parts += [call.saved, call.gradients, call.need, call.copied]
+        parts += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
+    parts += [call.tensors, call.autocast]
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -264,9 +264,9 @@ def _grids(
     """Yield (arguments that a configuration of the autotuner sets, grid for these) for each
     configuration; one pair without an autotuner. named: the arguments by name."""
     parameters = inspect.signature(plain_function(kernel)).parameters
-    given = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(named)
+    known = {n: p.default for n, p in parameters.items() if p.default is not p.empty} | dict(named)
     for settings in [dict(one.all_kwargs()) for one in _configurations(kernel)] or [{}]:
-        chosen = {**given, **settings}
+        chosen = {**known, **settings}
         for layer in _layers(kernel):
             # Heuristics compute further arguments.
             for name, compute in (getattr(layer, "values", None) or {}).items():

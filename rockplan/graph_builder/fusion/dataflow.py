@@ -37,7 +37,7 @@ class Dataflow:
 
     made: storage -> how a fusible part makes it, in execution order; readers: storage -> storages
     computed from it, in order; forced: storages of `made` that must be in memory; forward: those
-    that the forward phase needs; sizes: bytes of all storages; views: value -> position of the part
+    that the forward phase needs; size_bytes: of all storages; views: value -> position of the part
     that derives it; opaque: positions of needed opaque parts; whole: storage that an opaque part
     makes or changes -> position of the last one that does; opaque_readers: storage -> positions of
     opaque parts that read it, in order.
@@ -48,7 +48,7 @@ class Dataflow:
     readers: dict[int, tuple[int, ...]]
     forced: frozenset[int]
     forward: frozenset[int]
-    sizes: dict[int, int]
+    size_bytes: dict[int, int]
     views: dict[int, int]
     whole: dict[int, int]
     opaque_readers: dict[int, tuple[int, ...]]

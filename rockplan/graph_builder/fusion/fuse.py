@@ -166,7 +166,7 @@ class _KernelRun:
         """Return the call of a kernel. Its module and source line are those of the recorded call
         that makes the kernel's largest result (of equal ones the last)."""
         flow = self._flow
-        main = max(one.group.targets, key=lambda t: (flow.sizes[t], flow.made[t].maker))
+        main = max(one.group.targets, key=lambda t: (flow.size_bytes[t], flow.made[t].maker))
         owner = self._capture.calls[flow.parts.parts[flow.made[main].maker].owner]
         return RecordedCall(
             call=Call(one.kernel.op, tuple(map(ValueRef, one.inputs)), (), one.results),

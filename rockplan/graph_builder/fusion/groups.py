@@ -162,8 +162,8 @@ class _Merging:
     # -- which groups fit together -----------------------------------------------------------
 
     def _is_small(self, group: Group) -> bool:
-        largest = max((self._flow.sizes[r] for r in group.reads), default=0)
-        return all(SMALL * self._flow.sizes[t] <= largest for t in group.targets)
+        largest_bytes = max((self._flow.size_bytes[r] for r in group.reads), default=0)
+        return all(SMALL * self._flow.size_bytes[t] <= largest_bytes for t in group.targets)
 
     def _reads_as_much(self, group: Group, other: Group) -> bool:
         """Return whether a group of small results reads only what `other` reads or makes."""
@@ -173,9 +173,12 @@ class _Merging:
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
         """Return whether the groups read at least the share `SHARED` of their bytes in common, and
         have at most `MOST_LARGE` large results together."""
-        sizes, targets = self._flow.sizes, (*group.targets, *other.targets)
+        size_bytes, targets = self._flow.size_bytes, (*group.targets, *other.targets)
         reads = (group.reads | other.reads) - frozenset(targets)
-        largest = max((sizes[r] for r in reads), default=0)
-        large = sum(SMALL * sizes[t] > largest for t in targets)
-        shared = sum(sizes[r] for r in group.reads & other.reads)
-        return large <= MOST_LARGE and 0 < SHARED * sum(sizes[r] for r in reads) <= shared
+        largest_bytes = max((size_bytes[r] for r in reads), default=0)
+        large_count = sum(SMALL * size_bytes[t] > largest_bytes for t in targets)
+        shared_bytes = sum(size_bytes[r] for r in group.reads & other.reads)
+        return (
+            large_count <= MOST_LARGE
+            and 0 < SHARED * sum(size_bytes[r] for r in reads) <= shared_bytes
+        )

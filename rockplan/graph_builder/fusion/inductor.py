@@ -229,8 +229,8 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     first, second = (tuple(function(list(inputs))) for _ in range(2))
     new, over = _new(kernel), dict(kernel.over)
     made = {results[place].untyped_storage()._cdata for results in (first, second) for place in new}
-    given = {t.untyped_storage()._cdata for t in inputs}
-    if len(made) != 2 * len(new) or made & given:
+    of_inputs = {t.untyped_storage()._cdata for t in inputs}
+    if len(made) != 2 * len(new) or made & of_inputs:
         raise RuntimeError("a result shares memory with something else")
     others = [
         place

@@ -151,9 +151,9 @@ class _Expansion:
     def _is_plain(self, call: Call) -> bool:
         """Return whether compilers can take the call's tensors: all have elements, are on one
         device and of supported dtypes, and no result is an argument or another result."""
-        given, made = _arguments_of(call), call.made
-        specs = [self.values[v].spec for v in (*given, *made)]
-        is_new = bool(made) and not set(given) & set(made) and len(set(made)) == len(made)
+        arguments, made = _arguments_of(call), call.made
+        specs = [self.values[v].spec for v in (*arguments, *made)]
+        is_new = bool(made) and not set(arguments) & set(made) and len(set(made)) == len(made)
         return (
             is_new
             and len({s.device for s in specs}) == 1

@@ -50,7 +50,7 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
         """Return what one more kernel, which stores `storage`, costs: the bytes that memory could
         move in its time."""
         spec = flow.parts.values[flow.made[storage].value].spec
-        elements = flow.sizes[storage] if spec.dtype == "torch.bool" else 0
+        elements = flow.size_bytes[storage] if spec.dtype == "torch.bool" else 0
         own_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
         return own_bytes + elements * BOOL_BYTES.get(device_type, 0)
 
@@ -157,4 +157,4 @@ def _is_worth_it(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: 
 
 
 def _bytes(flow: Dataflow, storages: Iterable[int]) -> int:
-    return sum(flow.sizes[s] for s in storages)
+    return sum(flow.size_bytes[s] for s in storages)

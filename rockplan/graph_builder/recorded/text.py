@@ -48,10 +48,10 @@ class _Text:
         """Yield all lines: signature, calls by phase, gradients, return. Notes the first value of
         each storage."""
         run = self._run
-        given = ", ".join(map(self._typed, self._names))
+        signature = ", ".join(map(self._typed, self._names))
         for value in self._names:
             self._first.setdefault(run.values[value].storage, value)
-        yield f"def run({given}):"
+        yield f"def run({signature}):"
         yield from self._phase(Phase.FORWARD)
         tangents = [o.tangent for o in run.outputs if o.tangent is not None]
         if tangents:

@@ -114,12 +114,12 @@ class ForwardCall:
         could not repeat."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
-        paths, given = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
+        paths, call = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
         with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
         self.reader.refuse_writes()
-        leaves, spec = trees.tree_flatten(given.with_contents(result))
+        leaves, spec = trees.tree_flatten(call.with_contents(result))
         # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
         known = functools.partial(known_output, recorder)
         outputs = [*map(known, range(len(leaves)), leaves)]

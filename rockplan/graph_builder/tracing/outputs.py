@@ -82,9 +82,9 @@ def given_apart(
 ) -> list[Any]:
     """Return `outputs` with a `GivenLeaf` for each that is an argument which requires a gradient:
     its gradient does not go through the plan. inputs: (position of an argument's leaf, value)."""
-    given = {value: GivenLeaf(position) for position, value in inputs}
+    leaf_of = {value: GivenLeaf(position) for position, value in inputs}
     return [
-        given.get(recorder.value(output), output)
+        leaf_of.get(recorder.value(output), output)
         if isinstance(output, torch.Tensor) and output.requires_grad
         else output
         for output in outputs
@@ -210,7 +210,7 @@ def without_unread(
 ) -> list[Any]:
     """Return `outputs` with `Unmade` for leaves that the caller does not use: those that are no
     scalars, not among `starts` (of backward), and have memory of their own."""
-    given = recorder.leaf_storages | {recorder.values[v].storage for v, _ in recorder.constants}
+    callers = recorder.leaf_storages | {recorder.values[v].storage for v, _ in recorder.constants}
     names = [name for name, _ in trees.named_leaves(trees.tree_unflatten(outputs, spec))]
 
     def known(position: int, output: Any) -> Any:
@@ -219,7 +219,7 @@ def without_unread(
         if is_scalar or position in starts:
             return output
         value = recorder.values[recorder.value(output)]
-        is_given = value.storage in given
+        is_given = value.storage in callers
         return output if is_given else Unmade(names[position], value.spec)
 
     return [known(position, output) for position, output in enumerate(outputs)]

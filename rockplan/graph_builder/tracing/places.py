@@ -41,8 +41,8 @@ def _asked_by(recorded: RecordedCall) -> Iterator[str]:
     """Yield what a recorded call depends on of its first argument's place: 'storage_offset' and
     'untyped_storage' for an explicit storage offset, the latter for a storage that is copied."""
     operator = facts.resolve(recorded.call.op)
-    given = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
-    if {**given, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
+    arguments = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
+    if {**arguments, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
         yield from PLACE
     elif facts.facts_of(operator).shape_rule is ShapeRule.STORAGE_AS_LARGE:
         yield "untyped_storage"

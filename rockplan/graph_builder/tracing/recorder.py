@@ -265,10 +265,10 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Raise CaptureError where a DTensor's layout, or a random draw, is not shown to be in a
         plan what DTensor makes of it."""
-        given = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
-        for tensor in given:
+        tensors = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
+        for tensor in tensors:
             self._note_spec(tensor)
-        if given[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
+        if tensors[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
             self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
 
     def _note_spec(self, tensor: torch.Tensor) -> None:
@@ -298,22 +298,22 @@ class Recorder(TorchDispatchMode):
             raise NAMED["layout"].at(module, source, **what)
         if kwargs.get("generator") is not None:
             raise NAMED["generator"].at(module, source, operator=func)
-        args, kwargs, given = self._known(args, kwargs)
+        args, kwargs, tensors = self._known(args, kwargs)
         if func is _IS_SET_TO:
             return is_same_memory(*args)
         if facts.facts_of(func).tells_python:
-            self.refuse_unwritten(map(self.value, given), f"{func} at {source} reads")
+            self.refuse_unwritten(map(self.value, tensors), f"{func} at {source} reads")
             return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
         called = func
         if self.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
             name = "" if node is None else node_name(node)
             func, args, kwargs = self._unwatched.call(func, args, kwargs, name)
-            given = facts.tensors((args, kwargs))
+            tensors = facts.tensors((args, kwargs))
         view = facts.out_of_place_view(func)
         if view is not None:
             return self._change_shape(func, view, args, kwargs, module, source)
-        reads = tuple(self.value(t) for t in given)
+        reads = tuple(self.value(t) for t in tensors)
         if self._overwritten and {self.values[v].storage for v in reads} & self._overwritten:
             raise NAMED["read of what was overwritten"].at(module, source, operator=func)
         writes = tuple(self.value(t) for t in facts.written(func, args, kwargs))

@@ -47,12 +47,12 @@ def refuse_kept_arguments(
         return
     for place in reached.shared:
         raise _compared(place)
-    given = {id(t) for t in arguments} - registered.keys()
+    identities = {id(t) for t in arguments} - registered.keys()
     for held in reached.holders:
         if held.place.is_callers:
             continue
         for key, value in held.elements:
-            if isinstance(value, torch.Tensor) and id(value) in given:
+            if isinstance(value, torch.Tensor) and id(value) in identities:
                 raise _compared(held.element(key))
 
 

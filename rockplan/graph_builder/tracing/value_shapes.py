@@ -55,8 +55,8 @@ class Rule:
         """Return the Size that is the length of the operator's own first result, without weights.
         name: of the operator; ref: its argument; free: the first unused value."""
         names = facts.argument_names(self.operator)
-        given = dict(zip(names, self.args, strict=False)) | self.kwargs
-        plain = {n: a for n, a in given.items() if n not in (names[0], "weights")}
+        arguments = dict(zip(names, self.args, strict=False)) | self.kwargs
+        plain = {n: a for n, a in arguments.items() if n not in (names[0], "weights")}
         dim = plain.get("dim") or 0
         made = (free, *[None] * (len(self.operator._schema.returns) - 1))
         call = Call(name, (ref,), tuple(plain.items()), made)
