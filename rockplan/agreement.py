@@ -7,7 +7,8 @@ error names who answered. (That is the timeout of init_process_group, by default
 NCCL and 30 with others; a process that plans for longer answers too late.)
 
 Messages go through the store by which the processes met: that needs no device memory, and shows who
-has answered. Processes with another graph decide among themselves.
+has answered. Processes with another graph decide among themselves, unless collectives with one of
+these may run again: as often on each, so that it has to be by one plan.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import os
 import pickle
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,7 +28,10 @@ import torch.distributed as dist
 from torch import nn
 
 from rockplan.errors import InvalidInput, OtherRankFailed, RockplanError
+from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.python_state.distributed import is_distributed
+from rockplan.values.graph import CDGraph, MeshGroup
 
 _LOGGER = logging.getLogger("rockplan")
 T = TypeVar("T")
@@ -88,13 +92,18 @@ class Agreement:
         self._failure: _Failure | None = None
         self._is_split = False
 
-    def decided(self, key: Callable[[], object], make: Callable[[], T]) -> T:
+    def decided(
+        self, key: Callable[[], object], make: Callable[[], T], graphs: Iterable[CDGraph] = ()
+    ) -> T:
         """Return what `make` returns on the lowest rank whose `key` is equal to ours, or raise the
         error that it raises there. `make` runs on that rank only. key, and the result of `make`,
-        can be pickled."""
+        can be pickled. graphs: that are planned. Raises InvalidInput if collectives may run again
+        with ranks that have another key."""
         if self._store is None:
+            refuse_apart(graphs)
             return make()
         ranks = [*self.gathered(key(), None)]
+        refuse_apart(graphs, ranks)
         leader = min(ranks)
         place = f"{self._step} of {leader}"
         if leader != self._rank:
@@ -251,6 +260,41 @@ _calls: Counter[tuple[int, ...]] = Counter()
 """Ranks -> how often they have planned together."""
 
 
+def refuse_apart(graphs: Iterable[CDGraph], alike: Collection[int] = ()) -> None:
+    """Raise InvalidInput if collectives of `graphs` may run again with other ranks than those that
+    have the same plan (`alike`; (): this one alone), which would not call them as often."""
+    if not _has_others():
+        return
+    apart = _partners(graphs) - {dist.get_rank(), *alike}
+    if apart:
+        raise InvalidInput(
+            "Options(rerun_collectives=True) needs one plan of all processes that exchange data, "
+            f"and ranks {_listed(sorted(apart))} do not make this one with rank "
+            f"{dist.get_rank()}. Plan the same model, batch size and budget on all, with Options("
+            "group=torch.distributed.group.WORLD), before training, in which calls and backward "
+            "passes of other kinds (shapes, strides of gradients) are not planned for; plan the "
+            "blocks of a model whose embedding is divided by words, which is another operation on "
+            "each process. Or leave out rerun_collectives"
+        )
+
+
+def _partners(graphs: Iterable[CDGraph]) -> set[int]:
+    """Return the ranks with which collectives that may run again exchange data."""
+    again = (n for graph in graphs for n in graph.nodes if n.recomputable)
+    calls = (c for n in again for c in n.calls if facts_of(c.op).effect is Effect.COMMUNICATES)
+    return {rank for group in {c.args[-1] for c in calls} for rank in _ranks_in(group)}
+
+
+def _ranks_in(group: Any) -> list[int]:
+    """Return the ranks of a group as collectives name it."""
+    name = group.name if isinstance(group, MeshGroup) else group
+    known: Any = dist.distributed_c10d
+    ranks: list[int] = dist.get_process_group_ranks(
+        known._resolve_process_group(name) if isinstance(name, str) else name
+    )
+    return ranks
+
+
 @contextlib.contextmanager
 def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agreement]:
     """Yield what the processes of `group` agree on in the `with` block; with None, those that share
@@ -282,11 +326,16 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "
             "as torch.distributed.group.WORLD once init_process_group has been called"
         )
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_backend() == "fake":
+    if not _has_others():
         return ()
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     return _largest_of(p.device_mesh for p in model.parameters() if is_distributed(p))  # type: ignore[attr-defined]
+
+
+def _has_others() -> bool:
+    """True if there are other processes."""
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def _largest_of(meshes: Iterable[Any]) -> tuple[int, ...]:

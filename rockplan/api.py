@@ -278,9 +278,9 @@ def load(
     Arguments and further errors are those of `solve`. Raises PlanMismatch if no plan is for this
     model and sample, PlanFormatError for a damaged file, InvalidInput if a plan pages more to the
     host than options.host allows, if options.in_flight is neither 1 nor that of the file, and for
-    options.group.
+    options.group and rerun_collectives.
     """
-    refuse_without_effect(options, "load", "group")
+    refuse_without_effect(options, "load", "group", "rerun_collectives")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     plans = read_plans(path)
     options = _in_flight_as(plans, options)

@@ -99,6 +99,10 @@ class Options:
     the group has to call the same function. None: the processes among which `fully_shard` has
     shared the parameters of a model plan its blocks together, and others each for itself. A call in
     training is planned by its process alone.
+    rerun_collectives: collectives in functional form (of tensor and sequence parallel, too) may run
+    again like other operations, so that what they made need not be kept; only with one plan on all
+    processes that exchange data (group, or DTensors), each of which has to call what is planned
+    equally often and with equal shapes (docs/distributed.md). False: they run once.
     in_flight: most calls that are between forward and backward at once, as microbatches of a
     pipeline are: the budget is that of all of them, the peak of one and what the others keep.
     tile: plan the head of the model (its largest matrix product, with its loss) in parts of its
@@ -135,6 +139,7 @@ class Options:
     solver: str = "HiGHS"
     reserve: bool = False
     group: Any = None
+    rerun_collectives: bool = False
     in_flight: int = 1
     host: bool | int | str | None = None
     host_path: str | os.PathLike[str] | None = None
@@ -161,7 +166,7 @@ class Options:
             positions = _positions("differentiated", self.differentiated)
             object.__setattr__(self, "differentiated", positions)
         object.__setattr__(self, "released", _positions("released", self.released))
-        for name in ("only_loss", "reserve"):
+        for name in ("only_loss", "reserve", "rerun_collectives"):
             if type(getattr(self, name)) is not bool:
                 raise InvalidInput(f"{name} is {getattr(self, name)!r}; choose False or True")
         if self.compile not in (False, True, "near"):
@@ -174,6 +179,12 @@ class Options:
             raise InvalidInput(
                 f"in_flight is {self.in_flight!r}; pass how many calls are between forward and "
                 "backward at once, at least 1"
+            )
+        if self.rerun_collectives and self.sizes:
+            raise InvalidInput(
+                "processes whose calls have other sizes run other plans, and with "
+                "rerun_collectives=True collectives of one would meet those of another: leave out "
+                "sizes, and pad batches to one size, or leave out rerun_collectives"
             )
         for name in ("keep", "recompute", "without"):
             patterns = getattr(self, name)

@@ -221,12 +221,15 @@ def agreed_plan(
 ) -> Plan:
     """Return the plan that `make` makes here; or, if processes plan together, the one that the
     lowest rank with the same graphs, budget and options makes, on the graph captured here."""
+    graphs = [variant.lowered.graph for variant in source.variants]
+
+    def key() -> object:
+        digests = [graph_digest(graph, on_any_device=True) for graph in graphs]
+        return digests, str(budget), repr(options)
+
+    plan = agreed.decided(key, make, graphs)
     if agreed is ALONE:
-        return make()
-    graphs = [
-        graph_digest(variant.lowered.graph, on_any_device=True) for variant in source.variants
-    ]
-    plan = agreed.decided(lambda: (graphs, str(budget), repr(options)), make)
+        return plan
     graph = next(w for w in source.variants if w.run.tiles.parts == plan.graph.tiles).lowered.graph
     digest = graph_digest(graph)
     outlined = replace(plan, graph=outline(plan.graph), graph_digest=digest)
@@ -246,8 +249,9 @@ def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Adapted | None:
     """Return one of the plans `known` adapted to this call, None if none can be. (With several
-    calls in flight none is: the bytes that the other calls keep are not considered there.)"""
-    if options.in_flight > 1:
+    calls in flight none is: the bytes that the other calls keep are not considered there. Nor where
+    collectives run again: one process may meet this call alone.)"""
+    if options.in_flight > 1 or options.rerun_collectives:
         return None
     with PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)

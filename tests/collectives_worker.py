@@ -4,7 +4,9 @@ beside the original. Exits with an error where they differ."""
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.experimental import context_parallel
 
 import rockplan
+from testing.sharding import everywhere
 from testing.tensor_parallel import Exchanges
 from testing.training import QUICK, assert_equal_trees, assert_same_state, generator_states
 
@@ -47,6 +50,12 @@ def several(x: torch.Tensor) -> torch.Tensor:
     return x * first.sigmoid() + second
 
 
+def checked(x: torch.Tensor) -> torch.Tensor:
+    """Something else is called for what it does, too."""
+    torch._assert_async(x.isfinite().all())
+    return statistics(x)
+
+
 class Counted(nn.Module):
     """Divides by a number of tokens that is exchanged, an integer made of integers."""
 
@@ -74,12 +83,14 @@ def sample() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 16, generator=generator), labels
 
 
-def step(module: nn.Module) -> tuple[torch.Tensor, list[str]]:
+def step(module: nn.Module, times: int = 1) -> tuple[torch.Tensor, list[str]]:
+    """times: of backward passes."""
     torch.manual_seed(7)
     module.zero_grad()
     with Exchanges() as exchanges:
         loss = module(*sample())
-        loss.backward()
+        for left in reversed(range(times)):
+            loss.backward(retain_graph=left > 0)
     return loss.detach(), exchanges.calls
 
 
@@ -97,6 +108,44 @@ def compare(exchange: Callable[[torch.Tensor], torch.Tensor], budgets: tuple[str
         assert ours == calls, f"{what}: {ours}, in eager {calls}"
         assert_equal_trees((found, generator_states()), (expected, states), what)
         assert_same_state(planned, eager, what)
+
+
+def refused_apart(work: Callable[[], object]) -> None:
+    try:
+        work()
+    except rockplan.InvalidInput as error:
+        assert f"and ranks {1 - dist.get_rank()} do not make" in str(error), error
+    else:
+        raise AssertionError("one plan is needed, and each process has its own")
+
+
+def check_reruns() -> None:
+    """Collectives may run again by one plan on all processes, and by no other."""
+    options = replace(QUICK, rerun_collectives=True)
+    together = replace(options, group=dist.group.WORLD)
+    own_budget = ("70%", "min")[dist.get_rank()]
+    for exchange in (checked, gathered, exchanged):
+        eager = Net(exchange).train()
+        refused_apart(lambda: rockplan.solve(eager, sample(), "min", options=options))  # noqa: B023
+        refused_apart(lambda: rockplan.solve(eager, sample(), own_budget, options=together))  # noqa: B023
+        planned = rockplan.solve(copy.deepcopy(eager), sample(), "min", options=together)
+        nodes = planned.plan.graph.nodes
+        once_only = {c.op for n in nodes if not n.recomputable for c in n.calls}
+        assert once_only == {"aten._assert_async.default"} & {c.op for n in nodes for c in n.calls}
+        once = rockplan.plan(eager, sample(), "min", options=QUICK)
+        assert planned.plan.peak_bytes < once.peak_bytes, exchange.__name__
+        orders = []
+        for times in (1, 2):
+            (expected, calls), states = step(eager, times), generator_states()
+            found, ours = step(planned, times)
+            what = f"{exchange.__name__} again, {times} backward passes"
+            assert not Counter(calls) - Counter(ours) and len(ours) > len(calls), what
+            assert_equal_trees((found, generator_states()), (expected, states), what)
+            assert_same_state(planned, eager, what)
+            orders.append(ours)
+        assert all(theirs == orders for theirs in everywhere(orders)), exchange.__name__
+        x, labels = sample()
+        refused_apart(lambda: planned(x[:16], labels[:16]))  # noqa: B023
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:
@@ -182,6 +231,7 @@ def main() -> None:
     for exchange in (statistics, gathered, exchanged, several, distributed):
         compare(exchange, ("100%", "min"))
     compare(statistics, ("90%", "min"))
+    check_reruns()
     for exchange in (in_place, into_list, sent, objects, in_backward):
         refused(exchange)
     check_context_parallel()

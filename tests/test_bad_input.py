@@ -13,6 +13,7 @@ import random
 import re
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -842,11 +843,20 @@ def test_budgets_that_are_none(budget: Any) -> None:
         ("bound_time_limit_s", -0.1, "at least 0"),
         ("keep", 0, "sequence of patterns"),
         ("recompute", [0], "sequence of patterns"),
+        ("rerun_collectives", "yes", "False or True"),
     ],
 )
 def test_options_that_are_none(name: str, value: Any, remedy: str) -> None:
     with pytest.raises(rockplan.InvalidInput, match=f"{name} is .*{remedy}"):
         rockplan.Options(**{name: value})
+
+
+def test_collectives_that_run_again_are_of_one_size_and_one_plan(tmp_path: Path) -> None:
+    with pytest.raises(rockplan.InvalidInput, match="leave out sizes, and pad"):
+        rockplan.Options(rerun_collectives=True, sizes={0: (8, 16)})
+    options = rockplan.Options(rerun_collectives=True)
+    with pytest.raises(rockplan.InvalidInput, match=r"rerun_collectives=.*no effect in .*load"):
+        rockplan.load(nn.Linear(4, 4), SAMPLE, tmp_path / "plan.json", options=options)
 
 
 def test_options_that_are_written_otherwise() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from rockplan.agreement import refuse_apart
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
 from rockplan.captures.captured_calls import CapturedCall, captured_call
@@ -200,8 +201,11 @@ class BlockMaker:
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
         if program is None:
+            if self.allowance != UNLIMITED:  # of a measured step, which all processes run
+                refuse_apart([block.source.lowered.graph])
             problem = block_problem(block, options)
-            known = self.programs.of(self.allowance)
+            # Whether one is adapted depends on times, which differ between processes.
+            known = () if options.rerun_collectives else self.programs.of(self.allowance)
             option = _adapted(problem, self.allowance, known)
             option = option or block_option(problem, self.allowance, options)
             program = built_block(block, problem, option, options)

@@ -503,7 +503,8 @@ class _Job:
             keys = [(block.common_digest, sorted(block.source.hooked)) for block in blocks.values()]
             return "kinds", keys, repr(self.options)
 
-        made = self.agreed.decided(key, lambda: [*map(self._kind, blocks.values())])
+        graphs = [block.source.lowered.graph for block in blocks.values()]
+        made = self.agreed.decided(key, lambda: [*map(self._kind, blocks.values())], graphs)
         rows = zip(blocks.items(), made, strict=True)
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
@@ -527,7 +528,8 @@ class _Job:
             digests = [block.common_digest for block in sequence.blocks]
             return "options", blocks, digests, budget_bytes, repr(self.options)
 
-        return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes))
+        graphs = [block.source.lowered.graph for block in sequence.blocks]
+        return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes), graphs)
 
     def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
         """Return the option of each block, chosen in this process. Raises InfeasibleBudget, or

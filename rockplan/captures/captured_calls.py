@@ -159,6 +159,10 @@ _INSTEAD = {
         "which every process calls for itself; leave it out, or plan together with rockplan.plan "
         "or rockplan.solve"
     ),
+    "rerun_collectives": (
+        "which cannot tell whether other processes read the same plan; plan anew on all with "
+        "rockplan.solve"
+    ),
     "in_flight": (
         "which is of one call; leave it out, or plan for one budget of several calls with "
         "rockplan.plan"

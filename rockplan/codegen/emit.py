@@ -497,8 +497,9 @@ class _Emitter:
 
 
 def _acts(node: ComputeNode) -> bool:
-    """Return whether the node has a side effect."""
-    return copy_of(node) is None and any(facts_of(call.op).effect for call in node.calls)
+    """Return whether the node has a side effect for which it must not run again."""
+    is_once = not node.recomputable and copy_of(node) is None
+    return is_once and any(facts_of(call.op).effect for call in node.calls)
 
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:

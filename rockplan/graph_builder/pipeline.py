@@ -135,7 +135,7 @@ def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS
     """
     run, before = _passed(RUN_PASSES, run, options)
     since = time.perf_counter()
-    lowered = assembled(run, rng_state_bytes, options.released)
+    lowered = assembled(run, rng_state_bytes, options.released, options.rerun_collectives)
     built = _checked(lowered.graph, "lower", time.perf_counter() - since)
     graph, after = _passed(GRAPH_PASSES, lowered.graph, options)
     check_layouts(graph, lowered.samples)

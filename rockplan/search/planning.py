@@ -180,9 +180,10 @@ def profile_source(profile: Profile) -> str:
     return f"{source}; repeats differ by {profile.spread:.0%} (a busy machine?)"
 
 
-# Options that do not decide which plan is found.
+# Options that do not decide which plan is found, or do so by the graph alone.
 _BESIDE_THE_PLAN = frozenset(
     {"on_mismatch", "on_infeasible", "on_refused", "check", "cache", "sizes", "group", "reserve"}
+    | {"rerun_collectives"}
 )
 
 

@@ -74,14 +74,15 @@ def _keep_until_last(
 
 
 def keep_what_acts(nodes: list[ComputeNode], values: Sequence[Value], interface: Interface) -> None:
-    """Let the first backward node read the results of forward operators with side effects, so that
-    they stay alive until it; `nodes` is changed. If incoming gradients have other strides than
-    planned, the rest of the forward runs again, but these operators must not. Nothing to do if
+    """Let the first backward node read the results of forward operators that must not run again,
+    for their side effects, so that they stay alive until it; `nodes` is changed. If incoming
+    gradients have other strides than planned, the rest of the forward runs again. Nothing to do if
     backward starts from scalars only."""
     tangents = [o.tangent for o in interface.outputs if o.tangent is not None]
     if not any(values[t].spec.shape for t in tangents):
         return
-    acting = (n for n in nodes if any(facts_of(c.op).effect for c in n.calls))
+    once = (n for n in nodes if not n.recomputable)
+    acting = (n for n in once if any(facts_of(c.op).effect for c in n.calls))
     made = {d for n in acting if n.phase is Phase.FORWARD for d in n.writes}
     first = next((n for n in nodes if n.phase is Phase.BACKWARD), None)
     if made and first is not None:

@@ -54,13 +54,16 @@ class Lowered:
     trace: tuple[PassTrace, ...] = ()
 
 
-def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = ()) -> Lowered:
+def assembled(
+    capture: Capture, rng_state_bytes: int, released: Sequence[int] = (), reruns: bool = False
+) -> Lowered:
     """Build the graph of a recorded run, forward nodes first. Returned with it: which of its values
     are parameters, inputs, results and so on, and the real tensors of the sample by value.
 
     rng_state_bytes: size of one saved generator state on the device. released: positions of leaves
-    of the result that the caller does not hold in the backward phase. Raises InvalidInput if one is
-    not a tensor made by the forward, UnsupportedModel for changes in place that cannot be planned.
+    of the result that the caller does not hold in the backward phase. reruns: collectives may run
+    again. Raises InvalidInput if a released leaf is not a tensor made by the forward,
+    UnsupportedModel for changes in place that cannot be planned.
     """
     view = capture.view
     numbering = _Numbering(view)
@@ -75,7 +78,7 @@ def assembled(capture: Capture, rng_state_bytes: int, released: Sequence[int] = 
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
             check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
-        nodes.append(_node(view, numbering, unit, len(nodes)))
+        nodes.append(_node(view, numbering, unit, len(nodes), reruns))
     interface = _interface(capture, numbering)
     contributions = {
         target: [numbering.values[g].data for g in several]
@@ -254,10 +257,12 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     return held | {index}
 
 
-def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int) -> ComputeNode:
+def _node(
+    view: RunView, numbering: _Numbering, unit: Sequence[int], index: int, reruns: bool
+) -> ComputeNode:
     """Return the node with number `index` of one unit, positions of calls that run together: what
-    it reads and writes, whether it may run again, and with which calls. New results are
-    numbered."""
+    it reads and writes, whether it may run again (`reruns`: collectives may), and with which calls.
+    New results are numbered."""
     recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()
@@ -282,7 +287,8 @@ def _node(view: RunView, numbering: _Numbering, unit: Sequence[int], index: int)
         not view.changes_outside(e) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
     )
-    unstable = any(e.effect or view.reads_changed(e) for e in recorded)
+    acts = any(e.effect and not (reruns and e.effect.is_exchange) for e in recorded)
+    unstable = acts or any(map(view.reads_changed, recorded))
     return ComputeNode(
         index=index,
         name=_title(names),

@@ -10,8 +10,8 @@ class Effect(StrEnum):
     """What a call does besides making its results and writing into its arguments.
 
     A call with an effect runs whether its results are needed or not, as often as in eager execution
-    and in eager's order among such calls; it is never recomputed, and never run while a step is
-    planned: its cost is estimated.
+    and in eager's order among such calls; it is never recomputed (but for exchanges, with
+    `Options.rerun_collectives`), and never run while a step is planned: its cost is estimated.
     """
 
     NONE = ""
@@ -19,6 +19,11 @@ class Effect(StrEnum):
     COMMUNICATES = "exchanges data between processes"
     WAITS = "waits for data of other processes, in its argument, which it returns"
     UNKNOWN = "nobody knows: its library may raise, count, or exchange data (see rockplan.pure)"
+
+    @property
+    def is_exchange(self) -> bool:
+        """True for what makes the same of the same data, if all processes call it equally often."""
+        return self in (Effect.COMMUNICATES, Effect.WAITS)
 
 
 _OF_PYTORCH_AND_ROCKPLAN = """
