@@ -7,6 +7,7 @@ import gc
 import importlib
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
-from benchmarks.python_state import OPTIONS, UNCLEAR, description, examine, first_difference
+from benchmarks.python_state import UNCLEAR, description, examine, first_difference
 from rockplan.python_state.holders import kinds_of
 from rockplan.python_state.object_slots import SLOTS
 from rockplan.python_state.reach import reached
@@ -34,6 +35,9 @@ from testing.python_state_cases import (
     result_case,
     state,
 )
+from testing.training import QUICK
+
+OPTIONS = replace(QUICK, cache=False)
 
 ANOTHER_SIZE, EVALUATION_FIRST, WITHOUT_GRADIENTS = 2, 3, 4
 """Steps of the training loop, by number (`python_state_cases.STEPS`)."""
@@ -200,7 +204,7 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "_"))
 def test_is_planned_as_eager_or_refused(case: Case) -> None:
-    outcome = examine(case)
+    outcome = examine(case, options=OPTIONS)
     assert outcome.kind in ("equal", "refused", "refused later"), f"{outcome.said}\n{case}"
     is_in_words_of_the_user = not any(word in outcome.said for word in UNCLEAR)
     assert is_in_words_of_the_user, f"{outcome.said}\n{case}"
