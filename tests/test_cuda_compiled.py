@@ -6,6 +6,7 @@ launches, synchronisations, generators, capture and devices are as on a real one
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ import rockplan
 from benchmarks import stand_in
 from benchmarks.kernel_record import graph_of, recorded
 from benchmarks.tiled import Loss
+from rockplan.fitting.allocator import rounded
 from rockplan.options import Options
 from testing import models
 from testing.gpu_cases import LossCase, made_on
@@ -252,3 +254,42 @@ def test_launches_are_those_of_the_plan() -> None:
     assert of_kept["launches"] < eager["launches"]
     for found in (of_kept, of_least):
         assert not any(found[what] for what in ("syncs", "to_device", "to_host"))
+
+
+@pytest.mark.parametrize("batch", [512, 4096])
+def test_rows_of_fit_with_compiled_kernels_are_steps(batch: int) -> None:
+    """Beside workspaces of cuBLAS, blocks of the allocator, but for a few scalars."""
+    torch.manual_seed(0)
+    layers = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
+    model, x = LossOf(layers).cuda(), torch.randn(batch, 256, device="cuda")
+    options = QUICK(compile=True, cache=False)
+    row, _ = rockplan.fit(model, x, torch.device("cuda"), options=options).rows
+    assert (row.way, row.batch) == ("kept whole", batch)
+    fast = rockplan.solve(
+        model, x, "100%", options=replace(options, without=(*options.without, "reorder"))
+    )
+    held = sum(rounded(t.nbytes) for t in (*model.parameters(), x))
+    fast(x).backward()  # workspaces of cuBLAS are there from here on
+    fast.zero_grad()
+    gc.collect()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    optimizer = torch.optim.AdamW(fast.parameters())
+    for _ in range(3):
+        optimizer.zero_grad()
+        fast(x).backward()
+        optimizer.step()
+    found = torch.cuda.max_memory_allocated() - before + held
+    said = row.allocated_bytes - dict(row.owners)["workspaces"]
+    assert 0 <= said - found <= 8 * 512, (said, found)
+
+
+class LossOf(nn.Module):
+    """The mean square of what a module returns."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return models.mean_square(self.module(x))
