@@ -204,8 +204,8 @@ def planned_module(
     kwargs: dict[str, Any],
     settings: PlanSettings,
 ) -> nn.Module:
-    """Return the drop-in for `module`, which starts with `program` for calls like (args,
-    kwargs)."""
+    """Return the drop-in for `module`, which starts with `program` for calls like (args, kwargs).
+    settings: how further kinds of call are planned."""
     attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:

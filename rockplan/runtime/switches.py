@@ -37,14 +37,14 @@ def function_modes() -> tuple[torch.device | int, ...]:
 
 
 @contextlib.contextmanager
-def _under_function_modes(wanted: Sequence[Any]) -> Iterator[None]:
-    """While active, this thread has the modes `wanted` and no other."""
+def _under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """While active, this thread has just the modes `modes`, outermost first; afterwards its own."""
     before = _get_current_function_mode_stack()
-    _exchange_modes(before, wanted)
+    _exchange_modes(before, modes)
     try:
         yield
     finally:
-        _exchange_modes(wanted, before)
+        _exchange_modes(modes, before)
 
 
 def _exchange_modes(now: Sequence[Any], wanted: Sequence[Any]) -> None:

@@ -201,7 +201,8 @@ def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """Return tensors of these specs and sharing: numbers in [0, 1), zeros for integers."""
+    """Return tensors of these specs, by place, which share storages as they say: numbers in [0, 1),
+    zeros for integers."""
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)

@@ -66,7 +66,9 @@ class Questions:
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, stand_in: torch.Tensor, called: str, role: str, key: str | int) -> None:
-        """Register a stand-in. called: name in messages; role, key: how a planned call finds it."""
+        """Register the stand-in of a tensor of the caller. called: its name in messages; role, key:
+        how a planned call finds the real tensor. Raises CaptureError for an attribute that a fake
+        tensor has of its own."""
         self.names.setdefault(id(stand_in), (called, role, key))
         self.stand_ins[id(stand_in)] = stand_in
         self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
@@ -76,13 +78,15 @@ class Questions:
 
     @contextlib.contextmanager
     def answered(self, namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
-        """Answer questions while inside. namespaces: global variables of the code that may ask."""
+        """While active, stand-ins answer the forward's questions as real tensors do, and questions
+        that later calls must answer alike are noted. namespaces: global variables of the code that
+        may ask `type` and `id`."""
         with contextlib.ExitStack() as stack:
             for owner, name, member in self._members():
                 stack.enter_context(exchanged(owner, name, member))
-            told = {"type": _Type, "id": self._id}
+            replacements = {"type": _Type, "id": self._id}
             for namespace in namespaces:
-                stack.enter_context(_variables(namespace, told))
+                stack.enter_context(_variables(namespace, replacements))
             _class_of.append(self._class)
             try:
                 yield
@@ -95,10 +99,11 @@ class Questions:
         self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
-        """Raise if the forward has set an attribute of a tensor of the caller, or of a result."""
+        """Raise CaptureError if the forward has set an attribute of a tensor of the caller, or of a
+        result."""
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
-                for attribute in _given(result.__dict__):
+                for attribute in _users_attributes(result.__dict__):
                     raise NAMED["attribute of a result"].error(
                         attribute=attribute, position=position
                     )
@@ -146,7 +151,8 @@ class Questions:
         return real if real is not None and _asks_users_file() else None
 
     def _class(self, tensor: torch.Tensor) -> type:
-        """Return the class that the tensor has in eager execution."""
+        """Return the class that a stand-in, or another fake tensor of the recording, has in eager
+        execution; FakeTensor for one of another mode."""
         own = _ATTRIBUTE(tensor, "__dict__")
         if own.get("fake_mode") is not self.mode:
             return FakeTensor
@@ -156,7 +162,8 @@ class Questions:
         return nn.Parameter if "_is_param" in own else torch.Tensor
 
     def _is_a(self) -> Callable[[Any, Any], bool]:
-        """Return `isinstance` for parameters and derived classes, as in eager execution."""
+        """Return what replaces the `__instancecheck__` of nn.Parameter's metaclass: `isinstance` as
+        in eager execution."""
         original: Any = vars(type(nn.Parameter))["__instancecheck__"]
 
         def is_a(kind: type, instance: object) -> bool:
@@ -171,17 +178,19 @@ class Questions:
 
     def ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
         """Note that the forward read `attribute` of a tensor of the caller: later calls must find
-        `answer`."""
+        the first `answer`; ABSENT if the tensor has no such attribute. Other tensors do not
+        count."""
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
-            told = answer if answer is ABSENT else described(answer)
+            value = answer if answer is ABSENT else described(answer)
             # The first answer: what the forward itself has changed since is no condition.
-            self.asked.setdefault((role, key, attribute), Question(role, key, attribute, told))
+            self.asked.setdefault((role, key, attribute), Question(role, key, attribute, value))
 
     def _attribute(self, tensor: torch.Tensor, attribute: str, is_users: bool) -> Any:
-        """Return an attribute that fake tensors do not have, from the real tensor. is_users: the
-        user's code asks."""
+        """Return an attribute that fake tensors do not have, from the real tensor, and note the
+        question. is_users: the user's code asks; other code's questions on private names do not
+        count. Raises AttributeError as the real tensor would."""
         real = self.real.get(id(tensor))
         if real is None or attribute.startswith("__"):
             kind = self._class(tensor).__name__
@@ -214,7 +223,8 @@ class Questions:
         return real.is_leaf
 
     def _place(self, name: str) -> Callable[..., Any]:
-        """Return a method that notes a question about the tensor's place in memory."""
+        """Return what replaces a method of tensors: it notes a question about the tensor's place in
+        memory if the user's code calls it."""
         original = getattr(torch.Tensor, name)
 
         def place(tensor: torch.Tensor) -> Any:
@@ -225,7 +235,8 @@ class Questions:
         return place
 
     def ask_place(self, tensor: torch.Tensor, attributes: Iterable[str] = PLACE) -> None:
-        """Note questions about the place of all caller's tensors on a fake's storage."""
+        """Note questions about the place in memory of all the caller's tensors on the storage of
+        `tensor`. attributes: names in `PLACE`."""
         storage = torch._C.TensorBase.untyped_storage(tensor)._cdata
         for identity, stand_in in self.stand_ins.items():
             if torch._C.TensorBase.untyped_storage(stand_in)._cdata == storage:
@@ -233,18 +244,21 @@ class Questions:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
     def _deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a clone of a plain leaf; refuse a copy of another tensor."""
-        given = self.real.get(id(tensor), tensor)
-        is_plain = self._class(tensor) is torch.Tensor and not _given(_ATTRIBUTE(given, "__dict__"))
-        if not (is_plain and given.is_leaf):
+        """Return a clone of a leaf of plain class without attributes; refuse a copy of another
+        tensor."""
+        known = self.real.get(id(tensor), tensor)
+        is_plain = self._class(tensor) is torch.Tensor and not _users_attributes(
+            _ATTRIBUTE(known, "__dict__")
+        )
+        if not (is_plain and known.is_leaf):
             self._refuse(tensor, "__deepcopy__", "a copy with its attributes: take a clone")
         # Made by an operator: the fake mode itself must not be copied.
         copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
         return memo.setdefault(id(tensor), copied)  # type: ignore[no-any-return]
 
     def _refused(self, name: str, what: str) -> Any:
-        """Return a member that raises a refusal if the user's code asks for it. what: its
-        meaning."""
+        """Return what replaces a member of tensors: it raises a refusal if the user's code asks for
+        it. what: its meaning, for the message."""
         original: Any = getattr(torch.Tensor, name)
         thread = threading.get_ident()
 
@@ -258,10 +272,12 @@ class Questions:
         return lambda tensor, *args, **kwargs: ask(tensor)(*args, **kwargs)
 
     def _if_none(self, name: str, what: str) -> property:
-        """Return a property that raises a refusal if it is not None on the real tensor."""
+        """Return what replaces a property of tensors: None of the real tensor is noted as the
+        answer, another value is refused. what: its meaning, for the message."""
         original: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
+            """Return the property's value; the user's code gets None or a refusal."""
             real = self._asked_of(tensor)
             if real is None:
                 return original.__get__(tensor)
@@ -316,8 +332,8 @@ def _asks_users_file() -> bool:
     return is_of_users(name) or name.startswith("<")
 
 
-def _given(attributes: Mapping[str, Any]) -> list[str]:
-    """Return names of attributes that are not a fake tensor's own."""
+def _users_attributes(attributes: Mapping[str, Any]) -> list[str]:
+    """Return names of attributes, sorted, that are not a fake tensor's own."""
     return sorted(name for name in attributes if not (name in _OF_STAND_INS or _is_own(name)))
 
 
@@ -328,7 +344,7 @@ def _is_own(name: str) -> bool:
 
 @contextlib.contextmanager
 def _variables(namespace: dict[str, Any], variables: Mapping[str, Any]) -> Iterator[None]:
-    """Add global variables to a module while inside, where it has none of that name."""
+    """While active, a module has further global variables, where it has none of that name."""
     new = {name: value for name, value in variables.items() if name not in namespace}
     namespace.update(new)
     try:
