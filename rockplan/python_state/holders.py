@@ -229,7 +229,8 @@ _ALONE = (CELL, CONTEXT, WAITING, TEXT, GENERATOR)
 
 @once_for_each_class
 def _own_kinds(kind: type) -> tuple[Kind, ...]:
-    """Return the rows by which objects of a class hold elements, other than attributes."""
+    """Return the rows of `object_slots` that say how objects of a class hold others, apart from
+    attributes (a list's items, a cell's content); () for a class that holds none."""
     rows: tuple[tuple[type | tuple[type, ...], Kind], ...] = (
         (types.CellType, CELL),
         (contextvars.ContextVar, CONTEXT),

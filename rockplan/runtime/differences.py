@@ -92,9 +92,9 @@ def described_call(
 
 
 def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
-    """Describe a leaf of the arguments: for a tensor its shape, dtype, device and so on, for
-    another object its value. first: identity of a tensor -> the name under which it was met first;
-    `name` is added for a new one."""
+    """Return (aspect, text) pairs that describe a leaf of the arguments: shape, dtype and so on of
+    a tensor, the value of another object. first: identity of a tensor -> the name under which it
+    was met first; `name` is added for a new one."""
     if not isinstance(leaf, torch.Tensor):
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"

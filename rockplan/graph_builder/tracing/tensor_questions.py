@@ -66,9 +66,9 @@ class Questions:
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, stand_in: torch.Tensor, called: str, role: str, key: str | int) -> None:
-        """Register the stand-in of a tensor of the caller. called: its name in messages; role, key:
-        how a planned call finds the real tensor. Raises CaptureError for an attribute that a fake
-        tensor has of its own."""
+        """Register the stand-in of a tensor of the caller. called: its name in messages; role
+        ('parameter', 'buffer', 'input') and key (name, position) lead a planned call to the real
+        tensor. Raises CaptureError for an attribute that a fake tensor has of its own."""
         self.names.setdefault(id(stand_in), (called, role, key))
         self.stand_ins[id(stand_in)] = stand_in
         self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
