@@ -4,11 +4,11 @@ model what was promised?
 On two and four processes of gloo: digests of what each has planned, by itself and together
 (`Options(group=...)`; the blocks of a sharded model always), and the seconds of the slowest, beside
 those of one that plans alone while the others wait; and the CPU time of all, which other work on
-the machine does not change. Then steps under `fully_shard` in each mode,
-sharded before they are planned; and the time that plans for several calls in flight take, beside
-the best plan of one call within the same budget.
+the machine does not change. On eight, steps with pipeline, data and tensor parallel at once.
+Then steps under `fully_shard` in each mode, sharded before they are planned; and the time that
+plans for several calls in flight take, beside the best plan of one call within the same budget.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4] [--parts peak]
+    OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4 8] [--parts peak]
 
 Writes benchmarks/results/ranks.jsonl and ranks.md; rows of other parts stay, all without any part.
 NCCL is not seen: there is one device at most.
@@ -40,7 +40,8 @@ from rockplan.api import plan_each
 from rockplan.search.in_flight import needed_bytes
 from testing.blocks import Mixer, Stack, batch
 from testing.sharding import MODES, everywhere, in_mode, peaks, sharded
-from testing.tensor_parallel import Llama, sequence_parallel, tensor_parallel, words
+from testing.tensor_parallel import Exchanges, Llama, sequence_parallel, tensor_parallel, words
+from testing.trainer import trainer_step
 
 RESULT = Path(__file__).parent / "results" / "ranks.md"
 ROWS_FILE = RESULT.with_suffix(".jsonl")
@@ -132,17 +133,55 @@ def peak_rows() -> Iterator[dict[str, Any]]:
 def tensor_rows() -> Iterator[dict[str, Any]]:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     ids = words(rows=8, length=64)
-    for mode, way in (("tensor parallel", tensor_parallel), ("and sequence", sequence_parallel)):
-        for budget in ("60%", "min"):
-            model = way(Llama(4, WIDTH).train(), mesh)
-            rockplan.solve_blocks(model, ids, budget, blocks="layers.*", options=OPTIONS)
+    again = replace(OPTIONS, rerun_collectives=True)
+    ways = (
+        ("tensor parallel", tensor_parallel, OPTIONS),
+        ("and sequence", sequence_parallel, OPTIONS),
+        ("and sequence, gathers run again", sequence_parallel, again),
+    )
+    for mode, way, options in ways:
+        for budget in ("60%", "40%", "min"):
+            eager, model = (way(Llama(4, WIDTH).train(), mesh) for _ in range(2))
+            row: dict[str, Any] = {"mode": mode, "budget": budget}
+            try:
+                rockplan.solve_blocks(model, ids, budget, blocks="layers.*", options=options)
+            except rockplan.InfeasibleBudget:
+                yield row
+                continue
             plan = rockplan.blocks_of(model)
+            made, calls = exchanging_step(model, ids)
+            as_made, once = exchanging_step(eager, ids)
+            same = len(made) == len(as_made) and all(map(torch.equal, made, as_made))
+            row["equal"] = all(everywhere(same))
+            row["plans"] = len({*map(repr, everywhere((plan.moments, plan.options, calls)))})
+            row["collectives"] = (len(calls), len(once))
             step = lambda: model(ids).backward()  # noqa: B023, E731
             found = sorted(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(STEPS))
             of_all = everywhere((plan.peak_bytes, found[0], found[STEPS // 2], found[-1]))
             predicted, *measured = (max(values) for values in zip(*of_all, strict=True))
-            row = {"mode": mode, "budget": budget, "predicted": predicted, "measured": measured}
-            yield {**row, "overhead": plan.overhead}
+            row |= {"predicted": predicted, "measured": measured, "overhead": plan.overhead}
+            yield row
+
+
+def exchanging_step(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], list[str]]:
+    """Loss and gradients of a step, and its collectives in order."""
+    torch.manual_seed(0)
+    model.zero_grad()
+    with Exchanges() as exchanges:
+        loss = model(ids)
+        loss.backward()
+    gradients = [p.grad for p in model.parameters()]
+    return [getattr(t, "_local_tensor", t).clone() for t in (loss, *gradients)], exchanges.calls
+
+
+def trainer_rows() -> Iterator[dict[str, Any]]:
+    """Two of each dimension; `trainer_step` asserts that there is one plan for each stage."""
+    options = replace(OPTIONS, time_limit_s=0.5)
+    began = time.monotonic()
+    ours, eager = trainer_step(options, (2, 2, 2)), trainer_step(None, (2, 2, 2))
+    seconds = time.monotonic() - began
+    same = len(ours) == len(eager) and all(map(torch.equal, ours, eager))
+    yield {"equal": all(everywhere(same)), "seconds": max(everywhere(seconds))}
 
 
 def in_flight_rows() -> Iterator[dict[str, Any]]:
@@ -187,23 +226,26 @@ def collective_rows() -> Iterator[dict[str, Any]]:
             yield {"name": name, "count": count, "shares": [shares[0], shares[6], shares[-1]]}
 
 
-PARTS: dict[str, Callable[[], Iterator[dict[str, Any]]]] = {
-    "agreement": agreement_rows,
-    "peak": peak_rows,
-    "tensor": tensor_rows,
-    "gloo": collective_rows,
-    "in flight": in_flight_rows,
+PARTS: dict[str, tuple[Callable[[], Iterator[dict[str, Any]]], tuple[int, ...]]] = {
+    "agreement": (agreement_rows, (2, 4)),
+    "peak": (peak_rows, (2,)),
+    "tensor": (tensor_rows, (2, 4)),
+    "trainer": (trainer_rows, (8,)),
+    "gloo": (collective_rows, (2,)),
+    "in flight": (in_flight_rows, (2,)),
 }
+"""What is measured, and on how many processes."""
 
 
 def work(parts: list[str]) -> None:
     """Of each process; the first prints rows."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    is_first, has_two = dist.get_rank() == 0, dist.get_world_size() == 2
+    is_first = dist.get_rank() == 0
     for part in parts:
-        if part == "agreement" or has_two and (part != "in flight" or is_first):
-            for row in PARTS[part]():
+        rows, counts = PARTS[part]
+        if dist.get_world_size() in counts and (part != "in flight" or is_first):
+            for row in rows():
                 if is_first:
                     print(json.dumps({"part": part, **row}), flush=True)
         dist.barrier()
@@ -263,6 +305,19 @@ def peak_cells(row: dict[str, Any]) -> tuple[str, ...]:
     return (*named, *sizes, least, most)
 
 
+def tensor_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    cells = (str(row["processes"]), *peak_cells(row))
+    if "predicted" not in row:
+        return (*cells, "", "", "", "")
+    ours, once = row["collectives"]
+    equal = "yes" if row["equal"] else "no"
+    return (*cells, f"{row['overhead']:+.1%}", f"{ours} / {once}", str(row["plans"]), equal)
+
+
+def trainer_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    return (str(row["processes"]), "yes" if row["equal"] else "no", f"{row['seconds']:.0f}")
+
+
 def in_flight_cells(row: dict[str, Any]) -> tuple[str, ...]:
     named = (str(row["count"]), row["share"])
     if "ours" not in row:
@@ -277,7 +332,7 @@ def collective_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 def report() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--counts", nargs="+", type=int, default=[2, 4])
+    parser.add_argument("--counts", nargs="+", type=int, default=[2, 4, 8])
     parser.add_argument("--parts", nargs="*", choices=[*PARTS], default=[*PARTS])
     parser.add_argument("--is-worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -338,14 +393,24 @@ def report() -> None:
             map(collective_cells, of("gloo")),
         ),
         "",
-        "Blocks of `parallelize_module` (four layers of a Llama of width 64, 8 rows of 64 words) "
-        f"on two processes: bytes as above, and the extra time of the plan. {when('tensor')}",
+        "Blocks of `parallelize_module` (four layers of a Llama of width 64, 8 rows of 64 words): "
+        "bytes as above; the extra time of the plan, in which times of collectives are estimated; "
+        "collectives of a step and of eager's; how many plans the processes have; are loss and "
+        f"gradients equal to eager's bit for bit? {when('tensor')}",
         "",
         *table(
-            ("mode", "budget", "predicted", "least", "median", "most")
-            + ("least over predicted", "most over predicted", "time"),
-            ((*peak_cells(row), f"{row['overhead']:+.1%}") for row in of("tensor")),
+            ("processes", "mode", "budget", "predicted", "least", "median", "most")
+            + ("least over predicted", "most over predicted", "time", "collectives", "plans")
+            + ("equal",),
+            map(tensor_cells, of("tensor")),
         ),
+        "",
+        "Pipeline, data (FSDP2) and tensor parallel at once, two processes of each (1F1B, four "
+        "microbatches, smallest budget, one plan for each stage): are losses and gradients of two "
+        "steps equal to eager's bit for bit; seconds of planning and of steps of both. "
+        f"{when('trainer')}",
+        "",
+        *table(("processes", "equal", "s"), map(trainer_cells, of("trainer"))),
         "",
         "Calls in flight: extra time of the plan of `Options(in_flight=k)`, and of the best of the "
         "plans for 12 budgets of one call whose peak and k - 1 times what they keep are within the "

@@ -142,6 +142,22 @@ class Agreement:
             )
         return {self._rank: value, **alike}
 
+    def told(self, error: BaseException) -> _Failure | None:
+        """Return the failure of another process that has ended this one by `error`: of a collective
+        in a step, in which that process does not take part any more. None if none has told of
+        one."""
+        if self._store is None or isinstance(error, RockplanError):
+            return None
+        for rank in self._ranks:
+            place = f"{self._step} by {rank}"
+            with contextlib.suppress(OtherRankFailed):  # the user is to see `error`
+                if rank != self._rank and self._has(place):
+                    message = pickle.loads(self._store.get(place))
+                    if isinstance(message, _Failure):
+                        self._failure = message
+                        return message
+        return None
+
     def fail(self, error: BaseException) -> None:
         """Tell all other processes of the error, so that nobody waits for this one, and wait until
         they have read it, at most _LEAVING_S. The message of an error of rockplan gets the rank."""
@@ -313,7 +329,10 @@ def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agr
     try:
         yield made
     except BaseException as error:
+        failure = made.told(error)
         made.fail(error)
+        if failure is not None:
+            raise failure.error() from error
         raise
     made.end()
 

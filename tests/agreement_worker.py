@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import copy
 import datetime
-import hashlib
 import logging
 import re
 from collections.abc import Callable
@@ -17,13 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import rockplan
 from rockplan import programs
-from testing.blocks import QUICK, Mixer, Stack, batch
+from testing.blocks import QUICK, Stack, batch
 from testing.sharding import everywhere, sharded
+from testing.trainer import digest, digest_of_blocks, trainer_step
 from testing.training import assert_same_state
 
 TOGETHER = rockplan.Options(**{**QUICK, "time_limit_s": 0.5}, cache=False)
@@ -35,18 +33,9 @@ def network() -> nn.Module:
     return nn.Sequential(*layers, nn.Linear(32, 4)).train()
 
 
-def digest(thing: object) -> str:
-    return hashlib.sha256(repr(thing).encode()).hexdigest()
-
-
 def digest_of(planned: nn.Module) -> str:
     plan = rockplan.plan_of(planned)
     return digest((plan.graph_digest, plan.schedule, plan.peak_bytes, plan.time_ns))
-
-
-def digest_of_blocks(model: nn.Module) -> str:
-    plan = rockplan.blocks_of(model)
-    return digest((plan.budget_bytes, plan.moments, plan.options, plan.peak_bytes))
 
 
 def step(module: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -86,18 +75,22 @@ def check_whole(group: Any, budgets: tuple[str, ...]) -> None:
 
 
 def check_sizes() -> None:
-    """Of sizes that are planned ahead, one adapts the plan of the largest for all."""
+    """Of sizes that are planned ahead, one adapts the plan of the largest for all, whatever sizes
+    their samples have."""
     adapted = programs.adapted
     made: list[rockplan.Plan] = []  # where there is one that could be adapted
     programs.adapted = lambda known, *args: made.extend(known[:1]) or adapted(known, *args)  # type: ignore[func-returns-value]
     options = replace(TOGETHER, group=dist.group.WORLD, sizes={0: (100, 256)})
+    rank = dist.get_rank()
+    sample = torch.randn((256, 100, 200, 200)[rank], 32)
     try:
-        planned: Any = rockplan.solve(network(), torch.randn(200, 32), "50%", options=options)
+        planned: Any = rockplan.solve(network(), sample, "50%", options=options)
     finally:
         programs.adapted = adapted
     plans = [(p.graph_digest, p.schedule, p.peak_bytes, p.time_ns) for p in planned.plans]
-    assert len(plans) == 3 and len({*everywhere(digest(plans))}) == 1
-    assert len(made) == 2 * (dist.get_rank() == 0)
+    assert len(plans) == (2, 2, 3, 3)[rank] and len({*everywhere(digest(plans[:2]))}) == 1
+    assert everywhere(digest(plans))[2] == everywhere(digest(plans))[3]
+    assert len(made) == (rank in (0, 2))
 
 
 def check_blocks(options: rockplan.Options, budgets: tuple[str, ...], is_sharded: bool) -> None:
@@ -166,71 +159,9 @@ def check_others(caplog: list[str]) -> None:
     assert all("other parameters" in text for _, text in found), found
 
 
-class Stage(nn.Module):
-    """One half of a model."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(Mixer(16) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.layers:
-            x = layer(x)
-        return x
-
-    def init_weights(self) -> None:
-        """Without random numbers, of which parts of tensors would get others."""
-        for parameter in self.parameters():
-            local: Any = parameter.detach()
-            values = getattr(local, "_local_tensor", local)
-            values.copy_(torch.linspace(-0.2, 0.3, values.numel()).view_as(values))
-
-
-def trainer_step(is_planned: bool, sizes: tuple[int, int, int]) -> list[torch.Tensor]:
-    """As torchtitan has it: pipeline, tensor and data parallel on the meta device, memory, weights,
-    plans, optimizer. Losses and gradients of two steps."""
-    rows, count = 32, 4
-    mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp", "tp"))
-    index = mesh["pp"].get_local_rank()
-    with torch.device("meta"):
-        part = Stage().train()
-    if sizes[2] > 1:
-        for layer in part.layers:
-            ways = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            parallelize_module(layer, mesh["tp"], ways)
-    sharded(part, mesh["dp"])
-    part.to_empty(device="cpu")
-    part.init_weights()
-    if is_planned:
-        microbatch = torch.randn(rows, 16).requires_grad_(index > 0)
-        part.set_requires_gradient_sync(False)  # of microbatches the last one exchanges
-        options = replace(TOGETHER, in_flight=2 - index)
-        loss = lambda y: y.pow(2).mean()  # noqa: E731
-        rockplan.solve_blocks(
-            part, microbatch, "min", blocks="layers.*", loss=loss, options=options
-        )
-        plan = rockplan.blocks_of(part)
-        digests = everywhere((index, digest_of_blocks(part)))
-        assert len({*digests}) == 2 and plan.overhead > 0
-    optimizer = torch.optim.SGD(part.parameters(), 0.01)
-    stage = PipelineStage(part, index, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(stage, count, loss_fn=lambda y, t: (y - t).pow(2).mean())
-    found: list[torch.Tensor] = []
-    for number in range(2):
-        torch.manual_seed(number + mesh["dp"].get_local_rank())
-        x, target = (torch.randn(rows * count, 16) for _ in range(2))
-        losses: list[torch.Tensor] = []
-        last: dict[str, Any] = {"target": target, "losses": losses} if index else {}
-        schedule.step(*(() if index else (x,)), **last)
-        found += [*losses, *(p.grad.to_local().clone() for p in part.parameters())]  # type: ignore[union-attr]
-        optimizer.step()
-        optimizer.zero_grad()
-    return found
-
-
 def check_trainer() -> None:
     for sizes in ((2, 2, 1), (2, 1, 2)):
-        ours, eager = trainer_step(True, sizes), trainer_step(False, sizes)
+        ours, eager = trainer_step(TOGETHER, sizes), trainer_step(None, sizes)
         assert all(t.isfinite().all() for t in eager)
         assert len(ours) == len(eager) and all(map(torch.equal, ours, eager)), sizes
 

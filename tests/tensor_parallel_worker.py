@@ -4,6 +4,7 @@ and beside the original under the same. Exits with an error where they differ.""
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import Counter
 from collections.abc import Callable
@@ -25,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 import rockplan
+from rockplan import agreement
 from rockplan.graph_builder.tracing import recorder
 from testing.blocks import QUICK, Stack, batch
 from testing.sharding import HALF, everywhere, sharded
@@ -306,14 +308,38 @@ def check_others(mesh: DeviceMesh) -> None:
         raise AssertionError("other blocks")
 
 
+def check_one_fails(mesh: DeviceMesh) -> None:
+    """Of an error in a measured step the others hear where their next collective ends."""
+    times = itertools.count()
+
+    def loss(result: torch.Tensor) -> torch.Tensor:
+        if dist.get_rank() == 1 and next(times) == 2:
+            raise ValueError("an odd batch")
+        return result
+
+    agreement._LEAVING_S = 0.1
+    model = sequence_parallel(Llama().train(), mesh)
+    try:
+        rockplan.solve_blocks(model, words(), "min", blocks="layers.*", loss=loss, options=OPTIONS)
+    except ValueError:
+        os._exit(0)
+    except rockplan.OtherRankFailed as error:
+        assert "rank 1 could not plan: ValueError: an odd batch" in str(error), error
+    else:
+        raise AssertionError("rank 1 has not planned")
+
+
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     if dist.get_world_size() == 2:
-        on_one_mesh(init_device_mesh("cpu", (2,)))
-    else:
-        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
-        on_two_dimensions(mesh)
-        check_plan_file(mesh)
+        mesh = init_device_mesh("cpu", (2,))
+        on_one_mesh(mesh)
+        dist.barrier()
+        check_one_fails(mesh)
+        return
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    on_two_dimensions(mesh)
+    check_plan_file(mesh)
     dist.barrier()
     dist.destroy_process_group()
