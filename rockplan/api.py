@@ -114,6 +114,8 @@ def _solve(
         # Without `agreed`: in training one process may meet a new kind of call alone.
         make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
         planned = _starting_with(program, model, first, make, options)
+        if agreed is not ALONE:  # each process has a sample of its own, which may be an end
+            others.sort(key=lambda call: call.name == "sample")
         _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
         return planned
 

@@ -89,7 +89,7 @@ class Options:
     between their operators as eager does (docs/compiled.md).
     sizes: range of a dimension of the sample, such as {1: (64, 2048)} for lengths in dimension 1 of
     its tensors, or {'input_ids': {1: (64, 2048)}} for one tensor. The largest sample is planned
-    first, then the smallest and the given one, so that `solve` says before training whether all fit
+    first, then the given one and the smallest, so that `solve` says before training whether all fit
     the budget. `solve_blocks`, `plan` and `pareto` plan the largest.
     solver: of the integer programs of blocks, by its name in PuLP, such as 'GUROBI'; if it is not
     installed, InvalidInput names those at hand. The relaxation of the whole graph and bounds stay

@@ -58,9 +58,8 @@ def sized_calls(
     forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
     """Return the calls to plan before training: with all varying dimensions at their largest size,
-    all at the smallest, and the sample, as far as they differ; the sample alone without
-    `Options.sizes`. (Processes that plan together have other samples, and the first two alike.)
-    Raises InvalidInput for ranges that do not fit the sample."""
+    the sample, and all at the smallest, as far as they differ; the sample alone without
+    `Options.sizes`. Raises InvalidInput for ranges that do not fit the sample."""
     ranges = options.sizes
     assert isinstance(ranges, tuple)
     if not ranges:
@@ -71,7 +70,7 @@ def sized_calls(
     tensors = {n: t for n, t in zip(names, leaves, strict=True) if _has_strides(t)}
     varying = _varying(ranges, tensors)
     calls: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
-    for which in ("largest size", "smallest size", "sample"):
+    for which in ("largest size", "sample", "smallest size"):
         shapes = {name: _shape(which, tensors[name], of) for name, of in varying.items()}
         made: dict[tuple[int, Shape], torch.Tensor] = {}
         others = [
