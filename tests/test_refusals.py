@@ -303,8 +303,10 @@ def test_what_is_refused_is_said_in_the_words_of_its_row(name: str) -> None:
 )
 def test_questions_that_no_plan_answers(ask: Callable[[torch.Tensor], Any], of: str) -> None:
     module = Does(lambda module, h, x: h + ask(h if of == "activation" else module.linear.weight))
-    with pytest.raises(CaptureError, match="the forward asks .* for `"):
+    with pytest.raises(CaptureError, match="the forward asks .* for `") as info:
         capture(module, (torch.ones(4, 4),), {})
+    # The user's line, not one of Python's copy.py.
+    assert f" at {__file__}:" in str(info.value)
     assert type(module.linear.weight) is nn.Parameter
 
 

@@ -20,6 +20,9 @@ _TORCH_FOLDER = os.path.join(torch.__path__[0], "")
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
 _TENSOR_FILES = f"{_TORCH_FOLDER}_tensor"
 _NO_USERS = (_TORCH_FOLDER, _OWN_FOLDER, contextlib.__file__)
+_LIBRARY_FOLDER = os.path.join(os.path.dirname(os.__file__), "")
+# Outside of virtual environments these lie inside of the folder of Python's own library.
+_INSTALLED = ("site-packages", "dist-packages")
 # Models in this file count as a user's; callers of the command line do not.
 _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
@@ -61,17 +64,22 @@ def is_of_torch(name: str) -> bool:
 
 
 def user_source() -> str:
-    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and contextlib, or
-    ''."""
+    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and Python's own
+    library, or ''."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         if name.startswith(_COMMANDS):
             break
-        if is_of_users(name):
+        if is_of_users(name) and not is_of_python(name):
             return f"{name}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
     return ""
+
+
+def is_of_python(name: str) -> bool:
+    """Return whether a file belongs to Python's own library (`copy.py`), and was not installed."""
+    return name.startswith(_LIBRARY_FOLDER) and not any(part in name for part in _INSTALLED)
 
 
 def is_of_users(name: str) -> bool:
