@@ -94,8 +94,7 @@ class Loop(nn.Module):
         return h
 
 
-@pytest.mark.parametrize("budget", ["100%", "min"])
-@pytest.mark.parametrize("of_input", [True, False])
+@pytest.mark.parametrize(("budget", "of_input"), [("100%", False), ("min", True)])
 def test_contributions_to_one_gradient_do_not_wait_for_one_another(
     budget: str, of_input: bool
 ) -> None:
