@@ -7,8 +7,9 @@ DistributedDataParallel and `fully_shard` (each repeated block, then the model),
 checkpointing; the least of some steps, and of some tries where that is more than is said, since
 threads of gloo give memory back late, or where the profiler does not see it. Then the same of the
 first of eight processes, of which there are no others (collectives that do nothing and ask for no
-memory, as NCCL asks for none of the allocator). Writes benchmarks/results/shards.{jsonl,md}; with
-names of models after the command, of these alone.
+memory, as NCCL asks for none of the allocator); as `python -m benchmarks.shards`, of that alone.
+Names of models after the command: of these. Writes benchmarks/results/shards.{jsonl,md}, in which
+rows that did not run stay, with the commit that they ran at.
 """
 
 from __future__ import annotations
@@ -130,43 +131,54 @@ def rows(hows: tuple[str, ...]) -> Iterator[Row]:
             "way": way,
             "predicted_bytes": said_bytes,
             "peak_bytes": measured_bytes(rank, said_bytes),
+            "where": where(),
         }
 
 
 def table(found: list[Row]) -> str:
     errors = [row["predicted_bytes"] / row["peak_bytes"] - 1 for row in found]
+    places = dict.fromkeys(row["where"] for row in found)
     lines = [
-        f"{where()}. `OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node=2 -m "
+        "`OMP_NUM_THREADS=1 python -m torch.distributed.run --nproc-per-node=2 -m "
         "benchmarks.shards`: bytes of the first process in a step, by `rockplan.fit`'s timeline "
-        f"and by the allocator's events. From {min(errors):+.2%} to {max(errors):+.2%}.",
+        f"and by the allocator's events. From {min(errors):+.2%} to {max(errors):+.2%}. At "
+        f"{'; at '.join(places)}.",
         "",
-        "| processes | model | shard | optimizer | way | predicted | measured | error |",
-        "|---|---|---|---|---|---|---|---|",
+        "| processes | model | shard | optimizer | way | predicted | measured | error | commit |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for row, error in zip(found, errors, strict=True):
-        lines.append(f"| {' | '.join(map(str, row.values()))} | {error:+.2%} |")
+        *cells, place = map(str, row.values())
+        lines.append(f"| {' | '.join(cells)} | {error:+.2%} | {place.split(',')[0]} |")
     return "\n".join(lines) + "\n"
 
 
-def main() -> None:
+def of_two_processes() -> list[Row]:
     dist.init_process_group("gloo")
-    is_first = not dist.get_rank()
-    found: list[Row] = []
+    found = []
     for row in rows((DDP, FSDP2)):
         found.append(row)
-        if is_first:
+        if not dist.get_rank():
             print(row, flush=True)
+    is_first = not dist.get_rank()
     dist.destroy_process_group()
-    if is_first:
-        with fake_group(8):
-            found += rows((FSDP2,))
-        if len(sys.argv) > 1:
-            others = map(json.loads, ROWS_FILE.read_text().splitlines())
-            found += (row for row in others if row["model"] not in sys.argv[1:])
-            names = [*MODELS]
-            found.sort(key=lambda row: (row["processes"], names.index(row["model"])))
-        ROWS_FILE.write_text("".join(f"{json.dumps(row)}\n" for row in found))
-        RESULT.write_text(table(found))
+    if not is_first:
+        sys.exit()
+    return found
+
+
+def main() -> None:
+    found = of_two_processes() if dist.is_torchelastic_launched() else []
+    with fake_group(8):
+        for row in rows((FSDP2,)):
+            found.append(row)
+            print(row, flush=True)
+    others = map(json.loads, ROWS_FILE.read_text().splitlines())
+    known = {tuple([*row.values()][:5]): row for row in (*others, *found)}
+    names = [*MODELS]
+    ordered = sorted(known.values(), key=lambda row: (row["processes"], names.index(row["model"])))
+    ROWS_FILE.write_text("".join(f"{json.dumps(row)}\n" for row in ordered))
+    RESULT.write_text(table(ordered))
 
 
 if __name__ == "__main__":
