@@ -64,7 +64,7 @@ def _times_of_a_set_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     set_times(monkeypatch)
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", ["llama", "vit", "t5"])
 def test_other_sizes_run_the_known_plan(name: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()

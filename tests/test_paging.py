@@ -285,8 +285,10 @@ class Interrupted(Exception):
     """By what has nothing to do with pages."""
 
 
-@pytest.mark.parametrize("link", ["threads", "late"])
-@pytest.mark.parametrize("method", ["page_out", "paged_out", "page_in", "paged_in"])
+@pytest.mark.parametrize(
+    ("method", "link"),
+    [("page_out", "late"), ("paged_out", "threads"), ("page_in", "threads"), ("paged_in", "late")],
+)
 def test_an_error_in_the_midst_of_copies_leaves_nothing_behind(
     case: Case, method: str, link: str
 ) -> None:
