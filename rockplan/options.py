@@ -139,11 +139,11 @@ class Options:
     solver: str = "HiGHS"
     reserve: bool = False
     group: Any = None
-    rerun_collectives: bool = False
     in_flight: int = 1
     host: bool | int | str | None = None
     host_path: str | os.PathLike[str] | None = None
     link: int | str | None = None
+    rerun_collectives: bool = False
 
     @property
     def host_bytes(self) -> int | None:
