@@ -219,8 +219,9 @@ def agreed_plan(
     agreed: Agreement,
     make: Callable[[], Plan],
 ) -> Plan:
-    """Return the plan that `make` makes here; or, if processes plan together, the one that the
-    lowest rank with the same graphs, budget and options makes, on the graph captured here."""
+    """Return the plan that `make` makes here; or, if processes plan together (`agreed` is not
+    ALONE), the one that the lowest rank with the same graphs, budget and options makes, on the
+    graph captured here."""
     graphs = [variant.lowered.graph for variant in source.variants]
 
     def key() -> object:

@@ -26,7 +26,7 @@ from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, autocast_state
-from rockplan.python_state.distributed import waited_with_history
+from rockplan.python_state.distributed import with_collectives_done
 from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import Element
 from rockplan.python_state.reach import reached
@@ -98,20 +98,21 @@ def sample_run(
     kwargs: dict[str, Any],
     loss: Loss | None = None,
 ) -> SampleRun:
-    """Run the sample once, with the loss if there is one; return the calls of `blocks` (path ->
-    block). Raises InvalidInput for a block under a transform of torch.func, or through which the
-    forward runs a backward pass of its own."""
+    """Run the sample once, with the loss if there is one; return what that shows: the call of each
+    of `blocks` (path -> block), and tensors that are written to. Raises InvalidInput for a block
+    under a transform of torch.func, or through which the forward runs a backward pass of its
+    own."""
     run = SampleRun()
     shared: dict[Any, SampleCall] = {}
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function that notes a call of the block at `path` and runs its `forward`, of
-        which nothing is saved for backward."""
+        """Return a function in place of `forward`, of the block at `path`: `note`."""
 
         def note(*given: Any, **named_given: Any) -> Any:
-            """Run the block's forward; add its call to `run`, with shared arguments for calls
-            alike."""
-            own, named = waited_with_history((given, named_given))
+            """Run the block's forward, of which autograd saves nothing, and return its result. Note
+            the call in `run.calls[path]`, or a further one by adding `path` to `run.repeated`;
+            calls of one kind have one SampleCall. Raises InvalidInput under torch.func."""
+            own, named = with_collectives_done((given, named_given))
             try:
                 refuse_transforms()
             except StalePlan as error:
@@ -123,7 +124,7 @@ def sample_run(
                 held = tuple(_held_by(own, named))
                 shared[kind] = SampleCall(own, named, kind, autocast_state(), held)
             run.calls.setdefault(path, shared[kind])
-            with _nothing_saved(path):
+            with _saving_nothing(path):
                 return forward(*own, **named)
 
         return note
@@ -204,7 +205,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 
 @contextlib.contextmanager
-def _nothing_saved(path: str) -> Iterator[None]:
+def _saving_nothing(path: str) -> Iterator[None]:
     """While active, tensors that autograd saves are dropped. A backward pass through them raises
     _BackwardThroughBlock. path: of the block that runs."""
 

@@ -93,8 +93,8 @@ def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
 
 
 def _of_a_step(graph: CDGraph) -> CDGraph:
-    """Return `graph` with the results not held and a loss of the caller's of 0 bytes: the step
-    counts these."""
+    """Return `graph` as a part of a step, which itself counts the bytes of the results and of the
+    loss that the caller computes: here results are not held, and that loss has 0 bytes."""
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d

@@ -45,8 +45,8 @@ def measured_step(
     written: Collection[torch.Tensor],
     device: torch.device,
 ) -> MeasuredStep:
-    """Measure a `step`, after one that is not measured. Block i runs as options[i] says and gets
-    gradients of incoming_bytes[i].
+    """Return the memory beside the blocks in a `step`, measured after a step that is not. Block i
+    runs as options[i] says and gets gradients of incoming_bytes[i].
 
     call: (args, kwargs, loss) of the model; written: tensors beside buffers that a step writes to.
     If gradients wait to be exchanged (`set_requires_gradient_sync(False)`), a step that keeps them

@@ -438,8 +438,9 @@ class _Job:
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> _Measured:
-        """Install for each block the option that saves least, measure a step, restore the
-        blocks."""
+        """Install for each block the option that saves least, measure a step, restore the blocks.
+        Return (the step, key of a kind -> kind, path -> program of the blocks whose backward began
+        from other results than assumed) as `_Measured`."""
         kinds = self._kinds(captured.values())
         step = self._step_of(captured, calls, kinds)
         latest = {path: latest_of(block.call.module) for path, block in captured.items()}
@@ -509,7 +510,7 @@ class _Job:
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
-        """Measure one kind of block, and solve it for a first family of options."""
+        """Return the kind of `block`: its graph, measured, and a first family of options for it."""
         problem = block_problem(block, self.options)
         graph = problem.graph
         incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)

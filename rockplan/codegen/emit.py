@@ -257,8 +257,9 @@ class _Emitter:
 
     def _save(self, position: int) -> None:
         """Write that variables which later slices need go into the frame: those of storages that
-        are not the caller's, without views. position: the next event; a storage that the caller
-        holds is saved only if a later event reads it."""
+        are not the caller's, without views. Move them from `_live` to `_saved`, and forget the
+        others. position: the next event; a storage that the caller holds is saved only if a later
+        event reads it."""
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -363,8 +364,8 @@ class _Emitter:
             self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
 
     def _drop(self, data: int) -> None:
-        """Write `del`s of all variables of the storage `data`, saved or not, after the end of its
-        copy from the host."""
+        """Write `del`s of all variables of the storage `data`, in the frame (`_saved`) or not
+        (`_live`), after the end of its copy from the host; forget them."""
         self._await(data)
         for value in self._saved.pop(data, ()):
             self._line(f'del frame.saved["{self._name(value)}"]')
@@ -468,8 +469,9 @@ class _Emitter:
             self._live[self._graph.values[result].data].append(result)
 
     def _need(self, value: int) -> None:
-        """Write what makes the variable of `value` available, if it is not: take it from the frame
-        or the residents, or derive the view again."""
+        """Write what makes the variable of `value` available, if it is not (in `_live`): take it
+        from the frame or the residents, whose position is noted as read, or derive the view
+        again."""
         needed = self._graph.values[value]
         for saved in self._saved.pop(needed.data, ()):
             name = self._name(saved)

@@ -64,8 +64,8 @@ _IMPORT = dis.opmap["IMPORT_NAME"]
 
 
 def files_of(name: str, package: str) -> Iterable[dict[str, Any]]:
-    """Yield the variables of the modules that `import name` in `package` may mean: the absolute
-    name, and the name relative to the package and to each package around it."""
+    """Yield the global variables (`vars`) of each loaded module that `import name` in `package` may
+    mean: the absolute name, and the name relative to the package and to each package around it."""
     parts = package.split(".")
     around = (".".join(parts[:i]) for i in range(len(parts), 0, -1))
     for path in (name, *(f"{p}.{name}".strip(".") for p in around)):

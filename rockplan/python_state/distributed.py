@@ -114,7 +114,7 @@ class _Waited(torch.autograd.Function):
         return gradient
 
 
-def waited_with_history(call: Any) -> Any:
+def with_collectives_done(call: Any) -> Any:
     """Return `call`, (args, kwargs), in which the results of all collectives have arrived;
     gradients flow back to these."""
     leaves, spec = trees.tree_flatten(call)

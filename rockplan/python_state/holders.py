@@ -308,8 +308,8 @@ _CONTENT = (Bytes, str, bytes, int)
 
 
 def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
-    """Return `value` with each tensor replaced by `of(tensor)`, if that is not None: itself, in
-    tuples, behind a weak reference. Returns `value` itself if nothing is replaced."""
+    """Return `value` with each tensor t in it (itself, in tuples, behind a weak reference) replaced
+    by `of(t)`, unless that is None; the same object if nothing is replaced."""
     if isinstance(value, torch.Tensor):
         other = of(value)
         return value if other is None else other

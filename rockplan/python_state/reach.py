@@ -70,15 +70,15 @@ class Reached:
     """What a forward can reach. holders: objects that can be changed; objects: (place, object) of
     everything, in the order of reaching; namespaces: global variables of the files of reached
     functions; names: all names in the code of these functions; compares_objects: some of this code
-    compares objects by `is`; shared: second places of containers that are also part of the
-    arguments."""
+    compares objects by `is`; also_in_arguments: places at which a
+    container of the arguments is met again."""
 
     holders: tuple[Held, ...]
     objects: tuple[tuple[Place, Any], ...]
     namespaces: tuple[dict[str, Any], ...]
     names: frozenset[str]
     compares_objects: bool
-    shared: tuple[Place, ...]
+    also_in_arguments: tuple[Place, ...]
 
 
 def reached(

@@ -233,14 +233,17 @@ def rebind(
 
 
 def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -> Any:
-    """Run a call and return its result, in the structure that the forward returns. call: (args,
-    kwargs); leaves: theirs; replan: makes the plan for other incoming gradients."""
+    """Run a call by its plan; return what the forward would return, and fill containers of the
+    caller's as it would. call: (args, kwargs); leaves: theirs, flattened; replan: returns the
+    Executable for incoming gradients in other strides than planned, when backward meets them."""
     program = bound.program
     with without_default_device():
         tensors = autograd.call(program.executable, bound.residents(leaves), replan)
-    of = dict(zip(program.interface.results, tensors, strict=True))
+    tensor_at = dict(zip(program.interface.results, tensors, strict=True))
     outputs = program.interface.outputs
-    result_leaves = [_literal(o.literal) if o.value is None else of[o.first] for o in outputs]
+    result_leaves = [
+        _literal(o.literal) if o.value is None else tensor_at[o.first] for o in outputs
+    ]
     return returned(result_leaves, program.output_spec, call, leaves)
 
 

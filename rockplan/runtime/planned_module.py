@@ -23,7 +23,7 @@ from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import BackwardError
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
-from rockplan.python_state.distributed import is_awaited, waited_with_history
+from rockplan.python_state.distributed import is_awaited, with_collectives_done
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
@@ -142,7 +142,7 @@ class Planned(HasPlans):
         warn_of_dispatch_modes()
         leaves, input_spec = trees.tree_flatten((args, kwargs))
         if any(map(is_awaited, leaves)):
-            args, kwargs = waited_with_history((args, kwargs))
+            args, kwargs = with_collectives_done((args, kwargs))
             leaves = trees.tree_leaves((args, kwargs))
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():

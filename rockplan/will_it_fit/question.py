@@ -270,9 +270,9 @@ class FitQuestion:
         return call.form in self._smallest
 
     def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
-        """Search the plan with the least peak for a call and keep it for calls of the same form. By
-        the relaxation alone, if that needs no more than `enough_bytes`. With a host, search a
-        smaller one that pages."""
+        """Search the plan with the least peak for a call and keep it for calls of the same form. If
+        the relaxation finds one that needs no more than `enough_bytes`, the other stages are left
+        out. With a host, search a smaller one that pages."""
         if self.unpaged:
             self._find_paged(self.unpaged, call, enough_bytes)
             return
@@ -290,8 +290,10 @@ class FitQuestion:
         self.take(call, planning.waiting(least, problem.waits))
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
-        """Keep, for calls of this form, the first plan that pages within one of PAGED_SHARES of the
-        peak of the smallest plan without paging; if none does, the latter."""
+        """Store the plan for calls of this form: the first one found that pages within one of
+        PAGED_SHARES of the peak without paging, else the smallest plan without. unpaged: the
+        question without a host, which searches the latter if it has none: no longer than until one
+        needs at most `enough_bytes`."""
         if not unpaged.has_smallest(call):
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)

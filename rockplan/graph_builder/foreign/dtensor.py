@@ -18,7 +18,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
-    """Replace a function by one that runs it outside of the recording."""
+    """Return a replacement that runs the function outside of the recording."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
@@ -28,8 +28,8 @@ def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]
 
 
 def _of_context_parallel(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
-    """Replace the attention that `context_parallel` has put in place of PyTorch's: a call is
-    refused."""
+    """Return a replacement for the attention that `context_parallel` has put in place of PyTorch's:
+    a call raises the refusal."""
 
     def attention(*args: Any, **kwargs: Any) -> NoReturn:
         recording.refuse(NAMED["context parallel"].text())

@@ -100,7 +100,7 @@ def _with_free_tensors(
 
 
 def _operator(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `flex_attention_hop`, the operator that `flex_attention` calls."""
+    """Return a replacement for `flex_attention_hop`, the operator that `flex_attention` calls."""
 
     def flex_attention(
         query: torch.Tensor,
@@ -125,8 +125,8 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _graphs(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `create_fw_bw_graph`, which traces the derivative of a score function: its operators
-    are none of the step, and are not recorded."""
+    """Return a replacement for `create_fw_bw_graph`, which traces the derivative of a score
+    function: its operators are none of the step, and are not recorded."""
 
     def create_fw_bw_graph(*args: Any) -> Any:
         if not recording.is_active():
@@ -138,12 +138,11 @@ def _graphs(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _in_strides(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `_permute_strides`, which copies a tensor into other strides: for the backward of the
-    dense form it makes an empty tensor, since that is written afterwards as a whole."""
+    """Return a replacement for `_permute_strides`, which copies a tensor into other strides: for
+    the backward of the dense form an empty one will do, since all of it is written afterwards."""
 
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
-        """Return an empty tensor of these strides if the backward of the dense form calls, else
-        what the original returns."""
+        """Return `made` in these strides, without values for the backward of the dense form."""
         caller = sys._getframe(2).f_code
         if not recording.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
             return original(made, strides)

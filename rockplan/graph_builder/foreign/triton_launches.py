@@ -130,11 +130,11 @@ def patches() -> Iterator[Patch]:
 
 
 def _launcher(original: Any, access: RecordingAccess) -> Any:
-    """Replace `KernelInterface.__getitem__` of Triton, `kernel[grid]`."""
+    """Return a replacement for `KernelInterface.__getitem__` of Triton (`original`), by which
+    `kernel[grid](...)` is recorded as a call while `access`, the recording, is active."""
 
     def __getitem__(kernel: Any, grid: Any) -> Any:
-        """Return a function that records a launch, or launches the kernel outside of a
-        recording."""
+        """Return a function of a kernel's arguments that launches it on `grid`, or records it."""
 
         def launch(*args: Any, **kwargs: Any) -> Any:
             if access.is_active():
@@ -154,8 +154,8 @@ def _launch(
     access: RecordingAccess,
 ) -> None:
     """Record a launch of `kernel[grid](*args, **kwargs)`: find what the kernel writes, describe the
-    launch, and call its operator. Refuses a kernel whose writes are unknown, and arguments that a
-    key cannot describe."""
+    launch, add it to `LAUNCHES` and call its operator. Raises the refusal for a kernel whose writes
+    are unknown, and for arguments that a key cannot describe."""
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)

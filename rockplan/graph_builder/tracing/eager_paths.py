@@ -39,7 +39,7 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that ends the recording with this named refusal."""
+    """Return `replacement` of a patch: it makes a function that raises this refusal (of NAMED)."""
 
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
@@ -51,7 +51,8 @@ def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.max_pool1d`: its input is made contiguous where eager's result is."""
+    """Return a replacement for `torch.max_pool1d`, which makes the input contiguous where eager's
+    kernel does: on CPU, when no gradient is needed."""
 
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
@@ -64,7 +65,7 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.ctc_loss`: lengths are passed as tensors."""
+    """Return a replacement for `torch.ctc_loss`, which passes lengths on as CPU tensors."""
 
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
@@ -86,8 +87,9 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that is refused under autocast. name: of the function, in
-    the message."""
+    """Return `replacement` of a patch: it makes a function that raises the refusal under autocast
+    on the device of its first argument, and else is the original. name: of the function, in the
+    message."""
 
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -101,10 +103,10 @@ def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the generator that wraps the function of a checkpoint
-    (`_checkpoint_without_reentrant_generator`): no hooks on saved tensors. Eager runs that function
-    again if tensors are saved for backward; a hook to detect this would keep them alive, so the
-    function counts as run again if a tensor made inside requires a gradient."""
+    """Return a replacement for `_checkpoint_without_reentrant_generator`, the generator around the
+    function of a checkpoint, without its hooks on saved tensors. Eager runs the function again if
+    tensors are saved; a hook to detect that would keep them alive, so it counts as run again, and
+    writes to tensors of the caller's raise, if a tensor made inside requires a gradient."""
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         before = len(recording.made())
@@ -124,8 +126,9 @@ class _Direct:
     recording: RecordingAccess
 
     def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
-        """Call a checkpoint's function directly, with gradients only if an argument requires
-        one."""
+        """Replace `CheckpointFunction.apply`: return what the checkpoint's function returns,
+        detached unless an argument requires a gradient. Eager would run it again then: writes to
+        tensors of the caller's raise."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
         runs_again = self.recording.refusing_writes(lambda: has_gradient)
@@ -142,8 +145,8 @@ def _detached(result: Any) -> Any:
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
-    """Replace a method that returns all values of a tensor (`tolist`, `numpy`): call it on the real
-    tensor, and on the given one if the recording has none."""
+    """Return a replacement for a method that returns all values of a tensor (`tolist`, `numpy`),
+    called on a real copy of the tensor, outside of a recording on the tensor itself."""
 
     def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         real = recording.read_all(tensor)
@@ -156,8 +159,8 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _compile(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `torch.compile` by a function whose results, which the forward may keep, refer to no
-    recording and run uncompiled in one."""
+    """Return a replacement for `torch.compile`, whose results, which the forward may keep, refer to
+    no recording and run uncompiled in one."""
 
     def compile(function: Any = None, **how: Any) -> Any:
         """Return a function that is compiled at its first call outside of a recording; of a module
@@ -188,10 +191,11 @@ class _CompiledLater:
 
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `data_ptr` of tensors and storages."""
+    """Return a replacement for `data_ptr` of tensors and storages."""
 
     def data_ptr(owner: Any) -> Any:
-        """Refuse the address of a tensor while recording; return 0 to `deepcopy` of a fake one."""
+        """Return the address, 0 to `deepcopy` of a fake tensor. Raises the refusal to other code
+        while recording."""
         # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
         if is_copied and isinstance(owner, FakeTensor):
@@ -204,12 +208,12 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `nn.Module._apply`, by which `.to()` and the like move a module. PyTorch fails to
-    move stand-ins of parameters, which have other references."""
+    """Return a replacement for `nn.Module._apply`, by which `.to()` and the like move a module.
+    PyTorch fails to move stand-ins of parameters, which have other references."""
 
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Return the module if nothing would move (`expert.to(x.device)`); refuse to move
-        stand-ins."""
+        """Return the module, moved unless it is there already (`expert.to(x.device)`). Raises the
+        refusal if it has stand-ins."""
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
         if all(function(tensor) is tensor for tensor in tensors):
             return module
@@ -223,8 +227,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _data(original: Any, recording: RecordingAccess) -> Any:
-    """Replace the setter of `Tensor.data`: assigning other memory is refused; assigning the memory
-    that the tensor has (`p.data = p.data.contiguous()`) does nothing."""
+    """Return a property in place of `Tensor.data`, whose setter does nothing for the memory that
+    the tensor has (`p.data = p.data.contiguous()`), and raises the refusal for other memory."""
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         if not is_same_memory(tensor, other):
@@ -260,7 +264,8 @@ _ADDRESS = "fake tensors have no memory, and what is done with that of others is
 
 
 def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Replace `disable_saved_tensors_hooks`, by which torch.func forbids hooks on saved tensors."""
+    """Return a replacement for `disable_saved_tensors_hooks`, by which torch.func forbids hooks on
+    saved tensors: ours are taken off for the time, others still raise there."""
 
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:

@@ -98,8 +98,9 @@ def backward_starts(
     only_loss: bool = False,
 ) -> dict[int, Strides]:
     """Return position of each leaf of the result that the backward pass starts from -> strides of
-    its gradient. incoming: as asked for, or None for likely ones; only_loss: the caller uses only a
-    loss. Raises InvalidInput if `incoming` names a leaf that requires no gradient."""
+    its gradient. incoming: the same, as asked for, or of an earlier call (Precedent), where None
+    means the strides of the leaf; None: the likely ones; only_loss: the caller uses only a loss.
+    Raises InvalidInput if `incoming` names a leaf that requires no gradient."""
     candidates = _differentiable(outputs)
     if not candidates:
         raise NAMED["nothing to differentiate"].error()

@@ -263,8 +263,8 @@ class Recorder(TorchDispatchMode):
     def _refuse_distributed(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Raise CaptureError where a DTensor's layout, or a random draw, is not shown to be in a
-        plan what DTensor makes of it."""
+        """Note the process groups of the DTensors that an operator takes. Raises CaptureError where
+        a layout, or a random draw, is not shown to be in a plan what DTensor makes of it."""
         tensors = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
         for tensor in tensors:
             self._note_spec(tensor)

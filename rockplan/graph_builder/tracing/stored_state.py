@@ -40,12 +40,13 @@ from rockplan.values.interface import ABSENT, Assignment
 def refuse_kept_arguments(
     reached: Reached, arguments: Iterable[torch.Tensor], registered: Mapping[int, torch.Tensor]
 ) -> None:
-    """Raise CaptureError if an argument is also kept where the forward can see it and compare the
-    two by identity: they would be one tensor in this call, and two in the next. registered: id ->
-    parameter or buffer, which do not count."""
+    """Raise CaptureError if code that compares objects by identity can reach one of the tensors
+    `arguments`, or a container of the arguments, elsewhere too (`reached`): these would be one
+    object in this call, and two in the next. registered: id -> parameter or buffer: they may be
+    arguments as well."""
     if not reached.compares_objects:
         return
-    for place in reached.shared:
+    for place in reached.also_in_arguments:
         raise _compared(place)
     identities = {id(t) for t in arguments} - registered.keys()
     for held in reached.holders:

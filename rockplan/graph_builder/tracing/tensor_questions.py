@@ -145,7 +145,7 @@ class Questions:
         asked = {(role, key) for role, key, attribute in self.asked if attribute in PLACE}
         return [self.stand_ins[i] for i, (_, *name) in self.names.items() if tuple(name) in asked]
 
-    def _asked_of(self, tensor: torch.Tensor) -> torch.Tensor | None:
+    def _real_if_users_ask(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Return the real tensor if the user's code asks a stand-in of this recording."""
         real = self.real.get(id(tensor))
         return real if real is not None and _asks_users_file() else None
@@ -216,7 +216,7 @@ class Questions:
         return answer
 
     def _is_leaf(self, tensor: torch.Tensor) -> bool:
-        real = self._asked_of(tensor)
+        real = self._real_if_users_ask(tensor)
         if real is None:
             return bool(torch._C.TensorBase.is_leaf.__get__(tensor))  # type: ignore[attr-defined]
         self.ask(tensor, "is_leaf", real.is_leaf)
@@ -244,13 +244,12 @@ class Questions:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
     def _deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """Return a clone of a leaf of plain class without attributes; refuse a copy of another
-        tensor."""
-        known = self.real.get(id(tensor), tensor)
-        is_plain = self._class(tensor) is torch.Tensor and not _users_attributes(
-            _ATTRIBUTE(known, "__dict__")
-        )
-        if not (is_plain and known.is_leaf):
+        """Return what `copy.deepcopy` makes of a fake tensor: a detached clone, stored in `memo`
+        (id -> copy). Raises the refusal where a clone would be no copy: for another class,
+        attributes that the user has set, a tensor computed by autograd."""
+        real = self.real.get(id(tensor), tensor)
+        is_plain = self._class(tensor) is torch.Tensor
+        if not is_plain or _users_attributes(_ATTRIBUTE(real, "__dict__")) or not real.is_leaf:
             self._refuse(tensor, "__deepcopy__", "a copy with its attributes: take a clone")
         # Made by an operator: the fake mode itself must not be copied.
         copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -278,7 +277,7 @@ class Questions:
 
         def get(tensor: torch.Tensor) -> Any:
             """Return the property's value; the user's code gets None or a refusal."""
-            real = self._asked_of(tensor)
+            real = self._real_if_users_ask(tensor)
             if real is None:
                 return original.__get__(tensor)
             if getattr(real, name) is not None:

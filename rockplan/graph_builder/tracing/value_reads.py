@@ -70,7 +70,8 @@ class ValueReader:
         buffers: Sequence[tuple[str, int]],
         real_buffers: Sequence[torch.Tensor],
     ) -> None:
-        """Register the tensors of the caller. inputs: value -> (leaf position, real tensor);
+        """Register the tensors of the caller whose values may be read: integers, and few
+        floating-point numbers without gradient. inputs: value -> (leaf position, real tensor);
         parameters, buffers: (name, value); real_buffers: in the order of `buffers`."""
         for value, (position, tensor) in inputs.items():
             if _is_integer(tensor):
@@ -113,8 +114,8 @@ class ValueReader:
         return expected
 
     def _drawn(self, recorder: Recorder, call: Call, module: str, source: str) -> bool | None:
-        """Return a bool that depends on random draws, if there are few: these are repeated before
-        each later call, and the generator is put back. None for any other read."""
+        """Return a bool that depends on few random draws, and add a guard: the draws are repeated
+        before each later call, and the generator is put back. None for any other read."""
         draws = [c for c in recorder.calls if c.random]
         is_forward = recorder.phase is Phase.FORWARD
         if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
@@ -180,9 +181,9 @@ class ValueReader:
         more: str = "",
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
-        """Return value -> real tensor for `leaves` and what `calls` make from them; refuse the read
-        if these differ between calls and cannot be compared before a call. more: a further remedy;
-        numbers: floating-point inputs that are compared."""
+        """Return value -> real tensor for `leaves` and what `calls` make from them. Raises the
+        refusal of the read if these differ between calls and cannot be compared before a call.
+        more: a further remedy; numbers: floating-point inputs that are compared."""
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
@@ -320,7 +321,6 @@ class ValueReader:
                 continue
             computable.append(recorded.call)
             available.update(recorded.call.made)
-        # Values in storages that were later overwritten with unknown content are left out.
         return {
             v: t
             for v, t in evaluate.run(computable, known).items()
