@@ -130,9 +130,9 @@ class BlockSequence:
     def _extended(
         self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
     ) -> BlockSequence:
-        """Return the sequence with an option searched for each limit, if it might beat the known
-        ones. limits: kind -> limits of the bytes that a block saves between its phases;
-        budget_bytes: for the blocks of the call that runs."""
+        """Return the sequence in which kinds have, for each limit, one more option searched for,
+        unless a known one would beat it. limits: kind -> limits of the bytes that a block saves
+        between its phases; budget_bytes: for the blocks of the call that runs."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(o.peak_bytes for o in kind.family)

@@ -196,7 +196,8 @@ class BlockMaker:
             raise
 
     def _make(self, call: ModuleCall) -> PlannedProgram:
-        """Return a program: that of an equal block, one adapted from a known plan, or a new one."""
+        """Return a program: that of an equal block, one adapted from a known plan, or a new one.
+        The latter two are kept in `programs`, for other blocks."""
         options = self.programs.options
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)

@@ -72,8 +72,8 @@ def starts(devices: Iterable[str]) -> Starts:
 
 @contextlib.contextmanager
 def restarted(starts: Starts) -> Iterator[None]:
-    """While active, the generators of `starts` are in the states that they had there; afterwards in
-    those from before."""
+    """While active, each generator of `starts`, (generator, a copy of it from an earlier time), is
+    in the state of its copy; afterwards in its own again."""
     before = [(generator, generator.get_state()) for generator, _ in starts]
     try:
         for generator, start in starts:

@@ -35,7 +35,8 @@ def autocast_state() -> Autocast:
 
 @contextlib.contextmanager
 def under_autocast(state: Autocast) -> Iterator[None]:
-    """While active, autocast is as `autocast_state` returned at another time, also off."""
+    """While active, autocast of each device type is as in `state`, which `autocast_state` returned
+    at another time: on with the same dtype, or off."""
     with contextlib.ExitStack() as stack:
         for kind, dtype in zip(DEVICE_TYPES, state.dtypes, strict=True):
             if dtype is not None or torch.is_autocast_enabled(kind):

@@ -144,8 +144,8 @@ class _Walk:
     shared: list[Place] = field(default_factory=list)
 
     def meet(self, value: Any, place: Place) -> None:
-        """Queue an object to be looked into, at its first place. A container of the arguments that
-        is met again is noted in `shared`."""
+        """Queue an object to be looked into, met at `place`, unless it was met before. A container
+        of the arguments that is met again is noted in `shared` with that place."""
         if id(type(value)) in PLAIN:
             return
         if id(value) in self.seen:
@@ -196,8 +196,8 @@ class _Walk:
         self._hold(self.real.get(id(value), value), place.guarded())
 
     def _fixed(self, value: Any, place: Place) -> None:
-        """Meet what an object always refers to: a tuple, a frozen set, a weak reference, a view of
-        a dictionary; list the object's attributes."""
+        """Queue (`meet`) what an object always refers to: elements of a tuple or frozen set, target
+        of a weak reference, dictionary of a view; add holders of its attributes."""
         if isinstance(value, types.MappingProxyType):
             self._beyond(gc.get_referents(value), place)
         elif isinstance(value, weakref.ref):

@@ -221,8 +221,8 @@ def make_program_of(module: nn.Module) -> MakeProgram:
 
 
 def latest_of(module: nn.Module) -> PlannedProgram:
-    """Return the program that the next call of the kind that ran last starts with: the preferred
-    one of that kind, or the one that ran last if its kind is gone."""
+    """Return the program that a call of the kind that ran last starts with now: the last in the
+    list of programs of that kind; or the one that ran last, if the kind is gone."""
     assert isinstance(module, HasPlans)
     state = module._rockplan
     assert state.latest is not None

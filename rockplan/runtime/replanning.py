@@ -61,8 +61,10 @@ class Called:
 
 
 def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
-    """Return a program for a call that none seemed to match, a new one if need be; None: run the
-    original forward. Raises StalePlan if the options forbid planning again.
+    """Return a program for a call that none seemed to match, a new one if need be; None if the
+    original forward is to run: in evaluation, without gradients, where no plan fits, or as
+    Options(on_mismatch='original') says. Warns of the latter, of sharding and of plans that
+    accumulate. Raises StalePlan if the options forbid planning again.
 
     It looks again, because another thread may have planned meanwhile, or may have replaced the
     module's tensors while it planned.

@@ -142,7 +142,8 @@ def _in_strides(original: Any, recording: RecordingAccess) -> Any:
     the backward of the dense form an empty one will do, since all of it is written afterwards."""
 
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
-        """Return `made` in these strides, without values for the backward of the dense form."""
+        """Return a tensor like `made` in these strides: an empty one if the backward of the dense
+        form calls, else with its values."""
         caller = sys._getframe(2).f_code
         if not recording.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
             return original(made, strides)

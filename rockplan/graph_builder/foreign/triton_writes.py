@@ -99,7 +99,8 @@ class _Function(ast.NodeVisitor):
         self._local = {*self._made_of, *_assigned(self._definition)}
 
     def visit_all(self) -> None:
-        """Visit all statements until no more dependences and writes are found."""
+        """Visit all statements again and again, until a round finds no new parameters that
+        variables are made of, nor that the function writes into or returns."""
         while True:
             before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
@@ -161,8 +162,8 @@ class _Function(ast.NodeVisitor):
     # Expressions
 
     def _of(self, node: ast.expr) -> Names:
-        """Return the parameters that an expression may be computed from; note what it writes
-        into."""
+        """Return the parameters of the kernel that an expression may be computed from; add those
+        that it writes into to the effects. Raises UnknownWrites for what cannot be analysed."""
         if isinstance(node, ast.Name):
             return self._made_of.get(node.id, _NOTHING)
         if isinstance(node, ast.Call):
@@ -179,9 +180,9 @@ class _Function(ast.NodeVisitor):
         return frozenset().union(*parts)
 
     def _of_call(self, node: ast.Call) -> Names:
-        """Return the parameters that the result of a call may be computed from; note what it writes
-        into. Raises UnknownWrites for a function that is neither Triton's, Python's nor
-        readable."""
+        """Return the parameters of the kernel that the result of a call may be computed from; add
+        those that it writes into to the effects. Raises UnknownWrites for a function that is
+        neither Triton's, Python's nor readable."""
         arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
         positional = [self._of(a) for a in arguments]
         named = {k.arg: self._of(k.value) for k in node.keywords}
@@ -208,8 +209,8 @@ class _Function(ast.NodeVisitor):
         self, function: Any, node: ast.Call, positional: list[Names], named: dict[Any, Names]
     ) -> Names:
         """Return the parameters that the result of a call of another jit function may be computed
-        from; note what that writes into. positional, named: for each argument the parameters it is
-        made of."""
+        from; add those that it writes into to the effects. positional, named: for each argument of
+        the call the parameters it is made of."""
         names = list(inspect.signature(function).parameters)
         made_of = dict(zip(names, positional, strict=False)) | named
         arguments = dict(zip(names, node.args, strict=False))

@@ -192,8 +192,8 @@ def _too_much_memory(more_bytes: int, written_bytes: int) -> str | None:
 def measured(
     kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], int]:
-    """Run the function; return (its results, the bytes allocated at most at once meanwhile beyond
-    those allocated before)."""
+    """Return (results of the function on `inputs`, the bytes allocated at most at once while it
+    runs, beyond those allocated before)."""
     results: list[torch.Tensor] = []
     peak_bytes = rise_of(
         lambda: results.extend(function(list(inputs))), torch.device(kernel.device)

@@ -24,8 +24,8 @@ from rockplan.values.graph import Call, ValueRef
 def prefix(
     calls: Sequence[RecordedCall], values: Sequence[RecordedValue], targets: Sequence[int]
 ) -> tuple[tuple[RecordedCall, ...], frozenset[int]]:
-    """Return (the calls that the values `targets` depend on, in order; the values that these start
-    from). In-place calls on a storage that is read are included."""
+    """Return (the calls that the values `targets` depend on, in order, with in-place calls on
+    storages that these read; the values that they start from, which no call makes)."""
     storages = {values[v].storage for v in targets}
     needed = set(targets)
     kept: list[RecordedCall] = []

@@ -75,8 +75,8 @@ class NewCalls:
         return number
 
     def _fake(self, value: int) -> torch.Tensor:
-        """Return the fake tensor of a value, made at the first call, in one storage with others
-        that share it."""
+        """Return the fake tensor of a value, the same at each call, in one storage with those of
+        values that share it."""
         if value not in self._fakes:
             recorded = self.values[value]
             with self._results.fake_mode:

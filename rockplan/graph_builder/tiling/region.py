@@ -259,8 +259,8 @@ class _Growth:
         return cut
 
     def _open_at(self, calls: Mapping[int, RowWise]) -> str:
-        """Return the reason why the calls are no region: another call or the caller reads a wide
-        result. Return '' if none does."""
+        """Return the reason why `calls` (position -> cut) are no region: another call, or the
+        caller, reads all rows of a wide result. Return '' if none does."""
         run = self._run
         (seed,) = run.made(self._seed)
         if calls.keys() <= {self._seed}:

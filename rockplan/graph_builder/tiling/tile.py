@@ -226,9 +226,9 @@ class _TiledRun:
                 self._sum(recorded, result, own_result)
 
     def _loss(self, recorded: RecordedCall, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Write the nll loss of a part as a sum; return its results (sum of losses, sum of the
-        weights by which the total is divided at the end), both in float32 at least, since 16 bits
-        are too few."""
+        """Return the results of a part's nll loss, computed as a sum by new calls: (sum of losses,
+        sum of the weights by which the total is divided at the end), both in float32 at least,
+        since 16 bits are too few."""
         scores, targets, weight, _, ignored = args
         if self._values[scores.index].spec.dtype in _SHORT:
             scores = self._as(recorded, scores, torch.float32)
@@ -269,8 +269,9 @@ class _TiledRun:
         return made
 
     def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Write the slice of a whole value that is a part's rows; return the slice. Rows of several
-        dimensions are first viewed as one dimension, once for all parts."""
+        """Return the rows of a part, of a value that exists whole: a slice that a new call, placed
+        like `recorded`, makes. Rows of several dimensions are first viewed as one, once for all
+        parts."""
         self._sliced.add(value)
         shape = self._run.spec(value).shape
         one = rows.shape(shape, self._groups.count, self._groups.count)
@@ -352,8 +353,8 @@ class _TiledRun:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call, with the module and source line of `like`; return its results. Raises
-        _NotTiled if the operator raises an error."""
+        """Write a call, placed in module and source line like `like`; return the values of its
+        results. Raises _NotTiled if the operator raises an error."""
         try:
             return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:

@@ -31,8 +31,8 @@ class MeshGroups:
                 self._dimensions.setdefault(name, (dimension, mesh.size(number)))
 
     def named(self, argument: Any) -> Any:
-        """Return the group, where `argument` of a collective is the name of a group of a known
-        mesh; else the argument itself."""
+        """Return what a plan has in place of `argument` of a collective: a MeshGroup for the name
+        of a process group of a known mesh, else the argument itself."""
         if not isinstance(argument, str) or argument not in self._dimensions:
             return argument
         if argument not in self._known:

@@ -38,9 +38,10 @@ class _NotAdvanced:
 
 @contextlib.contextmanager
 def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Held]]:
-    """While active, iterators among what is `reached` refuse to advance. At the end, draws from a
-    generator of the user's raise; the yielded list gets the generators of libraries that were drawn
-    from, which are not put back (`restored`). refuse: raises with the place in the model."""
+    """While active, iterators that are `reached` raise the refusal (`refuse`, which knows the place
+    in the model) when they advance; at the start, CaptureError for one among the arguments. At the
+    end, draws from a generator of the user's raise; the yielded list gets the generators of
+    libraries that drew, which are not put back."""
     drawn: list[Held] = []
     _refuse_given(reached)
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]

@@ -276,7 +276,8 @@ def _assignments(
 ) -> tuple[Assignment, ...]:
     """Return what each call leaves in Python: nothing, if everything is as it began
     (`is_as_begun`). If something is left, or constants are written to, the forward runs again: only
-    that shows whether the next call would do the same. Raises CaptureError if it would not."""
+    that shows whether the next call would do the same. Raises CaptureError if it would not, or if a
+    container of the caller's has changed."""
     snapshot = recording.snapshot
     if not is_as_begun:
         _refuse_callers_changes(snapshot)
