@@ -136,8 +136,8 @@ def _plan_blocks(
     *,
     are_found: bool,
 ) -> None:
-    """Find the calls of the blocks in a run of the sample, and plan the blocks within `budget`.
-    named: path -> block; are_found: the user has not named the blocks."""
+    """Find the calls of the blocks in a run of the sample, and plan the blocks in place, within
+    `budget`. named: path -> block; are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.warned.add(SHARDING)
@@ -296,9 +296,10 @@ class _Job:
         budget: Budget,
         left: Left,
     ) -> None:
-        """Plan the blocks `named` (path -> block) within `budget`; leave out those that cannot be
-        planned, as the options say, and begin again without them. left: blocks that were left out
-        before."""
+        """Plan the blocks `named` (path -> block) within `budget`, in place. Blocks that cannot be
+        planned are left out, unless the options say that they are an error, and the rest is planned
+        anew. If none remains, that is noted for `blocks_of` and logged, or InvalidInput raised.
+        left: (path, why) of blocks left out before."""
         captured, own = self._captured(named, calls)
         refused = self._refused_by_any(own)
         captured = {p: b for p, b in captured.items() if p not in dict(refused)}
@@ -363,7 +364,7 @@ class _Job:
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
         """Return (path, why) of all blocks of the kinds that could be planned alone, but not as a
-        step calls them; log each."""
+        step calls them; log each. The refusals are taken out of `programs.refused`."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
@@ -401,7 +402,8 @@ class _Job:
 
     def _refused_by_any(self, own: Left) -> Left:
         """Return (path, why) of the blocks that any process leaves unplanned, if processes exchange
-        what belongs to a block; else of `own`, those of this process."""
+        what belongs to a block; else of `own`, those of this process. Those of others are
+        logged."""
         others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
         left = dict(own)
         for rank, theirs in others.items():

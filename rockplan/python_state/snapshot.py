@@ -239,7 +239,8 @@ class Found:
 
 
 def holding(state: Reached, is_wanted: Callable[[torch.Tensor], bool]) -> list[Found]:
-    """Return the elements that are tensors accepted by `is_wanted`, or tuples with such."""
+    """Return the elements of all holders in `state` that are tensors accepted by `is_wanted`, or
+    that refer to such directly (tuples, frozen sets, weak references)."""
     return [
         Found(held, key, value)
         for held in state.holders

@@ -176,7 +176,8 @@ def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
 
 
 def _state_of(planned: object) -> PlannedState:
-    """Return the state of a planned module. Raises InvalidInput for any other object."""
+    """Return the state (plans, settings) of a planned module. Raises InvalidInput for any other
+    object."""
     if not isinstance(planned, HasPlans):
         raise InvalidInput(
             f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "

@@ -64,8 +64,9 @@ def _sums(capture: Capture) -> Iterator[tuple[int, int]]:
 
 
 def _add_rows(new: NewCalls, addition: RecordedCall, embedding: RecordedCall) -> None:
-    """Write calls into `new` for the sum of `addition`, by rows of the batch, without the whole
-    gradient that `embedding` (a call of embedding_dense_backward) makes."""
+    """Append calls to `new` in place of `addition`, which adds the gradient that `embedding` (a
+    call of embedding_dense_backward) makes to another: the rows of the batch's tokens are added to
+    that one, and the whole gradient is never made."""
     gradient, tokens, rows, padding, by_frequency = embedding.call.args
     assert isinstance(gradient, ValueRef) and isinstance(tokens, ValueRef)
     assert isinstance(padding, int)

@@ -157,7 +157,8 @@ class _Growth:
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
-        """Visit all calls in order; note rows of views, and add calls that keep rows apart."""
+        """Visit all calls in order: note the rows of views in `_known`, and add (`_add`) the calls
+        that keep rows apart."""
         live = frozenset(self._run.live) - self._run.sums
         for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
@@ -177,8 +178,9 @@ class _Growth:
             self._known[self._run.made(position)[0]] = view
 
     def _add(self, position: int) -> None:
-        """Add the call at `position` if it reads values with rows and computes each row separately.
-        A wide result that the caller gets has rows, without its call; a narrow product has none."""
+        """Add the call at `position` to `_cuts`, and the rows of its results to `_known`, if it
+        reads values with rows and computes each row separately. A wide result that the caller gets
+        has rows, without its call; a narrow product has none."""
         run = self._run
         recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):

@@ -251,8 +251,9 @@ def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | Non
 def _along(
     call: Call, specs: Specs, rows_of: Mapping[int, Rows], result_rows: Rows | None
 ) -> RowWise | None:
-    """Return how an operator along one dimension is cut; None if that dimension is among the rows.
-    rows_of: value -> rows, for operands that are cut; result_rows: rows if no operand is."""
+    """Return how an operator along one dimension is cut; None if that dimension is among the rows,
+    or if operands and result differ in rows. rows_of: value -> rows, for operands that are cut;
+    result_rows: rows if no operand is."""
     rows = _common(rows_of) if rows_of else result_rows
     operands = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape

@@ -193,8 +193,9 @@ class _TiledRun:
 
     def _add(self, position: int, part: _RowsPart) -> None:
         """Write the call of the head at `position` for a part: operands become rows of the part,
-        shapes those of the part. A result summed over rows is added to that of the parts before; a
-        product is added by `addmm`, and a mean is weighted by the part's share of the rows."""
+        shapes those of the part. Results with rows go into `part.made`; one summed over rows is
+        added to that of the parts before, in `_sums`: a product by `addmm`, a mean weighted by the
+        part's share of the rows."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
 

@@ -395,8 +395,9 @@ class Recorder(TorchDispatchMode):
         return log_probs.new_empty((batch,)), log_probs.new_empty((batch, steps, states))
 
     def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
-        """Note a differentiable view, with the sequence number of its autograd node. reads: values
-        that the call reads; a call that reads several makes none."""
+        """Note a differentiable view in `_views`, as (sequence number of its autograd node, value
+        of its base, its value). reads: values that the call reads; a call that reads several makes
+        no view."""
         if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
             return
         has_node = self._sequence[-1] not in self._sequence[-2:-1]

@@ -255,8 +255,9 @@ class ValueReader:
         source: str,
         draws: bool = False,
     ) -> None:
-        """Add a guard, once: `read` after `calls` must give `expected` from `leaves`. Without
-        leaves and draws nothing can differ, and none is added. draws: some calls draw."""
+        """Add a guard to the recorder, unless it has the same: `read` after `calls` must give
+        `expected` from `leaves`. Without leaves and draws nothing can differ, and none is added.
+        draws: some calls draw; module, source: path and line that read."""
         if not leaves and not draws:
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
