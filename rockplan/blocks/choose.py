@@ -122,8 +122,7 @@ class BlockSequence:
         return extended._extended(limits, extended.left_bytes(budget_bytes), options)
 
     def overhead(self, chosen: Sequence[BoundedOption]) -> float:
-        """Return the extra time of the blocks with these options, as a share of their unplanned
-        time."""
+        """Return the extra time of the blocks with these options, as a share of unplanned time."""
         eager_ns = sum(self.kinds[block.kind].eager.time_ns for block in self.blocks)
         return sum(option.time_ns for option in chosen) / max(eager_ns, 1) - 1
 
@@ -170,8 +169,8 @@ class BlockSequence:
         )
 
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        """Return the error for a budget that is too small, with the least budget and the owners of
-        its peak."""
+        """Return the error for a too small budget: with the least one and the owners of its
+        peak."""
         least_bytes = least_budget(self.families, self.moments, self.others)
         chosen = self.least()
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
@@ -191,8 +190,7 @@ class BlockSequence:
         )
 
     def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
-        """Say how many bytes other calls in flight hold with these options; '' if there are
-        none."""
+        """Say how many bytes other calls in flight hold with these options; '' for none."""
         if not self.others.count:
             return ""
         held = format_bytes(self.others.needed_bytes(chosen))

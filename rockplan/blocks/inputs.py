@@ -100,8 +100,7 @@ def sample_run(
 ) -> SampleRun:
     """Run the sample once, with the loss if there is one; return what that shows: the call of each
     of `blocks` (path -> block), and tensors that are written to. Raises InvalidInput for a block
-    under a transform of torch.func, or through which the forward runs a backward pass of its
-    own."""
+    under a transform of torch.func, or through which the forward runs a backward pass."""
     run = SampleRun()
     shared: dict[Any, SampleCall] = {}
 
@@ -185,8 +184,7 @@ def _without_history(leaf: Any) -> Any:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free gathered parameters, which `fully_shard` would do after a backward pass (there is
-    none)."""
+    """Free gathered parameters, as `fully_shard` would after a backward pass (there is none)."""
     for module in sharded_modules(model):
         module.reshard()
 

@@ -236,8 +236,7 @@ def _blocks_called(
 
 
 def blocks_of(model: nn.Module) -> BlocksPlan:
-    """Return the plan of `solve_blocks` for `model`, which can be printed. Raises InvalidInput if
-    there is none."""
+    """Return the printable plan of `solve_blocks` for `model`. Raises InvalidInput for none."""
     for block in model.modules():
         maker = make_program_of(block) if is_in_place(block) else None
         if isinstance(maker, BlockMaker) and maker.programs.plan is not None:
@@ -402,8 +401,7 @@ class _Job:
 
     def _refused_by_any(self, own: Left) -> Left:
         """Return (path, why) of the blocks that any process leaves unplanned, if processes exchange
-        what belongs to a block; else of `own`, those of this process. Those of others are
-        logged."""
+        what belongs to a block; else of `own`, those of this one. Those of others are logged."""
         others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
         left = dict(own)
         for rank, theirs in others.items():

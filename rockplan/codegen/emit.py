@@ -162,8 +162,7 @@ class _Emitter:
         self._place = ""
 
     def emit(self) -> Code:
-        """Write all functions, the forward phase, then each slice of the backward phase; return
-        Code."""
+        """Write all functions, the forward, then each slice of the backward; return Code."""
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
@@ -470,8 +469,7 @@ class _Emitter:
 
     def _need(self, value: int) -> None:
         """Write what makes the variable of `value` available, if it is not (in `_live`): take it
-        from the frame or the residents, whose position is noted as read, or derive the view
-        again."""
+        from frame or residents (a position is noted as read), or derive the view again."""
         needed = self._graph.values[value]
         for saved in self._saved.pop(needed.data, ()):
             name = self._name(saved)

@@ -172,8 +172,7 @@ class Frame(Pages):
 
 
 def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...]:
-    """Run the forward phase; return the results. Version counters of tensors are kept, as in
-    eager."""
+    """Run the forward phase; return the results. Version counters count, as in eager."""
     frame.layout = executable.layout
     return _run(
         executable, frame, executable.functions.forward, torch._C._AutoDispatchBelowAutograd

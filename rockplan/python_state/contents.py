@@ -377,8 +377,7 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
 
 @once_for_each_class
 def _is_of_library(kind: type) -> bool:
-    """True for a class of the standard library, and for a class that derives from one of
-    PyTorch's."""
+    """True for a class of the standard library, and for one that derives from PyTorch's."""
     if any(kind is known for known in _NAMESPACES):
         return False
     roots = [*map(root_package, kind.__mro__)]

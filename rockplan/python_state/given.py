@@ -48,8 +48,7 @@ class GivenCall:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> GivenCall:
-        """Return the arguments of a call, with the elements that each container among them has
-        now."""
+        """Return the arguments of a call, and the elements that each container in them has now."""
         leaves = trees.tree_leaves((args, kwargs))
         objects = [*trees.objects((args, kwargs))]
         positions = {id(x): i for i, x in reversed([*enumerate(leaves)]) if not _is_plain(x)}
@@ -77,8 +76,7 @@ class GivenCall:
         return WithContents(self._by_position(result), contents) if contents else result
 
     def _by_position(self, node: Any) -> Any:
-        """Return `node`, a tree, with the arguments of the call in it replaced by their
-        positions."""
+        """Return `node`, a tree, with positions in place of the arguments of the call in it."""
         if id(node) in self.leaves:
             return GivenLeaf(self.leaves[id(node)])
         if id(node) in self.numbers:

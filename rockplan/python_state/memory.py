@@ -114,7 +114,6 @@ view counts as one to its base, too."""
 
 
 def answer_of(tensor: torch.Tensor, attribute: str) -> Any:
-    """Return what `tensor` answers to the attribute or method of that name, `ABSENT` if it has
-    none."""
+    """Return what `tensor` answers to that attribute or method, `ABSENT` if it has none."""
     ask = PLACE.get(attribute)
     return getattr(tensor, attribute, ABSENT) if ask is None else ask(tensor)

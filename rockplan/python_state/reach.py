@@ -221,7 +221,7 @@ class _Walk:
         return id(value) in self.of_arguments and isinstance(value, _CONTAINERS)
 
     def _hold(self, value: Any, place: Place) -> None:
-        """Add a holder for each way in which the object holds elements, and meet these and their
+        """Add a holder for each way in which the object holds elements; meet these and their
         keys."""
         for owner, kind in kinds_of(value):
             held = Held(owner, kind, place)
@@ -420,6 +420,5 @@ def _is_closed_itself(kind: type) -> bool:
 
 @once_for_each_class
 def _is_closed(kind: type) -> bool:
-    """True for a class of a package that is not looked into, and for one that derives from
-    PyTorch's."""
+    """True for a class of a package that is not looked into, or derived from PyTorch's."""
     return "torch" in map(root_package, kind.__mro__) or _is_closed_itself(kind)

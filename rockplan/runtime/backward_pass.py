@@ -192,8 +192,7 @@ class SavedForBackward:
             raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
-        """Return the residents; those at `positions` are copies with the values before the
-        forward."""
+        """Return the residents; those at `positions` are copies with the values before forward."""
         residents = list(self.residents)
         for position in positions:
             before, residents[position] = self._copies[position].unbind()

@@ -59,8 +59,7 @@ class BoundProgram:
         return (*self.tensors, *inputs, *self.program.constants)
 
     def holds(self, leaves: Sequence[Any]) -> bool:
-        """True if the program is for the module as it is now and a call whose arguments have
-        `leaves`."""
+        """True if the program is for the module as it is now and a call with these `leaves`."""
         return (
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))

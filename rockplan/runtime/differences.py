@@ -120,8 +120,7 @@ _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def _shown(value: object) -> str:
-    """Return the text of a plain value, cut to `_LONGEST` characters; of another object, its
-    class."""
+    """Return the text of a plain value, up to `_LONGEST` characters; else the object's class."""
     if type(value) not in _SHOWN:
         return f"a {type(value).__qualname__}"
     text = repr(value)
@@ -129,8 +128,7 @@ def _shown(value: object) -> str:
 
 
 def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Difference, ...]:
-    """List what differs in the call `now` from the planned call `then`: arguments, then
-    switches."""
+    """List what differs in the call `now` from the planned `then`: arguments, then switches."""
     leaves, planned = dict(now.leaves), dict(then.leaves)
     names = [n for n in {**leaves, **planned} if leaves.get(n) != planned.get(n)]
     differences = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
@@ -190,8 +188,7 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
 
 
 def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """Yield a text for each submodule whose training flag differs; if the root's differs, for the
-    root alone."""
+    """Yield a text for each submodule whose training flag differs; the root's stands for all."""
     flipped = [e for e in signature.entries if e.attributes["training"] != e.module.training]
     of_root = bool(flipped) and flipped[0] is signature.entries[0]
     for entry in flipped[:1] if of_root else flipped:

@@ -233,8 +233,7 @@ def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -
 
 
 def _attributes_are_equal(entry: _ModuleEntry) -> bool:
-    """True if the attributes have the names and contents that were recorded, though objects were
-    replaced."""
+    """True if the attributes have the recorded names and contents, though in other objects."""
     now, before = _attributes(entry.module), entry.attributes
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
 
@@ -309,8 +308,7 @@ class Sharing:
         return cls(inputs, mutated, same, _memory(storages, mutated))
 
     def holds(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """True if among `tensors`, in the program's order, the same are one object, or share
-        memory."""
+        """True if among `tensors`, in the program's order, the same are one or share memory."""
         if _first_positions([*map(id, tensors)], self.inputs) != self.same:
             return False
         if not self.mutated:

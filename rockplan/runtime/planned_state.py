@@ -168,16 +168,14 @@ def code_of(planned: object) -> str:
 
 
 def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
-    """Return the programs of all kinds of call that a planned module has seen; () of another
-    module."""
+    """Return the programs of all kinds of call that a planned module has seen; () of others."""
     if not isinstance(module, HasPlans):
         return ()
     return tuple(b.program for kind in module._rockplan.programs.values() for b in kind)
 
 
 def _state_of(planned: object) -> PlannedState:
-    """Return the state (plans, settings) of a planned module. Raises InvalidInput for any other
-    object."""
+    """Return the state (plans, settings) of a planned module. Raises InvalidInput for others."""
     if not isinstance(planned, HasPlans):
         raise InvalidInput(
             f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "

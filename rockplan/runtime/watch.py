@@ -132,8 +132,7 @@ class Watch:
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """While active, `used` notes nothing: a capture or a forward asks for parts of its
-        module."""
+        """While active, `used` notes nothing: a capture, or a forward, uses parts of its module."""
         self._inside += 1
         try:
             yield

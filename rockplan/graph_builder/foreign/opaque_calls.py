@@ -138,8 +138,7 @@ class _Recorded:
         return setup_context
 
     def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
-        """Refuse a call of a class that is derived from the opaque function and inherits its
-        members."""
+        """Raise the refusal of a call of a class derived from the opaque function."""
         kind = type(ctx)._forward_cls
         if kind is not self._function.kind:
             what = {"function": kind.__qualname__, "base": self._function.called}

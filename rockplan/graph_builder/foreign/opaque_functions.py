@@ -62,8 +62,7 @@ class Opaque:
     backward_mutates: tuple[str, ...]
 
     def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
-        """Return the line of source that declares the function with these names added to the
-        declared writes."""
+        """Return the line of source that declares the function, with these further writes."""
         written = {
             "mutates": (*self.mutates, *mutates),
             "backward_mutates": (*self.backward_mutates, *backward_mutates),

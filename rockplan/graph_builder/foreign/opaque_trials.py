@@ -113,8 +113,7 @@ def _run(
     is_fake: bool,
     place: tuple[str, str],
 ) -> OpaqueRun:
-    """Run a call on `tensors`. Raises CaptureError with the place (path, source line) if it
-    fails."""
+    """Run a call on `tensors`. Raises CaptureError with `place` (path, source line) if it fails."""
     try:
         return call.run(tensors, is_fake)
     except RockplanError:

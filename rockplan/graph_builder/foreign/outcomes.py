@@ -53,8 +53,7 @@ def taken(leaf: Any, tensors: Sequence[torch.Tensor] | Mapping[int, torch.Tensor
 
 
 def with_refs(leaves: Sequence[Any]) -> tuple[tuple[Any, ...], list[torch.Tensor]]:
-    """Return (`leaves` with a Ref for each tensor, the distinct tensors in order of first
-    occurrence)."""
+    """Return (`leaves` with a Ref for each tensor, the distinct tensors as first met)."""
     numbers: dict[int, int] = {}
     tensors: list[torch.Tensor] = []
     for leaf in leaves:
@@ -148,8 +147,7 @@ class _Finder:
         self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
-        """Return a Ref for a tensor, to a new place if it was not met before; a description of
-        anything else."""
+        """Return a Ref for a tensor, to a new place at first; a description of anything else."""
         if not isinstance(leaf, torch.Tensor):
             return described(leaf)
         for place, tensor in enumerate(self.tensors):

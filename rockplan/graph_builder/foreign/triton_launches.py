@@ -89,8 +89,7 @@ class Launch:
         return storage.as_strided(spec.shape, spec.stride, storage.storage_offset() + spec.offset)
 
     def _grid(self, chosen: Mapping[str, Any]) -> Grid:
-        """Return the grid for the arguments that the autotuner has chosen. Raises StalePlan if it
-        is unknown."""
+        """Return the grid for what the autotuner has chosen. Raises StalePlan if it is unknown."""
         for settings, grid in self.grids:
             if all(
                 chosen.get(name) is value or chosen.get(name) == value for name, value in settings

@@ -183,8 +183,7 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     rounded = frozenset(kernel.rounded)
 
     def argument(literal: Any) -> Any:
-        """Return an argument of a call with nodes in place of references to values, and lists in
-        place of tuples."""
+        """Return an argument of a call with nodes in place of values, and lists for tuples."""
         if isinstance(literal, ValueRef):
             return values[literal.index]
         return [argument(item) for item in literal] if isinstance(literal, tuple) else literal

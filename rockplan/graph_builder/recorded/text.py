@@ -66,8 +66,7 @@ class _Text:
         yield f"{_INDENT}return {', '.join(results)}"
 
     def _phase(self, phase: Phase) -> Iterator[str]:
-        """Yield a line for each call of one phase, with a comment where module or source line
-        change."""
+        """Yield a line for each call of a phase, with a comment where module or line change."""
         place = ""
         for recorded in self._run.calls:
             if recorded.phase is not phase:

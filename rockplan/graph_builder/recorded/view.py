@@ -122,8 +122,7 @@ class RunView:
         return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
 
     def maker(self, value: int) -> int | None:
-        """Return the position of the call that makes the storage of `value`, None if the caller
-        provides it."""
+        """Return the position of the call that makes the storage of `value`; None if none does."""
         storage = self.storage(value)
         is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
         return self.writers[storage][0] if is_made else None

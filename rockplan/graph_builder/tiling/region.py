@@ -67,8 +67,7 @@ def regions_of(capture: Capture) -> Iterator[Region | str]:
 
 
 def _seed(run: RunView) -> int | str:
-    """Return the position of the largest matrix product of the forward phase, or a reason why it
-    has no head."""
+    """Return the position of the forward's largest matrix product, or why it has no head."""
     sizes: dict[int, int] = {}
     for position in run.live:
         recorded = run.calls[position]

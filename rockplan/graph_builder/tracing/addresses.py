@@ -89,8 +89,7 @@ def _users(frames: Frames) -> list[Frame]:
 def _up_to_caller(
     users: Sequence[Frame],
 ) -> Frames:
-    """Yield the frames that run inside of the innermost autograd.Function or module. users:
-    innermost first."""
+    """Yield the frames, innermost first as `users`, inside of the innermost module or Function."""
     for entry in users:
         if isinstance(first_argument(entry[0]), FunctionCtx | nn.Module):
             return

@@ -59,8 +59,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 
 def _refuse_opaque(output: object, position: int) -> None:
-    """Raise CaptureError for the leaf of the result at `position` if it is neither a tensor nor
-    plain data."""
+    """Raise CaptureError for a leaf of the result that is neither a tensor nor plain data."""
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
     plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
     if isinstance(output, plain):
@@ -184,9 +183,8 @@ def _no_parts_of_scalars(outputs: Sequence[Any], candidates: Sequence[int]) -> t
 
 
 def _loss(outputs: Sequence[Any], spec: trees.TreeSpec, candidates: Sequence[int]) -> Sequence[int]:
-    """Return [position of the loss] among `candidates`: the leaf named `loss`, or else the only
-    scalar from which no other scalar is computed. Raises InvalidInput without one, or with
-    several."""
+    """Return [position of the loss] among `candidates`: the leaf named `loss`, or the only scalar
+    from which no other scalar is computed. Raises InvalidInput for none, or several."""
     named = _position_of_loss(outputs, spec)
     if named is not None and named in candidates:
         return [named]

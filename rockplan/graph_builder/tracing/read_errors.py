@@ -125,8 +125,7 @@ def _of_the_callers(names: Sequence[str]) -> str:
 
 
 def _known_remedy() -> str:
-    """Return the remedy of the innermost running function that `_REMEDIES` names; '' if there is
-    none."""
+    """Return the remedy of the innermost running function that `_REMEDIES` names; '' for none."""
     for frame in frames():
         called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
         for prefix, remedy in _REMEDIES.items():

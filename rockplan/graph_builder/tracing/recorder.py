@@ -396,8 +396,7 @@ class Recorder(TorchDispatchMode):
 
     def _remember_view(self, reads: tuple[int, ...], result: Any) -> None:
         """Note a differentiable view in `_views`, as (sequence number of its autograd node, value
-        of its base, its value). reads: values that the call reads; a call that reads several makes
-        no view."""
+        of its base, its value). reads: values that the call reads; if several, it makes no view."""
         if len(reads) != 1 or not isinstance(result, torch.Tensor) or not torch.is_grad_enabled():
             return
         has_node = self._sequence[-1] not in self._sequence[-2:-1]
@@ -575,8 +574,7 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
     ) -> Call:
-        """Return the call with values in place of tensors, and groups in place of names of process
-        groups."""
+        """Return the call with values in place of tensors, and groups in place of their names."""
 
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))

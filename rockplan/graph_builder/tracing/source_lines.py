@@ -64,8 +64,7 @@ def is_of_torch(name: str) -> bool:
 
 
 def user_source() -> str:
-    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and Python's own
-    library, or ''."""
+    """Return 'file.py:12' of the innermost frame outside of torch, rockplan and Python, or ''."""
     frame = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename

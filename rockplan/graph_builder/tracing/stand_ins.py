@@ -61,8 +61,8 @@ class _Exchange:
         return self.known[id(value)]
 
     def _new(self, value: Any, place: Place) -> Any:
-        """Return `value` with its tensors replaced: itself if it has none. Rebuilt containers are
-        added to `made`."""
+        """Return `value` with its tensors replaced, or itself; rebuilt containers go into
+        `made`."""
         if isinstance(value, torch.Tensor):
             return self.of(value)
         other = trees.mapped(value, lambda child: self.value(child, place))

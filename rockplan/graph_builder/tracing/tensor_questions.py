@@ -99,7 +99,7 @@ class Questions:
         self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
-        """Raise CaptureError if the forward has set an attribute of a tensor of the caller, or of a
+        """Raise CaptureError if the forward has set an attribute of a caller's tensor or a
         result."""
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
