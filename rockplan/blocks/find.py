@@ -35,8 +35,9 @@ _REMEDY = (
 
 
 def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
-    """Return path -> submodule for what `blocks` names, in the order of the model. Raises
-    InvalidInput for none, the whole model, overlaps, and blocks that `solve` planned."""
+    """Return path -> submodule for what `blocks` names (None: the repeated blocks), in the order of
+    the model. Raises InvalidInput for none, the whole model, overlaps, and blocks that `solve`
+    planned."""
     if blocks is None:
         paths: Iterable[str] = _found(model)
     else:

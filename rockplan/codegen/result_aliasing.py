@@ -39,7 +39,8 @@ class Relations:
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
-    """Return which results of `interface` are tensors, and how those with gradient are related."""
+    """Return which results are tensors, and, of those with gradient, which are computed from which
+    others, and which pairs may overlap in memory."""
     values = {
         i: graph.values[leaf.value]
         for i, leaf in enumerate(interface.outputs)

@@ -104,7 +104,7 @@ class _Recorded:
         self._last: list[_MadeByCall] = []
 
     def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces `forward` of the function."""
+        """Return what replaces `forward` of the opaque function: it is recorded as one call."""
 
         def forward(*given: Any) -> Any:
             """Record a call of the function's forward operator; return its results."""
@@ -125,7 +125,7 @@ class _Recorded:
         return forward
 
     def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces `setup_context` of the function."""
+        """Return what replaces its `setup_context`, which ran within the recorded forward."""
 
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             """Set on autograd's context what the last forward set on its own."""
@@ -160,7 +160,7 @@ class _Recorded:
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces `backward` (or `vjp`) of the function."""
+        """Return what replaces its `backward` (or `vjp`): it is recorded as one call."""
 
         def backward(ctx: Any, *gradients: Any) -> Any:
             """Record a call of the function's backward operator; return the gradients."""

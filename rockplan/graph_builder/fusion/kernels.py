@@ -61,8 +61,8 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
 
 
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
-    """Compile and check kernels that are not known yet, and define their operators. missing:
-    operator -> kernel. Return operator -> reason for those that failed."""
+    """Compile and check the kernels `missing` (operator -> kernel), and register the function, the
+    operator and the additional bytes of each. Return operator -> reason for those that failed."""
     looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     to_compile = tuple(kernel for op, kernel in missing.items() if op not in failed)

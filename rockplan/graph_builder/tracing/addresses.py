@@ -86,9 +86,7 @@ def _users(frames: Frames) -> list[Frame]:
     return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 
 
-def _up_to_caller(
-    users: Sequence[Frame],
-) -> Frames:
+def _up_to_caller(users: Sequence[Frame]) -> Frames:
     """Yield the frames, innermost first as `users`, inside of the innermost module or Function."""
     for entry in users:
         if isinstance(first_argument(entry[0]), FunctionCtx | nn.Module):

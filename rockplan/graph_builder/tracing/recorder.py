@@ -290,10 +290,8 @@ class Recorder(TorchDispatchMode):
         if not isinstance(func, OpOverload):
             with self:
                 return func.py_kernels[_DENSE](*args, **kwargs)
-        if kwargs.get("layout") not in (
-            None,
-            torch.strided,
-        ):  # checked first: some fail with fake tensors
+        # Checked first: some fail with fake tensors.
+        if kwargs.get("layout") not in (None, torch.strided):
             what = {"tensor": "what the forward makes", "layout": kwargs["layout"]}
             raise NAMED["layout"].at(module, source, **what)
         if kwargs.get("generator") is not None:

@@ -127,10 +127,8 @@ class StandIns:
         finally:
             for fake in self.fakes:
                 if fake.grad_fn is not None:
-                    with (
-                        torch.no_grad(),
-                        contextlib.suppress(RuntimeError),
-                    ):  # views cannot be detached
+                    # Views cannot be detached.
+                    with torch.no_grad(), contextlib.suppress(RuntimeError):
                         fake.detach_()
 
     def make_known(self, recorder: Recorder) -> None:
