@@ -4,6 +4,7 @@ beside the original. Exits with an error where they differ."""
 from __future__ import annotations
 
 import copy
+import tempfile
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -146,6 +147,14 @@ def check_reruns() -> None:
         assert all(theirs == orders for theirs in everywhere(orders)), exchange.__name__
         x, labels = sample()
         refused_apart(lambda: planned(x[:16], labels[:16]))  # noqa: B023
+    with tempfile.TemporaryDirectory() as folder:
+        rockplan.save_plan(planned, f"{folder}/plan.json")
+        try:
+            rockplan.load(copy.deepcopy(eager), sample(), f"{folder}/plan.json", options=QUICK)
+        except rockplan.PlanMismatch as error:
+            assert "in the plan and not in the model, as" in str(error), error
+        else:
+            raise AssertionError("collectives of a plan that is read would run again")
 
 
 def in_place(x: torch.Tensor) -> torch.Tensor:

@@ -201,6 +201,41 @@ def test_what_is_too_large_to_try_is_said_by_its_size(monkeypatch: pytest.Monkey
     assert [row.batch for row in found.rows] == [100_000, 100_000]
 
 
+class OfPairs(nn.Module):
+    """Takes memory for each pair of samples, which no line says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.linear(x)
+        return (h @ h.T).softmax(-1).pow(2).mean()
+
+
+def test_an_answer_that_ends_where_nothing_can_be_tried_says_so_and_is_not_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def largest() -> tuple[list[int], tuple[str, ...]]:
+        options = replace(QUICK, cache=True)
+        found = rockplan.fit(OfPairs(), torch.randn(4, 8), CPU, sizes={0: (2, 64)}, options=options)
+        return [row.batch for row in found.rows], found.notes
+
+    with monkeypatch.context() as patch:
+        patch.setattr("rockplan.will_it_fit.question.available_bytes", lambda: 50_000)
+        batches, notes = largest()
+    assert max(batches) < 64
+    assert f"batches from {batches[0] + 1} on may fit, too" in notes[-1]
+    batches, notes = largest()
+    assert batches == [64, 64] and "may fit, too" not in notes[-1]
+
+
+def test_a_model_without_parameters_fits_by_a_name() -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    found = rockplan.fit(WithLoss(nn.Tanh()), x, "h100-80", options=replace(QUICK, cache=False))
+    assert [row.batch for row in found.rows] == [4, 4]
+
+
 def test_eager_on_the_cpu_of_this_machine_has_rows_of_all_ways() -> None:
     case = with_loss(stack())
     found = rockplan.fit(case.model, case.args, CPU, options=replace(QUICK, cache=False))

@@ -288,6 +288,14 @@ def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
         return len(graph.nodes), (
             f"the plan has {len(planned.nodes)} operations, the model {len(graph.nodes)}"
         )
+    pairs = zip(planned.nodes, graph.nodes, strict=True)
+    again = next((a for a, b in pairs if a.recomputable != b.recomputable), None)
+    if again is not None:
+        where = "plan and not in the model" if again.recomputable else "model and not in the plan"
+        return len(graph.nodes), (
+            f"{again.name} in '{again.module}' may run again in the {where}, as operations may by "
+            "Options(rerun_collectives=True) and rockplan.pure"
+        )
     return len(graph.nodes), "the operations have other shapes, dtypes or arguments"
 
 

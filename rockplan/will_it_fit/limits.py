@@ -15,6 +15,7 @@ from rockplan.fitting.training_step import TrainingStep
 from rockplan.options import Options
 from rockplan.search.paging import SHARE
 from rockplan.values.plan import format_bytes
+from rockplan.will_it_fit.captured_sizes import Size
 from rockplan.will_it_fit.question import FitQuestion
 
 BY_TABLES = (
@@ -56,7 +57,18 @@ def notes_of(question: FitQuestion) -> tuple[str, ...]:
         notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
     if question.shards.count > 1:
         notes.append(OF_SEVERAL)
+    notes += map(_not_tried, sorted(question.untried, key=str))
     return tuple(notes)
+
+
+def _not_tried(size: Size) -> str:
+    """Return the note on a size, and larger ones, that nothing was tried of."""
+    batch, length = size
+    of_length = "" if length is None else f" of length {length}"
+    return (
+        f"batches from {batch} on{of_length} may fit, too: they count as too large, since an "
+        "operation of them takes more than half of the memory that is left here to try it in"
+    )
 
 
 def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:

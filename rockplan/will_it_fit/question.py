@@ -81,7 +81,7 @@ class FitQuestion:
     """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
     the one that is captured; on: the device; host: the memory that plans may page to; unpaged: the
     same question without it; shards: how processes share the model; blocks: paths of its repeated
-    blocks."""
+    blocks; untried: the least sizes that count as too large since none can try them here."""
 
     given: nn.Module
     model: nn.Module
@@ -94,6 +94,7 @@ class FitQuestion:
     unpaged: FitQuestion | None = None
     shards: Shards = ALONE
     blocks: tuple[str, ...] = ()
+    untried: set[Size] = field(default_factory=set)
     _steps: dict[Hashable, OptimizerSteps] = field(default_factory=dict)
     _smallest: dict[int, Smallest] = field(default_factory=dict)
 
@@ -251,7 +252,8 @@ class FitQuestion:
         """Bytes and operations a second of the device; usual ones if unknown."""
         if self.on.bandwidth_gb_s is None or self.on.tflops is None:
             return CPU_RATES if self.on.is_cpu else _USUAL_RATES
-        name = str(next(self.model.parameters()).dtype).removeprefix("torch.")
+        first = next(self.model.parameters(), None)
+        name = str(getattr(first, "dtype", "float32")).removeprefix("torch.")
         flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
         return self.on.bandwidth_gb_s * 1e9, flops * 1e12
 

@@ -10,7 +10,6 @@ torch.compile keeps of a checkpointed block is its own choice.
 from __future__ import annotations
 
 import bisect
-import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -116,7 +115,7 @@ def fit(
     if cache and (known := cache.answer(key, Fit.from_json)):
         return known
     answer = _answer(question, calls)
-    if cache:
+    if cache and not question.untried:  # with more memory left another time they are tried
         cache.put_answer(key, answer.to_json())
     return answer
 
@@ -322,10 +321,14 @@ class _Length:
         none does. (By bisection: if a batch does not fit, larger ones do not.)"""
         timeline, most = self._timelines(way, calls)
 
+        untried: set[int] = set()
+
         def fits(batch: int) -> bool:
-            with contextlib.suppress(TooLargeToTry):
+            try:
                 return self.question.fits(timeline(batch))
-            return False
+            except TooLargeToTry:
+                untried.add(batch)
+                return False
 
         fitting, beyond = calls.least - 1, most + 1
         tried = most
@@ -335,6 +338,8 @@ class _Length:
             else:
                 beyond = tried
             tried = (fitting + beyond) // 2
+        if beyond in untried:
+            self.question.untried.add((beyond, self.length))
         return fitting if fitting >= calls.least else 0
 
     def _is_eager(self, way: Way) -> bool:
