@@ -57,7 +57,8 @@ class Row:
     measured by the ruler; None if the variant did not run. times_ns: one per round; overhead:
     median over rounds of time / eager's time of the round, less 1; quartiles: the middle half of
     these overheads. gradients, buffers: of one step from the same state, 'equal bit for bit', or
-    what differs from eager; buffers: '' if the model has none. note: why it did not run.
+    what differs from eager; buffers: '' if the model has none. Where eager did not run, the first
+    variant that did stands for it. note: why this one did not run.
     """
 
     name: str
@@ -126,7 +127,8 @@ def compare(
     measured too; None: backward starts from the leaves that a plan assumes (the loss; without one,
     all tensors), with the same random gradients for all variants. compile_budgets: ratios for
     torch.compile with `activation_memory_budget`, which needs its compilers. rounds: how often each
-    variant is timed. Raises InvalidInput; an error within a variant is reported in its row.
+    variant is timed. Raises InvalidInput; an error within a variant is reported in its row, unless
+    there is one in each.
     """
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     refuse_without_memory(model)
@@ -161,7 +163,11 @@ def compare(
                 rows[name] = _row(name, module, peak_bytes, state, expected)
         report("timing")
         times = interleaved_seconds(steps, rounds, device=device_of(model))
-    timed = [_timed(row, times.get(name), times["eager"]) for name, row in rows.items()]
+    if not times:
+        raise InvalidInput(f"no variant runs on these arguments; eager {rows['eager'].note}")
+    # Eager may need more memory than there is, which is why people compare.
+    reference = next(iter(times.values()))
+    timed = [_timed(row, times.get(name), reference) for name, row in rows.items()]
     return Comparison(tuple(timed), machine(device_of(model)), rounds)
 
 

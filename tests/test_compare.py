@@ -234,6 +234,31 @@ def test_a_compiler_that_fails_has_a_row_that_says_so(monkeypatch: pytest.Monkey
         rockplan.compare(*deep(), [], compile_budgets=(50,))
 
 
+def test_others_are_compared_where_eager_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    module = sys.modules["rockplan.comparison"]
+    peak_of, failures = module.peak_live_bytes, iter([torch.OutOfMemoryError("out of memory")])
+
+    def peak(*args: object, **kwargs: object) -> object:
+        for error in failures:
+            raise error
+        return peak_of(*args, **kwargs)
+
+    monkeypatch.setattr(module, "peak_live_bytes", peak)
+    x = torch.randn(64, 32)
+    made = rockplan.compare(StackWithCount(layers=2), x, ["90%"], rounds=2, options=QUICK)
+    rows = {row.name: row for row in made.rows}
+    assert rows["eager"].note == "fails: OutOfMemoryError: out of memory"
+    assert rows["checkpoint per block"].overhead == 0
+    planned = rows["rockplan 90%"]
+    assert planned.gradients == "equal bit for bit" and planned.overhead is not None
+    assert "eager" in str(made) and not measured_series(made)[0].connected
+
+
+def test_a_model_that_does_not_run_is_not_compared() -> None:
+    with pytest.raises(rockplan.InvalidInput, match="no variant runs on these .* RuntimeError"):
+        rockplan.compare(nn.Linear(4, 4), torch.randn(2, 5), "90%", rounds=1, options=QUICK)
+
+
 def test_the_model_is_left_as_it_was() -> None:
     torch.manual_seed(0)
     model, x = StackWithCount(layers=2), torch.randn(256, 32)
