@@ -25,13 +25,17 @@ CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= torch==2.11.0
 STAND_IN := build/stand_in
 
-.PHONY: demo test matrix libraries wheels cuda lint clean always
+.PHONY: demo test sweep matrix libraries wheels cuda lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal
+
+# What `make test` leaves out of long sweeps (tests/sweeps.py), too.
+sweep: $(VENV)/ready
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --sweep
 
 # One environment a version, `.venv-2.15.0`, of about 6 GB each with PyPI's builds for Linux.
 matrix: $(VERSIONS:%=build/matrix/%.xml)
@@ -40,7 +44,7 @@ matrix: $(VERSIONS:%=build/matrix/%.xml)
 build/matrix/%.xml: always
 	rm -f $@
 	$(MAKE) VENV=.venv-$* TORCH=torch==$* .venv-$*/ready
-	-.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --junitxml=$@ $(MATRIX)
+	-.venv-$*/bin/python -m pytest -n $(WORKERS) --dist worksteal --sweep --junitxml=$@ $(MATRIX)
 
 # For a machine without a network: pip install --no-index --no-deps build/wheels/*.whl there, then
 # python -m benchmarks.gpu.

@@ -19,6 +19,7 @@ from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.fusion import inductor
 from rockplan.search import planning
 from tests.planning import plan_quickly, thorough_limits
+from tests.sweeps import left_to_sweeps
 
 # What a loaded machine takes for an example says nothing about the code.
 settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -28,6 +29,18 @@ plan_quickly()
 
 # What each pass makes is held against the rules of its form.
 pipeline.CHECKED.set(True)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--sweep", action="store_true", help="run all members of tests/sweeps.py")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if config.option.sweep or any("::" in name for name in config.args):
+        return
+    left = {*left_to_sweeps(items)}
+    config.hook.pytest_deselected(items=[*left])
+    items[:] = [item for item in items if item not in left]
 
 
 _MANY_MODULES = 50

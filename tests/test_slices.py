@@ -143,7 +143,6 @@ SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "bytes of a view": lambda x: x * x[2:].untyped_storage().nbytes(),
     "elements": lambda x: x * len(x.storage()),
     "memory for a copy": lambda x: x.slice_scatter(x[1:3] * 2, 0, 1, 3),
-    "is a view": lambda x: x * 2 if x._is_view() else x,
 }
 
 
