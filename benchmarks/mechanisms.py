@@ -8,14 +8,15 @@ has done anything, and what stands in its place where it is left out. The record
               model, every fourth module of PyTorch
     libraries all models of `benchmarks.libraries`, in the environment that it has
     trainers  tests/test_trainers.py, test_blocks_trainers.py, test_integrations.py
+    triton    tests/test_triton.py, in an environment with Triton and Liger
     drawn     files of `benchmarks.python_state`, of fixed seeds
 
 say which mechanisms do anything (`--uses`). Where one does, the case is examined once more without
 it (`--without`): of the zoo as `benchmarks.zoo` does at 'min', at most six a mechanism. A mechanism
 stays if a model or a trainer is refused or wrong without it, or if a drawn file is wrong.
 
-Command: OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --uses zoo | trainers | drawn
-         OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --without zoo | trainers | drawn
+Command: OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --uses zoo | trainers | triton | drawn
+         OMP_NUM_THREADS=1 python -m benchmarks.mechanisms --without zoo | trainers | triton | drawn
          python -m benchmarks.mechanisms --table
 Results: benchmarks/results/mechanisms.jsonl, kept and continued; mechanisms.md, the table.
 """
@@ -59,7 +60,10 @@ RESULTS = Path(__file__).parent / "results" / "mechanisms.jsonl"
 SMALL_S = 3.0
 CASES_OF_A_MECHANISM = 6
 FIRST_SEED, SEEDS = 700_000, 150
-TRAINERS = ("test_trainers", "test_blocks_trainers", "test_integrations")
+FILES = {
+    "trainers": ("test_trainers", "test_blocks_trainers", "test_integrations"),
+    "triton": ("test_triton",),
+}
 
 Told = Callable[[tuple[Any, ...], Any], bool]
 """Has a call with these arguments and this result done anything?"""
@@ -469,13 +473,13 @@ def of_drawn() -> Iterator[tuple[str, Callable[[], str]]]:
         yield str(number), functools.partial(examine, number)
 
 
-def of_trainers() -> Iterator[tuple[str, Callable[[], str]]]:
+def of_files(source: str) -> Iterator[tuple[str, Callable[[], str]]]:
     def run(file: str) -> str:
         import pytest
 
         return str(pytest.main(["-q", "-x", "-p", "no:cacheprovider", f"tests/{file}.py"]))
 
-    for file in TRAINERS:
+    for file in FILES[source]:
         yield file, functools.partial(run, file)
 
 
@@ -483,7 +487,7 @@ SOURCES = {
     "zoo": of_zoo,
     "libraries": of_libraries,
     "drawn": of_drawn,
-    "trainers": of_trainers,
+    **{source: functools.partial(of_files, source) for source in FILES},
 }
 
 
@@ -539,7 +543,7 @@ def _examine(source: str, case: str) -> str:
     if source == "drawn":
         outcome = python_state.examine_seed(int(case))
         return f"{outcome.kind}: {outcome.said}"
-    return dict(of_trainers())[case]()
+    return dict(of_files(source))[case]()
 
 
 def table() -> str:
@@ -588,7 +592,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if not (arguments.uses == "trainers" or arguments.without == "trainers"):
+    if not FILES.keys() & {arguments.uses, arguments.without}:
         python_state.prepare()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder
