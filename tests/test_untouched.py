@@ -5,7 +5,10 @@ from __future__ import annotations
 
 import copy
 import functools
+import importlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -191,3 +194,44 @@ def test_planning_the_whole_writes_nothing(entry: Callable[..., object]) -> None
         except rockplan.CaptureError as error:
             assert write is codebook, error
         assert all(torch.equal(t, before[name]) for name, t in model.state().items())
+
+
+# How a file keeps what others register with it -> (what makes it, registers with it, finds it)
+REGISTRIES = {
+    "a dictionary": ("MADE = {}", "registry.MADE['gate'] = gate", "MADE['gate']"),
+    "a list": ("MADE = []", "registry.MADE.append(gate)", "MADE[0]"),
+    "a set": ("MADE = set()", "registry.MADE.add(gate)", "next(iter(MADE))"),
+    "the file": ("", "registry.gate = gate", "gate"),
+    "a class": ("class Made:\n    made = {}", "registry.Made.made[0] = gate", "Made.made[0]"),
+    "an object": ("class Made: ...\nMADE = Made()", "registry.MADE.gate = gate", "MADE.gate"),
+}
+
+
+class FindsItsGate(nn.Module):
+    def __init__(self, find: Callable[[], Callable[[torch.Tensor], torch.Tensor]]) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.find = find
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.find()(self.linear(x))
+
+
+@pytest.mark.parametrize("kind", REGISTRIES)
+def test_a_file_that_the_first_forward_imports_stays_registered(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    makes, registers, finds = REGISTRIES[kind]
+    find = f"def find():\n    importlib.import_module('registered')\n    return {finds}\n"
+    (tmp_path / "registry.py").write_text(f"import importlib\n{makes}\n{find}")
+    gate = "def gate(x):\n    return x * x.sigmoid()\n"
+    (tmp_path / "registered.py").write_text(f"import registry\n{gate}{registers}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("registry", "registered"):
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    eager = FindsItsGate(importlib.import_module("registry").find)
+    x = torch.randn(4, 8)
+    planned = rockplan.solve(copy.deepcopy(eager), x, "min")
+    for module in (planned, eager):
+        module(x).sum().backward()
+    assert torch.equal(planned.linear.weight.grad, eager.linear.weight.grad)

@@ -111,6 +111,12 @@ class Place:
         for one of a library."""
         return self.module is not None or self.is_callers or self.is_guarded
 
+    @property
+    def is_of_files(self) -> bool:
+        """True for a place of files that are imported, the user's or a library's; False for one of
+        the module or of the caller's arguments."""
+        return self.module is None and not self.is_callers
+
     def inside(self, text: str, step: str | None, key: Any) -> Place:
         """Return the place of an element of this place, named `text` in messages. step: 'attribute'
         or 'item', by which `key` finds the element again; None if no address leads there."""
