@@ -87,12 +87,12 @@ class Snapshot:
     def restore(self) -> None:
         """Make every holder hold what it held, empty caches that have grown, and set
         `requires_grad` back. A forward that imports files for the first time may have them register
-        things, which no later import does again: entries that are new in dictionaries of files stay
+        things, which no later import does again: elements that are new in what files hold stay
         then, unless they have tensors."""
         has_imported = not sys.modules.keys() <= self.imported
         for held, elements in zip(self.holders, self.before, strict=True):
             now = held.elements
-            if has_imported and held.kind is ITEMS and held.place.is_of_files:
+            if has_imported and held.place.is_of_files:
                 known = _by_key(elements)
                 added = [(k, v) for k, v in now if _hashable(k) not in known]
                 elements = [*elements, *((k, v) for k, v in added if not any(tensors_in(v)))]
