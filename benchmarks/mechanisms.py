@@ -8,7 +8,7 @@ has done anything, and what stands in its place where it is left out. The record
               model, every fourth module of PyTorch
     libraries all models of `benchmarks.libraries`, in the environment that it has
     trainers  tests/test_trainers.py, test_blocks_trainers.py, test_integrations.py
-    triton    tests/test_triton.py, in an environment with Triton and Liger
+    triton    groups of `tests.triton_worker`, in an environment with Triton, Liger and fla
     drawn     files of `benchmarks.python_state`, of fixed seeds
 
 say which mechanisms do anything (`--uses`). Where one does, the case is examined once more without
@@ -29,6 +29,7 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import io
 import json
 import os
 import sys
@@ -60,10 +61,8 @@ RESULTS = Path(__file__).parent / "results" / "mechanisms.jsonl"
 SMALL_S = 3.0
 CASES_OF_A_MECHANISM = 6
 FIRST_SEED, SEEDS = 700_000, 150
-FILES = {
-    "trainers": ("test_trainers", "test_blocks_trainers", "test_integrations"),
-    "triton": ("test_triton",),
-}
+TRAINERS = ("test_trainers", "test_blocks_trainers", "test_integrations")
+KERNELS = ("own", "liger", "llama", "fla")
 
 Told = Callable[[tuple[Any, ...], Any], bool]
 """Has a call with these arguments and this result done anything?"""
@@ -473,21 +472,35 @@ def of_drawn() -> Iterator[tuple[str, Callable[[], str]]]:
         yield str(number), functools.partial(examine, number)
 
 
-def of_files(source: str) -> Iterator[tuple[str, Callable[[], str]]]:
+def of_trainers() -> Iterator[tuple[str, Callable[[], str]]]:
     def run(file: str) -> str:
         import pytest
 
         return str(pytest.main(["-q", "-x", "-p", "no:cacheprovider", f"tests/{file}.py"]))
 
-    for file in FILES[source]:
+    for file in TRAINERS:
         yield file, functools.partial(run, file)
+
+
+def of_triton() -> Iterator[tuple[str, Callable[[], str]]]:
+    def run(group: str) -> str:
+        from tests import triton_worker
+
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            triton_worker.main([group])
+        found = json.loads(said.getvalue().splitlines()[-1])
+        return f"{[*found.values()].count('ok')} of {len(found)} equal"
+
+    for group in KERNELS:
+        yield group, functools.partial(run, group)
 
 
 SOURCES = {
     "zoo": of_zoo,
     "libraries": of_libraries,
     "drawn": of_drawn,
-    **{source: functools.partial(of_files, source) for source in FILES},
+    "trainers": of_trainers,
+    "triton": of_triton,
 }
 
 
@@ -543,7 +556,7 @@ def _examine(source: str, case: str) -> str:
     if source == "drawn":
         outcome = python_state.examine_seed(int(case))
         return f"{outcome.kind}: {outcome.said}"
-    return dict(of_files(source))[case]()
+    return dict(SOURCES[source]())[case]()
 
 
 def table() -> str:
@@ -592,7 +605,7 @@ def main() -> None:
         return
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    if not FILES.keys() & {arguments.uses, arguments.without}:
+    if not {"trainers", "triton"} & {arguments.uses, arguments.without}:
         python_state.prepare()
     with tempfile.TemporaryDirectory() as folder:
         os.environ["ROCKPLAN_CACHE_DIR"] = folder
