@@ -8,7 +8,7 @@ has done anything, and what stands in its place where it is left out. The record
               model, every fourth module of PyTorch
     libraries all models of `benchmarks.libraries`, in the environment that it has
     trainers  tests/test_trainers.py, test_blocks_trainers.py, test_integrations.py
-    triton    groups of `tests.triton_worker`, in an environment with Triton, Liger and fla
+    triton    groups of `testing.triton_worker`, in an environment with Triton, Liger and fla
     drawn     files of `benchmarks.python_state`, of fixed seeds
 
 say which mechanisms do anything (`--uses`). Where one does, the case is examined once more without
@@ -484,7 +484,7 @@ def of_trainers() -> Iterator[tuple[str, Callable[[], str]]]:
 
 def of_triton() -> Iterator[tuple[str, Callable[[], str]]]:
     def run(group: str) -> str:
-        from tests import triton_worker
+        from testing import triton_worker
 
         with contextlib.redirect_stdout(io.StringIO()) as said:
             triton_worker.main([group])

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent
 
 def outcomes(*wanted: str, **environment: str) -> Any:
     """What came of the cases, in a process of its own."""
-    command = [sys.executable, "-m", "tests.triton_worker", *wanted]
+    command = [sys.executable, "-m", "testing.triton_worker", *wanted]
     environment = {**os.environ, **environment}
     done = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=550, env=environment

@@ -1,5 +1,5 @@
 """Triton kernels on CPU, by Triton's interpreter, which has to be chosen before Triton is imported:
-python -m tests.triton_worker NAME ... prints what came of each case as JSON."""
+python -m testing.triton_worker NAME ... prints what came of each case as JSON."""
 
 from __future__ import annotations
 
