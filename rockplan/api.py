@@ -37,7 +37,6 @@ from rockplan.programs import (
     advise,
     advised,
     agreed_plan,
-    best_plan,
     least_bytes,
     new_or_known_program,
     plan_as_asked,
@@ -226,7 +225,7 @@ def plan_each(
     for room in rooms:
 
         def make(budget: Budget) -> Plan:
-            return best_plan(problems, budget, options, least)
+            return plan_as_asked(problems, budget, options, least=least)
 
         try:
             with call.named_in_errors(), advised(call.of(model), source, options):

@@ -102,6 +102,11 @@ def _parse_text(text: str) -> Budget:
         if number > _MOST_PERCENT:
             raise InvalidBudget(f"budget {text!r} is too large; with '100%' everything is kept")
         return Budget(share=number / 100)
+    if not match[2] and 1 <= number <= 100:
+        raise InvalidBudget(
+            f"budget {text!r} is {digits} bytes: was a share meant, '{digits}%'? For bytes write "
+            f"'{digits}B'"
+        )
     unit = _UNITS[match[2].upper()]
     # Only numbers of a usual size are made exact: an exponent of any size could take for ever.
     is_usual = 1 <= number * unit <= 2 * MOST_BYTES

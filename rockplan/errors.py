@@ -130,12 +130,25 @@ class InfeasibleBudget(RockplanError):
         as_share = f" ({least}{in_vain})" if least else ""
         or_share = f" or '{least}'" if least else ""
         # A user who writes so few bytes means a share.
-        share = f" For a share write '{self.budget_bytes}%'." if self.budget_bytes <= 100 else ""
+        few = self.budget_bytes
+        share = f" Or was a share meant? Then write '{few}%'." if few <= 100 else ""
         return (
             f"budget of {self.budget_bytes} bytes{of_what} is below the minimum of "
             f"{self.minimum_bytes} bytes{as_share} {needed}; the peak of the smallest plan is at "
             f"{self.operation}{self._owned()}. Raise the budget to at least {self.minimum_bytes}"
             f"{or_share} (or pass budget='min'), {longer}or shrink the batch.{share}"
+        )
+
+    def taken(self, smallest_bytes: int) -> str:
+        """Say that the smallest plan, of so many bytes, is taken although it exceeds the budget."""
+        asked, least = self._percent(self.budget_bytes), self._percent(smallest_bytes)
+        in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
+        return (
+            f"no plan fits the budget of {self.budget_bytes} bytes{f' ({asked})' if asked else ''}"
+            f": the smallest that was found needs {smallest_bytes} bytes"
+            f"{f' ({least}{in_vain})' if least else ''}, {smallest_bytes - self.budget_bytes} more,"
+            f" and runs; its peak is at {self.operation}{self._owned()}. A budget in bytes is a "
+            "limit, if Options(on_infeasible=...) says nothing else"
         )
 
     @property

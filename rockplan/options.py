@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Any, Literal, NamedTuple, TypeGuard
 
-from rockplan.budget import parse_budget
+from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget, InvalidInput
 
 
@@ -36,9 +36,10 @@ class Options:
     planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
     the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
     on_infeasible: what happens if no plan fits the budget: 'error' raises InfeasibleBudget,
-    'smallest' takes the smallest plan that is found, and a warning says by how much it exceeds the
+    'smallest' takes the smallest plan that is found, and the logger says by how much it exceeds the
     budget; 'original' runs the original forward for calls like this one, and a warning says so once
     (`solve` itself raises then; a backward pass that is planned again takes the smallest plan).
+    None: 'smallest' for a share, which is a wish, 'error' for bytes, which are a limit.
     differentiated: leaves of the result that backward starts from, by position among all leaves;
     None: a scalar that is called `loss` and reaches all that any leaf reaches; or else, if there
     are scalars, the leaves from which no scalar is computed (of logits and their loss the loss, of
@@ -130,7 +131,7 @@ class Options:
     recompute: Sequence[str] = ()
     released: tuple[int, ...] = ()
     only_loss: bool = False
-    on_infeasible: Literal["error", "smallest", "original"] = "error"
+    on_infeasible: Literal["error", "smallest", "original"] | None = None
     without: Sequence[str] = ()
     on_refused: Literal["error", "leave"] = "error"
     compile: bool | Literal["near"] = False
@@ -144,6 +145,11 @@ class Options:
     host_path: str | os.PathLike[str] | None = None
     link: int | str | None = None
     rerun_collectives: bool = False
+
+    def takes_smallest(self, budget: Budget) -> bool:
+        """True if the smallest plan is taken where none fits the budget."""
+        is_wish = budget.share is not None and self.on_infeasible is None
+        return is_wish or self.on_infeasible == "smallest"
 
     @property
     def host_bytes(self) -> int | None:
@@ -196,7 +202,7 @@ class Options:
             raise InvalidInput(
                 f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
             )
-        if self.on_infeasible not in ("error", "smallest", "original"):
+        if self.on_infeasible not in (None, "error", "smallest", "original"):
             raise InvalidInput(
                 f"on_infeasible is {self.on_infeasible!r}; choose 'error', 'smallest' or 'original'"
             )

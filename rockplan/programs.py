@@ -12,7 +12,6 @@ import functools
 import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -137,32 +136,31 @@ def best_plan(
 
 
 def plan_as_asked(
-    problems: Sequence[Problem], budget: Budget, options: Options, is_backward: bool = False
+    problems: Sequence[Problem],
+    budget: Budget,
+    options: Options,
+    is_backward: bool = False,
+    least: Sequence[LeastPeak] = (),
 ) -> Plan:
     """Return the fastest plan of any of the problems within the budget. If there is none,
-    options.on_infeasible decides: InfeasibleBudget is raised, or the smallest plan is returned with
-    a warning. is_backward: the forward of the call has run, so that running the original is no
-    choice any more."""
-    least = [planning.least_peak_of(problem, options) for problem in problems]
+    options.on_infeasible decides: InfeasibleBudget is raised, or the smallest plan is returned, as
+    the logger says. is_backward: the forward of the call has run, so that running the original is
+    no choice any more; least: as in `best_plan`, () for new searches."""
+    least = least or [planning.least_peak_of(problem, options) for problem in problems]
     try:
         return best_plan(problems, budget, options, least)
     except InfeasibleBudget as failure:
-        is_left = options.on_infeasible == "original" and not is_backward
-        if options.on_infeasible == "error" or is_left:
+        is_too_late = options.on_infeasible == "original" and is_backward
+        if not (options.takes_smallest(budget) or is_too_late):
             raise
         error = failure
     smallest_plan = best_plan(problems, Budget(is_minimum=True), options, least)
     smallest_bytes = needed_bytes(smallest_plan, options.in_flight)
-    excess_bytes = smallest_bytes - error.budget_bytes
-    if excess_bytes > 0:
-        warnings.warn(
-            f"no plan fits the budget of {error.budget_bytes} bytes; the smallest that was found "
-            f"needs {smallest_bytes} bytes, {excess_bytes} more "
-            f"({excess_bytes / error.budget_bytes:.1%}), and runs all the same "
-            f"(Options(on_infeasible='{options.on_infeasible}')). Its peak is at "
-            f"{error.operation}",
-            stacklevel=2,
-        )
+    if smallest_bytes > error.budget_bytes:
+        # That a share is too small is said of the first kind of call.
+        is_said = budget.share is not None and budget.least_bytes
+        level = logging.INFO if is_said else logging.WARNING
+        _LOGGER.log(level, "%s", error.taken(smallest_bytes))
     return smallest_plan
 
 
@@ -299,7 +297,7 @@ def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterato
         if let_go and let_go.size_bytes < WORTH * error.minimum_bytes:
             let_go = None
         text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
-        if options.on_infeasible == "error":
+        if options.on_infeasible in (None, "error"):
             least = functools.partial(least_bytes, call)
             text += remedies(error, options, let_go, least)
         error.args = (text,)

@@ -145,6 +145,11 @@ def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
     assert rockplan.blocks_of(solved(model, least_bytes)).peak_bytes == least_bytes
 
 
+def test_a_share_of_blocks_below_the_least_takes_the_smallest() -> None:
+    smallest = rockplan.blocks_of(solved(Stack().train(), "min"))
+    assert rockplan.blocks_of(solved(Stack().train(), "1%")).peak_bytes == smallest.peak_bytes
+
+
 def test_a_budget_that_is_too_small_names_what_the_whole_model_needs() -> None:
     """A head beside the blocks owns the peak of a step; a plan of the whole computes it again."""
 

@@ -296,7 +296,7 @@ def write(folder: Path, name: str, text: str) -> None:
 
 
 def test_solve_exports_checkpointing_code(own_folder: Path) -> None:
-    words = ["-b", "50%", "-b", "min", "-b", "1", "--export", "net_{budget}.py"]
+    words = ["-b", "50%", "-b", "min", "-b", "1B", "--export", "net_{budget}.py"]
     found = as_json("solve", MLP, *words, code=ExitCode.INFEASIBLE)["plans"]
     assert [row.get("exported") for row in found] == ["net_50pct.py", "net_min.py", None]
     program = "import torch, net_50pct, net_min\n"
@@ -466,6 +466,10 @@ def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> 
     assert str(minimum) in errors("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
     assert str(minimum) in run("solve", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
     assert str(minimum) in errors("show", MLP, "-b", "1KB", code=ExitCode.INFEASIBLE)
+    (share,) = re.findall(r"or '([\d.]+%)'", errors("solve", MLP, "-b", "1KB", code=3))
+    (row, low) = as_json("solve", MLP, "-b", share, "-b", "0.1%")["plans"]
+    assert row["budget_bytes"] >= minimum == low["budget_bytes"]
+    assert "'50%'" in errors("solve", MLP, "-b", "50", code=ExitCode.USAGE)
 
 
 @pytest.mark.parametrize(

@@ -354,8 +354,7 @@ def test_an_error_names_options_that_are_enough(part: float) -> None:
         (row,) = plan_each(net(), batch(256), [budget], options=options)
         assert str(row) == str(refused.value)
     quiet = replace(options, on_infeasible="smallest")
-    with pytest.warns(UserWarning, match="no plan fits"):
-        rockplan.plan(net(), batch(256), budget, options=quiet)
+    assert rockplan.plan(net(), batch(256), budget, options=quiet).peak_bytes > budget
 
 
 # Trainers

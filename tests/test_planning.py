@@ -173,6 +173,23 @@ def without_workspace(graph: CDGraph, node: int) -> CDGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
+def test_a_share_below_the_least_takes_the_smallest(caplog: pytest.LogCaptureFixture) -> None:
+    """With one line; bytes are refused, and so is a share where the options say so."""
+    case = models.mlp(depth=3)
+    smallest = rockplan.plan(case.model, case.args, "min", options=NO_CACHE)
+    caplog.clear()
+    found = rockplan.solve(case.model, case.args, "0.1%", options=NO_CACHE)
+    assert rockplan.plan_of(found).schedule == smallest.schedule
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert f"needs {smallest.peak_bytes} bytes" in said
+    strict = replace(NO_CACHE, on_infeasible="error")
+    for budget, options in ((smallest.peak_bytes - 1, NO_CACHE), ("0.1%", strict)):
+        with pytest.raises(InfeasibleBudget):
+            rockplan.solve(case.model, case.args, budget, options=options)
+    shares = plan_each(case.model, case.args, ["0.1%", 1000], options=NO_CACHE)
+    assert [type(plan) for plan in shares] == [Plan, InfeasibleBudget]
+
+
 def test_plans_of_one_problem_look_for_the_smallest_peak_once() -> None:
     case = models.mlp(depth=3)
     budgets = (100, 200, "min")

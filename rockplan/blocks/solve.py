@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import warnings
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -114,6 +113,8 @@ def solve_blocks(
         _check_options(options)
         step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
+        if options.takes_smallest(step_budget):
+            options = replace(options, on_infeasible="smallest")
         call = largest_call(model, *without_history(*call_arguments), options)
         named = named_blocks(model, blocks)
         if _is_divided(model):
@@ -542,11 +543,7 @@ class _Job:
         error = sequence.infeasible(budget_bytes)
         if self.options.on_infeasible != "smallest":
             raise error
-        warnings.warn(
-            f"{error} The smallest plan that was found runs all the same, and a step needs "
-            f"{error.minimum_bytes - budget_bytes} bytes more (Options(on_infeasible='smallest'))",
-            stacklevel=2,
-        )
+        _LOGGER.warning("%s", error.taken(error.minimum_bytes))
         return sequence.least()
 
     def _install(

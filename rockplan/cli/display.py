@@ -116,9 +116,7 @@ def show_plans(asked: Sequence[str], plans: Sequence[Plan | InfeasibleBudget]) -
     rows = []
     for text, plan in zip(asked, plans, strict=True):
         if isinstance(plan, InfeasibleBudget):
-            share = plan.minimum_share
             minimum = f"infeasible: needs {plan.minimum_bytes} bytes"
-            minimum += "" if share is None else f", {share:.1%}"
             rows.append([text, format_bytes(plan.budget_bytes), minimum, "", "", "", ""])
             continue
         rows.append(

@@ -34,7 +34,7 @@ class PlanSettings:
 
     make_program: MakeProgram
     on_mismatch: str
-    on_infeasible: str
+    on_infeasible: str | None
     outputs_chosen: bool = False
     is_in_place: bool = False
 
