@@ -27,7 +27,7 @@ from rockplan.errors import CheckFailed
 from rockplan.graph_builder.tracing import eager_paths, modes, patches
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
-from rockplan.python_state.autocast import OFF, under_autocast
+from rockplan.python_state.autocast import OFF, leaf_like, under_autocast
 from rockplan.python_state.distributed import distributed, local_of, local_shape
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
@@ -321,7 +321,7 @@ def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in own:
-            own[id(tensor)] = tensor.detach().requires_grad_(tensor.requires_grad)
+            own[id(tensor)] = leaf_like(tensor, tensor)
             own[id(tensor)].__dict__.update(tensor.__dict__)
         return own[id(tensor)]
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import functools
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -484,6 +487,64 @@ def test_replanning_under_the_autocast_of_the_forward() -> None:
 
     for step in range(2):
         both(planned, eager, use, f"step {step}")
+
+
+class Readers(nn.Module):
+    """Two products read the input, and one weight is read twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x).tanh() * self.b(x) + self.a(x.sin())
+
+
+def view_of_a_leaf(x: torch.Tensor) -> torch.Tensor:
+    return x.detach().view_as(x).requires_grad_()
+
+
+GIVEN: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "a leaf": lambda x: x,
+    "computed": lambda x: x * 1.5,
+    "a view": view_of_a_leaf,
+}
+"""Autocast keeps casts of leaves that are no views, and adds their gradients in 16 bits."""
+
+
+@pytest.mark.parametrize("sample", GIVEN)
+@pytest.mark.parametrize("sizes", [(), {0: (8, 64)}])
+def test_autocast_casts_inputs_as_in_eager(sample: str, sizes: Any) -> None:
+    options = dataclasses.replace(QUICK, check=True, sizes=sizes)
+    x = torch.randn(32, 16, requires_grad=True)
+    eager = Readers()
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = rockplan.solve(copy.deepcopy(eager), GIVEN[sample](x), "min", options=options)
+
+    def use(module: nn.Module) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            given = GIVEN[kind](leaf)
+            result = module(given)
+        return torch.autograd.grad(mean_square(result), [given, *module.parameters()])
+
+    for kind, size in itertools.product(GIVEN, (32, 24)):
+        leaf = x.detach()[:size].clone().requires_grad_()
+        both(planned, eager, use, f"{kind}, {size}")
+
+
+def test_autocast_casts_computed_parameters_as_in_eager() -> None:
+    eager = Readers()
+    with torch.autocast("cpu", torch.bfloat16):
+        planned = rockplan.solve(copy.deepcopy(eager), torch.ones(4, 16), "min", options=QUICK)
+
+    def use(give: Callable[[torch.Tensor], torch.Tensor], module: nn.Module) -> Any:
+        values = {n: give(p.detach().requires_grad_()) for n, p in module.named_parameters()}
+        with torch.autocast("cpu", torch.bfloat16):
+            result = torch.func.functional_call(module, values, SAMPLE)
+        return torch.autograd.grad(mean_square(result), list(values.values()))
+
+    for step, (kind, give) in enumerate([*GIVEN.items()] * 2):
+        both(planned, eager, functools.partial(use, give), f"step {step}, {kind}")
 
 
 class Momentum(nn.Module):

@@ -25,7 +25,7 @@ from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
-from rockplan.python_state.autocast import Autocast, autocast_state
+from rockplan.python_state.autocast import Autocast, autocast_state, leaf_like
 from rockplan.python_state.distributed import with_collectives_done
 from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import Element
@@ -180,7 +180,7 @@ def without_history(
 def _without_history(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor) or leaf.is_leaf:
         return leaf
-    return leaf.detach().requires_grad_()
+    return leaf_like(leaf, leaf)
 
 
 def _reshard(model: nn.Module) -> None:

@@ -18,6 +18,7 @@ from torch import nn
 from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput
 from rockplan.options import Options, SizeRange
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import leaf_like
 from rockplan.python_state.reach import named_arguments
 from rockplan.runtime.program import ModuleCall
 
@@ -201,4 +202,4 @@ def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
             index = torch.arange(shape[dimension], device=tensor.device) % tensor.shape[dimension]
             source = source.index_select(position, index)
     permuted = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)
-    return permuted.requires_grad_(tensor.requires_grad)
+    return leaf_like(permuted, tensor)

@@ -1,4 +1,4 @@
-"""Autocast: the state of a thread, read and entered again."""
+"""Autocast: the state of a thread, read and entered again, and which tensors it casts once."""
 
 from __future__ import annotations
 
@@ -31,6 +31,27 @@ def autocast_state() -> Autocast:
         for kind in DEVICE_TYPES
     )
     return Autocast(dtypes, torch.is_autocast_cache_enabled())
+
+
+def is_cast_once(tensor: torch.Tensor) -> bool:
+    """Return whether autocast keeps the cast of `tensor`, whose gradients it then adds up in the
+    lower precision: that of a leaf which requires a gradient, and is no view."""
+    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+
+
+def cast_is_kept(tensor: torch.Tensor) -> bool:
+    """Return whether autocast, as it is now, casts `tensor` once."""
+    return is_cast_once(tensor) and torch.is_autocast_enabled(tensor.device.type)
+
+
+def leaf_like(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """Return a leaf over the memory of `tensor` that requires a gradient if `like` does, and is
+    cast once if `like` is: else it is a view."""
+    own = tensor.detach()
+    if like.requires_grad and not is_cast_once(like):
+        with torch.enable_grad():  # writing to what is a view without gradients has other errors
+            own = torch.ops.aten.alias(own)
+    return own.requires_grad_(like.requires_grad)
 
 
 @contextlib.contextmanager

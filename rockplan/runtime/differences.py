@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import cast_is_kept
 from rockplan.python_state.distributed import strides_of
 from rockplan.python_state.reach import named_arguments
 from rockplan.runtime.guards import (
@@ -104,6 +105,7 @@ def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
         ("dtype", str(leaf.dtype).removeprefix("torch.")),
         ("device", str(leaf.device)),
         ("gradient", "requires a gradient" if leaf.requires_grad else "requires no gradient"),
+        ("casts", "cast once by autocast" if cast_is_kept(leaf) else "cast at each use"),
         ("strides", f"strides {strides_of(leaf)}" if _is_strided(leaf) else "no strides"),
         ("class", type(leaf).__qualname__),
         ("same", "a tensor of its own" if other == name else f"the same tensor as {other}"),

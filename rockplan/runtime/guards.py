@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import cast_is_kept, is_cast_once
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
 from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
@@ -80,7 +81,8 @@ def module_signature(
 
 def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     """Return for each tensor (class, first position of the same tensor, first position of the same
-    storage, is_conj, is_neg); for None and for tensors that are not strided the identity."""
+    storage, is_conj, is_neg, is_cast_once); for None and for tensors that are not strided the
+    identity."""
     same: dict[int, int] = {}
     memory: dict[int, int] = {}
     parts: list[Any] = []
@@ -91,7 +93,8 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
         kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
         first = same.setdefault(id(tensor), position)
         shared = memory.setdefault(local_of(tensor).untyped_storage()._cdata, position)
-        parts.append((kind, first, shared, tensor.is_conj(), tensor.is_neg()))
+        lazy = tensor.is_conj(), tensor.is_neg()
+        parts.append((kind, first, shared, *lazy, is_cast_once(tensor)))
     return tuple(parts)
 
 
@@ -274,8 +277,8 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Describe an input. Its offset in memory is left out: a forward that reads it has its own
     guard (`python_state.memory`)."""
-    kind = type(tensor), tensor.layout
-    return (*_parameter_key(tensor), *kind, tensor.is_conj(), tensor.is_neg())
+    kind = type(tensor), tensor.layout, tensor.is_conj(), tensor.is_neg()
+    return (*_parameter_key(tensor), *kind, cast_is_kept(tensor))
 
 
 @dataclass(frozen=True, slots=True)

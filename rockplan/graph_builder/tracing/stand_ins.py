@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import leaf_like
 from rockplan.python_state.distributed import distributed, is_distributed, local_of, spec_of
 from rockplan.python_state.holders import Held, Place, kinds_of
 from rockplan.python_state.reach import named_arguments
@@ -91,8 +92,10 @@ class StandIns:
         gets one that is a leaf."""
         fake = self._of.get(id(tensor))
         if fake is None:
-            source = tensor if tensor.is_leaf else tensor.detach().requires_grad_()
+            source = tensor if tensor.is_leaf else tensor.detach()
             fake = self._fake(source)
+            if source is not tensor:
+                fake = leaf_like(fake, tensor)
             self._of[id(tensor)] = fake
             self._of[id(fake)] = fake
             self._alive += [tensor, source]
