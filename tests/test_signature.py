@@ -384,6 +384,64 @@ def test_what_the_forward_reads_of_an_attribute(kind: str, monkeypatch: pytest.M
     assert len(made) == 3
 
 
+class ScalesBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, module: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.module = module
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return None, gradient * ctx.module.scale
+
+
+def number(value: Any) -> float:
+    return float(value or 1)
+
+
+# Ways to read the attribute of a module, and whether it is read at all.
+ATTRIBUTE: dict[str, tuple[Callable[[Any, torch.Tensor], torch.Tensor], bool]] = {
+    "by name": (lambda m, x: x * m.scale, True),
+    "by a computed name": (lambda m, x: x * getattr(m, "sc" + "ale"[:3]), True),
+    "of the dictionary": (lambda m, x: x * m.__dict__["scale"], True),
+    "of vars": (lambda m, x: x * number(vars(m).get("scale")), True),
+    "of a copy": (lambda m, x: x * number(copy.copy(m).scale), True),
+    "if it is there": (lambda m, x: x * (2 if hasattr(m, "later") else 1), True),
+    "in backward": (ScalesBackward.apply, True),
+    "not at all": (lambda m, x: x, False),
+    "while it is set": (lambda m, x: setattr(m, "seen", 1) or x, False),
+}
+
+
+class OneAttribute(nn.Module):
+    def __init__(self, read: Any) -> None:
+        super().__init__()
+        self.inner, self.read, self.scale = nn.Linear(16, 16), [read], 1.5
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = torch.tanh(self.inner(self.read[0](self, x)))
+        return y
+
+
+@pytest.mark.parametrize("way", ATTRIBUTE)
+def test_attributes_that_are_not_read_make_no_kind(
+    way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, is_read = ATTRIBUTE[way]
+    torch.manual_seed(0)
+    model, x = OneAttribute(read), SAMPLE.clone().requires_grad_()
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    planned = rockplan.solve(model, x, "min")
+    for name, value in (("scale", 2.5), ("scale", 3.5), ("later", 1)):
+        for module in (planned, eager):
+            setattr(module, name, value)
+            setattr(module.inner, name, value)
+            module.zero_grad()
+        both(planned, eager, lambda m: mean_square(m(x)).backward(), name)
+    assert (len(made) > 1) is is_read
+
+
 class Cuts(nn.Module):
     """Runs over parts of its input, as long as another one says."""
 

@@ -121,13 +121,14 @@ def built_block(
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
-    """Return `program` for another block of its kind: the same code, with constants, structure of
-    results and description of the call of its own."""
+    """Return `program` for another block of its kind: the same code, with constants, attributes
+    that are read, structure of results and description of the call of its own."""
     source = block.source
     call = block.call
     forward = original_forward(call.module)
     return replace(
         program,
+        interface=source.lowered.interface,
         constants=tuple(t for _, t in source.run.constants),
         output_spec=source.run.output_spec,
         call=described_call(forward, call.args, call.kwargs),

@@ -28,12 +28,11 @@ _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 
 @once_for_each_class
-def is_configuration(kind: type) -> bool:
-    """True for classes of configurations of transformers."""
-    return any(
-        base.__name__ in _CONFIGURATIONS and base.__module__.startswith("transformers.")
-        for base in kind.__mro__
-    )
+def configuration_class(kind: type) -> type | None:
+    """Return the class of transformers that a class of configurations derives from; None for
+    other classes."""
+    bases = (b for b in kind.__mro__ if b.__module__.startswith("transformers."))
+    return next((base for base in bases if base.__name__ in _CONFIGURATIONS), None)
 
 
 @contextlib.contextmanager
@@ -147,7 +146,7 @@ def _configurations(module: Any) -> Iterable[Any]:
     while waiting:
         configuration = waiting.pop()
         kind = type(configuration)
-        if is_configuration(kind) and id(configuration) not in configurations:
+        if configuration_class(kind) and id(configuration) not in configurations:
             configurations[id(configuration)] = configuration
             waiting += vars(configuration).values()
     return configurations.values()

@@ -14,6 +14,7 @@ import contextlib
 import datetime
 import enum
 import functools
+import itertools
 import re
 import sys
 import types
@@ -150,13 +151,19 @@ def _read(value: object) -> Any:
     return _Reading(()).value(value, strict=False)
 
 
-def contents_of(container: object, constants: tuple[torch.Tensor, ...]) -> Contents | None:
+def contents_of(
+    container: object,
+    constants: tuple[torch.Tensor, ...],
+    of_configurations: frozenset[str] | None = None,
+) -> Contents | None:
     """Return the contents of a collection, an array, an object with attributes (a configuration) or
     a function; None if they cannot change, or cannot be looked into. constants: tensors that may
-    occur in them, compared by identity."""
+    occur in them, compared by identity; of_configurations: the attributes that count of
+    configurations of transformers, None for all."""
     if _is_value(container) or isinstance(container, torch.Tensor) or _is_plain_tuple(container):
         return None
-    for read in (_everything, _plain_attributes):
+    for way in (_everything, _plain_attributes):
+        read = functools.partial(way, of_configurations=of_configurations)
         try:
             contents = read(container, constants)
         except _Unknown:
@@ -176,20 +183,33 @@ def _is_plain_tuple(value: object) -> bool:
     return isinstance(value, tuple) and all(id(type(v)) in _USUAL for v in value)
 
 
-def _everything(container: object, constants: Sequence[torch.Tensor]) -> Any:
-    return _Reading(constants).inside(container, strict=False)
+def _everything(
+    container: object,
+    constants: Sequence[torch.Tensor],
+    of_configurations: frozenset[str] | None,
+) -> Any:
+    return _Reading(constants, of_configurations).inside(container, strict=False)
 
 
-def _plain_attributes(container: object, constants: Sequence[torch.Tensor]) -> Any:
-    return _Reading(constants).plain_attributes(container)
+def _plain_attributes(
+    container: object,
+    constants: Sequence[torch.Tensor],
+    of_configurations: frozenset[str] | None,
+) -> Any:
+    return _Reading(constants, of_configurations).plain_attributes(container)
 
 
 class _Reading:
     """One pass over a container. constants: tensors that may occur, compared by identity; None: any
-    tensor may."""
+    tensor may. of_configurations: as in `contents_of`."""
 
-    def __init__(self, constants: Sequence[torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        constants: Sequence[torch.Tensor] | None,
+        of_configurations: frozenset[str] | None = None,
+    ) -> None:
         self._constants = constants
+        self._of_configurations = of_configurations
         self._path: list[int] = []
         self._functions = 0
 
@@ -223,7 +243,7 @@ class _Reading:
         if _is_of_library(type(value)):
             raise _Unknown
         attributes = []
-        for name, attribute in _attributes(value):
+        for name, attribute in self._attributes(value):
             is_shown = _is_value(attribute) or isinstance(attribute, _SHOWN)
             if not name.startswith("_") and is_shown:
                 with contextlib.suppress(_Unknown):
@@ -260,7 +280,17 @@ class _Reading:
         is_of_library = _is_of_library(type(value))
         if is_of_library and callable(value) and not isinstance(value, nn.Module):
             return _Identity(value)
-        return type(value), self._named(_attributes(value), strict=True)
+        return type(value), self._named(self._attributes(value), strict=True)
+
+    def _attributes(self, value: object) -> list[tuple[str, Any]]:
+        """Return (name, value) of the attributes that count. `use_cache` of a configuration does
+        not."""
+        pairs = _attributes(value)
+        if key_value_cache.configuration_class(type(value)) is None:
+            return pairs
+        read = self._of_configurations
+        is_read = (n != key_value_cache.SWITCH and (read is None or n in read) for n, _ in pairs)
+        return [*itertools.compress(pairs, is_read)]
 
     def _function(self, function: Any) -> Any:
         """Return (class, contents of what a function refers to); the function itself if none of it
@@ -359,8 +389,7 @@ def _leaf(value: Any) -> Any:
 
 def _attributes(value: object) -> list[tuple[str, Any]]:
     """Return (name, value) of the attributes of an object, in its dictionary and its slots. Raises
-    _Unknown if it has none, or is a module or a tensor. `use_cache` of a configuration does not
-    count."""
+    _Unknown if it has none, or is a module or a tensor."""
     attributes = getattr(value, "__dict__", None)
     named = slots(type(value))
     has_none = not isinstance(attributes, dict) and not named
@@ -370,8 +399,6 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
     if named:
         held = slots_held(value)
         pairs += [(key if isinstance(key, str) else repr(key), inside) for key, inside in held]
-    if key_value_cache.is_configuration(type(value)):
-        return [(name, v) for name, v in pairs if name != key_value_cache.SWITCH]
     return pairs
 
 

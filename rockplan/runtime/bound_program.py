@@ -174,7 +174,7 @@ def bind(
     named = {i: name for i, (name, _) in enumerate(interface.parameters)}
     early = (i for i in program.executable.early if i in named)
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
-    signature = signature or module_signature(module, forward, program.constants)
+    signature = signature or module_signature(module, forward, program.constants, interface.reads)
     return BoundProgram(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
 
 
@@ -182,9 +182,13 @@ def known_signature(
     bounds: Iterable[BoundProgram], program: PlannedProgram
 ) -> ModuleSignature | None:
     """Return the latest signature of `bounds` that holds for the module as it is now, from a
-    program with the same constants as `program`; None if there is none."""
-    constants = [*map(id, program.constants)]
-    same = (b.signature for b in bounds if [*map(id, b.program.constants)] == constants)
+    program with the same constants as `program`, which reads the same; None if there is none."""
+    constants, reads = [*map(id, program.constants)], program.interface.reads
+    same = (
+        b.signature
+        for b in bounds
+        if [*map(id, b.program.constants)] == constants and b.signature.reads == reads
+    )
     latest = {id(signature): signature for signature in same}
     return next(filter(signature_holds, reversed(latest.values())), None)
 

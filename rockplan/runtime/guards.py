@@ -23,6 +23,7 @@ from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.switches import switches_now
+from rockplan.values.interface import EVERYTHING, AttributeReads
 
 # Attributes of every nn.Module, which are compared each in its own way.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -33,14 +34,16 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 
 @dataclass(frozen=True, slots=True)
 class _ModuleEntry:
-    """One submodule. kind: its class; names, values: its attributes beside those that every module
-    has; tensors: (registry, name, tensor, key of the tensor)."""
+    """One submodule. kind: its class; names, values: its attributes that count; read: names of its
+    own attributes that count, None for all; tensors: (registry, name, tensor, key of the
+    tensor)."""
 
     module: nn.Module
     kind: type
     attributes: dict[str, Any]
     names: tuple[str, ...]
     values: tuple[Any, ...]
+    read: frozenset[str] | None
     children: tuple[tuple[str, nn.Module | None], ...]
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
 
@@ -50,24 +53,30 @@ class ModuleSignature:
     """A module tree at the time of planning. hooks: all registries of hooks of submodules, and how
     many hooks each held (those of the root run around its forward, and do not count); contents: of
     containers and configurations among the attributes; surroundings: user state beside the module;
-    layout: classes of parameters and buffers, and which are the same tensor or share memory."""
+    layout: classes of parameters and buffers, and which are the same tensor or share memory; reads:
+    the attributes that count."""
 
     entries: tuple[_ModuleEntry, ...]
     layout: tuple[Any, ...]
     hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[Contents, ...]
     surroundings: Surroundings
+    reads: AttributeReads
 
 
 def module_signature(
-    module: nn.Module, forward: Callable[..., Any], constants: tuple[torch.Tensor, ...]
+    module: nn.Module,
+    forward: Callable[..., Any],
+    constants: tuple[torch.Tensor, ...],
+    reads: AttributeReads = EVERYTHING,
 ) -> ModuleSignature:
     """Record everything in and beside the module tree that decides which operations its forward
     executes. forward: the module's unplanned forward; constants: tensors that its plan reads and
-    that are neither parameters nor buffers."""
-    entries = module_entries(module)
-    containers = {id(value): value for entry in entries for value in entry.values}
-    contents = (contents_of(value, constants) for value in containers.values())
+    that are neither parameters nor buffers; reads: attributes that its forward reads."""
+    entries = module_entries(module, reads.of_modules)
+    own = ((n, v) for entry in entries for n, v in zip(entry.names, entry.values, strict=True))
+    containers = {id(value): value for name, value in own if name not in _REGISTRIES}
+    contents = (contents_of(v, constants, reads.of_configurations) for v in containers.values())
     registered = [e.module.__dict__.get(h) for e in entries[1:] for h in _HOOKS]
     hooks = tuple(h for h in registered if h is not None)
     return ModuleSignature(
@@ -76,6 +85,7 @@ def module_signature(
         (hooks, [*map(len, hooks)]),
         tuple(c for c in contents if c is not None),
         Surroundings.of(module, forward),
+        reads,
     )
 
 
@@ -98,21 +108,24 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     return tuple(parts)
 
 
-def module_entries(module: nn.Module) -> tuple[_ModuleEntry, ...]:
-    """Record each submodule."""
-    return tuple(map(_module_entry, module.modules()))
+def module_entries(
+    module: nn.Module, read: frozenset[str] | None = None
+) -> tuple[_ModuleEntry, ...]:
+    """Record each submodule. read: names of the attributes that count, None for all."""
+    return tuple(_module_entry(submodule, read) for submodule in module.modules())
 
 
-def _module_entry(module: nn.Module) -> _ModuleEntry:
+def _module_entry(module: nn.Module, read: frozenset[str] | None) -> _ModuleEntry:
     """Record the class, attributes, children, parameters and buffers of one submodule."""
     attributes = _attributes(module)
-    own = {name: value for name, value in attributes.items() if name not in _REGISTRIES}
+    counting = _counting(attributes, read)
     return _ModuleEntry(
         module=module,
         kind=type(module),
         attributes=attributes,
-        names=tuple(own),
-        values=tuple(own.values()),
+        names=tuple(counting),
+        values=tuple(counting.values()),
+        read=read,
         children=tuple(module._modules.items()),
         tensors=tuple(
             (kind, name, t, _key_of(t))
@@ -179,8 +192,8 @@ def changed_attribute(signature: ModuleSignature) -> str | None:
     paths = {id(m): f"{path}." if path else "" for path, m in root.named_modules()}
     changed = {id(c.container) for c in signature.contents if not c.hold()}
     for entry in signature.entries:
-        now = _attributes(entry.module)
-        for name in sorted({*entry.attributes, *now} - _REGISTRIES):
+        now = _counting(_attributes(entry.module), entry.read)
+        for name in sorted({*entry.names, *now} - _REGISTRIES):
             before = entry.attributes.get(name)
             if id(before) in changed or not is_same(before, now.get(name)):
                 return paths.get(id(entry.module), "") + name
@@ -192,6 +205,13 @@ def _attributes(module: nn.Module) -> dict[str, Any]:
     """Return the attributes of a module without those that hooks compute anew."""
     computed = computed_attributes(module) if module._forward_pre_hooks else ()
     return {k: v for k, v in module.__dict__.items() if k not in computed}
+
+
+def _counting(attributes: dict[str, Any], read: frozenset[str] | None) -> dict[str, Any]:
+    """Return the attributes that count: those of every module, and those that are `read`."""
+    if read is None:
+        return attributes
+    return {k: v for k, v in attributes.items() if k in read or k in _REGISTRIES}
 
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
@@ -226,18 +246,17 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
 
 
 def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    """True if the attributes are the very objects recorded. (`==` alone takes 2.0 for 2.)"""
-    try:
-        return attributes == entry.attributes and all(
-            map(operator.is_, map(attributes.get, entry.names), entry.values)
-        )
-    except (RuntimeError, ValueError, TypeError):  # == on exchanged tensors or arrays
-        return False
+    """True if the module has the attributes recorded, and those that count are the very
+    objects."""
+    is_same = map(operator.is_, map(attributes.get, entry.names), entry.values)
+    return attributes.keys() == entry.attributes.keys() and all(is_same)
 
 
 def _attributes_are_equal(entry: _ModuleEntry) -> bool:
-    """True if the attributes have the recorded names and contents, though in other objects."""
-    now, before = _attributes(entry.module), entry.attributes
+    """True if the attributes that count have the recorded names and contents, though in other
+    objects."""
+    now = _counting(_attributes(entry.module), entry.read)
+    before = dict(zip(entry.names, entry.values, strict=True))
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rockplan.values.graph import Call, TensorSpec
@@ -141,6 +141,26 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
+class AttributeReads:
+    """Names of attributes that Python reads of a planned module and its submodules, and of
+    configurations of transformers, in a step; None: any may be read."""
+
+    of_modules: frozenset[str] | None = None
+    of_configurations: frozenset[str] | None = None
+
+    def __or__(self, other: AttributeReads) -> AttributeReads:
+        """Return what either of two reads."""
+        pairs = (
+            (self.of_modules, other.of_modules),
+            (self.of_configurations, other.of_configurations),
+        )
+        return AttributeReads(*(None if a is None or b is None else a | b for a, b in pairs))
+
+
+EVERYTHING = AttributeReads()
+
+
+@dataclass(frozen=True, slots=True)
 class Interface:
     """Values of the graph by role.
 
@@ -152,6 +172,7 @@ class Interface:
     its old content), see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory
     the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
+    reads: attributes that decide whether the run is still right.
     distributed: values of DTensors (of each its local tensor) that the caller has, with the spec of
     their gradient, None without one.
     """
@@ -169,6 +190,7 @@ class Interface:
     assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
     distributed: tuple[tuple[int, Any], ...] = ()
+    reads: AttributeReads = field(default=EVERYTHING, compare=False)
 
     @property
     def results(self) -> tuple[int, ...]:

@@ -20,7 +20,14 @@ from rockplan.graph_builder.recorded.text import run_text
 from rockplan.graph_builder.recorded.view import RunView
 from rockplan.python_state import trees
 from rockplan.values.graph import Call, Kernel, Phase, TensorSpec
-from rockplan.values.interface import Assignment, Guard, OutputLeaf, Question
+from rockplan.values.interface import (
+    EVERYTHING,
+    Assignment,
+    AttributeReads,
+    Guard,
+    OutputLeaf,
+    Question,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +108,7 @@ class Capture:
     samples: value -> real tensor, for integer inputs and what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
     `lowering.buffer_copies`. kernels: those that calls name, see `fusion`. tiles: how the head is
-    tiled, see `tiling`. distributed: as in Interface.
+    tiled, see `tiling`. distributed, reads: as in Interface.
     """
 
     values: tuple[RecordedValue, ...]
@@ -122,6 +129,7 @@ class Capture:
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
     distributed: tuple[tuple[int, Any], ...] = ()
+    reads: AttributeReads = EVERYTHING
 
     @cached_property
     def view(self) -> RunView:

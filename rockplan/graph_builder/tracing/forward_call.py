@@ -18,6 +18,7 @@ from torch.nn.modules import module as module_hooks
 
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, host_random, modes, patches
+from rockplan.graph_builder.tracing.attribute_reads import Reading
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
 from rockplan.graph_builder.tracing.recorder import Recorder
@@ -69,7 +70,8 @@ class ForwardRun:
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A forward with fake arguments. results_of_others: positions of argument leaves that are not
-    autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`."""
+    autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`; reading:
+    notes which attributes are read."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -79,6 +81,7 @@ class ForwardCall:
     snapshot: Snapshot
     stand_ins: StandIns
     foreign_rows: PatchSource
+    reading: Reading
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
@@ -103,6 +106,7 @@ class ForwardCall:
             modes.without_saved_tensor_hooks(),
             modes.without_logs_of_fake_tensors(),
             patches.patched((*eager_paths.PATCHES, *self.foreign_rows()), access),
+            self.reading.noted(),
         ):
             try:
                 yield

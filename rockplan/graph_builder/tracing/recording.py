@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import modes, own_gradients
+from rockplan.graph_builder.tracing.attribute_reads import Reading
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -141,6 +142,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         output_spec=first.spec,
         samples=recording.reader.samples(recorder),
         distributed=backward.specs_of(recorder, recording.stand_ins.fakes),
+        reads=exchanged.forward.reading.found,
     )
 
 
@@ -232,6 +234,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         snapshot=snapshot,
         stand_ins=stand_ins,
         foreign_rows=call.foreign_rows,
+        reading=Reading(call.module),
     )
     return _Exchanged(forward, parameters, buffers, inputs, questions, autograd, submodules)
 
