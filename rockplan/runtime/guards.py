@@ -23,7 +23,7 @@ from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.switches import switches_now
-from rockplan.values.interface import EVERYTHING, AttributeReads
+from rockplan.values.interface import EVERYTHING, AttributesRead
 
 # Attributes of every nn.Module, which are compared each in its own way.
 _REGISTRIES = frozenset(nn.Module().__dict__) | {"_rockplan"}
@@ -61,14 +61,14 @@ class ModuleSignature:
     hooks: tuple[tuple[Any, ...], list[int]]
     contents: tuple[Contents, ...]
     surroundings: Surroundings
-    reads: AttributeReads
+    reads: AttributesRead
 
 
 def module_signature(
     module: nn.Module,
     forward: Callable[..., Any],
     constants: tuple[torch.Tensor, ...],
-    reads: AttributeReads = EVERYTHING,
+    reads: AttributesRead = EVERYTHING,
 ) -> ModuleSignature:
     """Record everything in and beside the module tree that decides which operations its forward
     executes. forward: the module's unplanned forward; constants: tensors that its plan reads and

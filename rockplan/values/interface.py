@@ -141,23 +141,23 @@ class Guard:
 
 
 @dataclass(frozen=True, slots=True)
-class AttributeReads:
+class AttributesRead:
     """Names of attributes that Python reads of a planned module and its submodules, and of
     configurations of transformers, in a step; None: any may be read."""
 
     of_modules: frozenset[str] | None = None
     of_configurations: frozenset[str] | None = None
 
-    def __or__(self, other: AttributeReads) -> AttributeReads:
+    def __or__(self, other: AttributesRead) -> AttributesRead:
         """Return what either of two reads."""
         pairs = (
             (self.of_modules, other.of_modules),
             (self.of_configurations, other.of_configurations),
         )
-        return AttributeReads(*(None if a is None or b is None else a | b for a, b in pairs))
+        return AttributesRead(*(None if a is None or b is None else a | b for a, b in pairs))
 
 
-EVERYTHING = AttributeReads()
+EVERYTHING = AttributesRead()
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +190,7 @@ class Interface:
     assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
     distributed: tuple[tuple[int, Any], ...] = ()
-    reads: AttributeReads = field(default=EVERYTHING, compare=False)
+    reads: AttributesRead = field(default=EVERYTHING, compare=False)
 
     @property
     def results(self) -> tuple[int, ...]:

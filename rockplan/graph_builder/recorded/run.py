@@ -23,7 +23,7 @@ from rockplan.values.graph import Call, Kernel, Phase, TensorSpec
 from rockplan.values.interface import (
     EVERYTHING,
     Assignment,
-    AttributeReads,
+    AttributesRead,
     Guard,
     OutputLeaf,
     Question,
@@ -129,7 +129,7 @@ class Capture:
     kernels: tuple[Kernel, ...] = ()
     tiles: Tiles = NO_TILES
     distributed: tuple[tuple[int, Any], ...] = ()
-    reads: AttributeReads = EVERYTHING
+    reads: AttributesRead = EVERYTHING
 
     @cached_property
     def view(self) -> RunView:

@@ -14,10 +14,10 @@ from torch import nn
 
 from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.libraries import key_value_cache
-from rockplan.values.interface import EVERYTHING, AttributeReads
+from rockplan.values.interface import EVERYTHING, AttributesRead
 
 
-class Reading:
+class ReadsNoted:
     """Notes what is read of the modules in `module`, and of configurations, while `noted`."""
 
     def __init__(self, module: nn.Module) -> None:
@@ -57,7 +57,7 @@ class Reading:
         return read
 
     @property
-    def found(self) -> AttributeReads:
+    def found(self) -> AttributesRead:
         """What was read so far."""
         of_modules, of_configurations = map(frozenset, self._names)
-        return EVERYTHING if self._is_all else AttributeReads(of_modules, of_configurations)
+        return EVERYTHING if self._is_all else AttributesRead(of_modules, of_configurations)

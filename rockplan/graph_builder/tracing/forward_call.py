@@ -18,7 +18,7 @@ from torch.nn.modules import module as module_hooks
 
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, host_random, modes, patches
-from rockplan.graph_builder.tracing.attribute_reads import Reading
+from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
 from rockplan.graph_builder.tracing.recorder import Recorder
@@ -81,7 +81,7 @@ class ForwardCall:
     snapshot: Snapshot
     stand_ins: StandIns
     foreign_rows: PatchSource
-    reading: Reading
+    reading: ReadsNoted
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:

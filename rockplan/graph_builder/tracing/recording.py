@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import modes, own_gradients
-from rockplan.graph_builder.tracing.attribute_reads import Reading
+from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -234,7 +234,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         snapshot=snapshot,
         stand_ins=stand_ins,
         foreign_rows=call.foreign_rows,
-        reading=Reading(call.module),
+        reading=ReadsNoted(call.module),
     )
     return _Exchanged(forward, parameters, buffers, inputs, questions, autograd, submodules)
 
