@@ -23,8 +23,11 @@ bits, and ten times what a rounding of parameters and inputs does to eager's whe
 gradients that are zero but for roundings). `--compile operators` compiles nothing: kernels run by
 the operators that they fuse, which is quick, and finds what the pass itself does wrong.
 
+With `--autocast` every call is under autocast, a norm comes before the network (so that what it
+gets was computed), and the network is planned with it or alone, as a block.
+
 Command: OMP_NUM_THREADS=1 python -m benchmarks.fuzz --seconds 600 [--first 0] [--seed 17]
-         [--compile]
+         [--compile] [--autocast]
 Results: benchmarks/results/fuzz.jsonl, one line a run with `--keep`.
 
 With `--python-state` the seeds are models that keep something in Python, see
@@ -78,15 +81,38 @@ BUDGETS = ("min", "50%", "70%", "100%", "200%")
 @dataclass
 class Side:
     """One of the two modules that are used in the same way, with inputs of its own. is_checked:
-    each plan is compared with steps of the original when it is made."""
+    each plan is compared with steps of the original when it is made; autocast: of its calls."""
 
     module: nn.Module
     inputs: tuple[torch.Tensor, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     is_checked: bool = False
+    autocast: bool = False
 
     def call(self) -> Any:
-        return self.module(*self.inputs, **self.kwargs)
+        with casting(self.inputs, self.autocast):
+            return self.module(*self.inputs, **self.kwargs)
+
+
+def casting(inputs: tuple[torch.Tensor, ...], enabled: bool) -> torch.autocast:
+    """Autocast to bfloat16 if `enabled`; else what there is."""
+    kind = inputs[0].device.type
+    return torch.autocast(kind, torch.bfloat16, enabled or torch.is_autocast_enabled(kind))
+
+
+class AfterNorm(nn.Module):
+    """A network that gets inputs, some of them normalized."""
+
+    def __init__(self, network: Network, width: int, normalized: tuple[bool, ...]) -> None:
+        super().__init__()
+        self.norm, self.block, self.normalized = nn.LayerNorm(width), network, normalized
+
+    def forward(self, *inputs: torch.Tensor, **kwargs: Any) -> Any:
+        pairs = zip(self.normalized, inputs, strict=True)
+        return self.block(*(self.norm(t) if n else t for n, t in pairs), **kwargs)
+
+    def __str__(self) -> str:
+        return f"normalized {self.normalized}; {self.block}"
 
 
 def own_inputs(inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -253,7 +279,7 @@ def under_checkpoint(side: Side, number: int) -> Any:
         return train(side, number)
 
     def call(*inputs: torch.Tensor) -> Any:
-        return side.module(*inputs, **side.kwargs)
+        return dataclasses.replace(side, inputs=inputs).call()
 
     result = checkpoint(call, *side.inputs, use_reentrant=False)
     mean_square(differentiable(result)).backward()
@@ -383,18 +409,26 @@ USES: tuple[Callable[[Side, int], Any], ...] = (
 class Drawn:
     """A network, how it is planned, and how it is used."""
 
-    model: Network
+    model: Network | AfterNorm
     inputs: tuple[torch.Tensor, ...]
     budget: str
     options: rockplan.Options
     uses: tuple[tuple[Callable[[Side, int], Any], int], ...]
+    autocast: bool = False
+    as_block: bool = False
 
     def __str__(self) -> str:
         uses = ", ".join(f"{use.__name__} {number}" for use, number in self.uses)
-        return f"{self.model}\nbudget {self.budget}, {self.options}\n{uses}"
+        how = f"budget {self.budget}, {self.options}{', as a block' if self.as_block else ''}"
+        return f"{self.model}\n{how}\n{uses}"
+
+    def side(self, module: nn.Module, is_checked: bool = False) -> Side:
+        return Side(module, own_inputs(self.inputs), {}, is_checked, self.autocast)
 
 
-def draw(seed: int, device: str = "cpu", is_compiled: bool = False) -> Drawn:
+def draw(
+    seed: int, device: str = "cpu", is_compiled: bool = False, autocast: bool = False
+) -> Drawn:
     rng = random.Random(seed)
     model, inputs = network(rng)
     model, inputs = model.to(device), moved(inputs, device)
@@ -408,11 +442,14 @@ def draw(seed: int, device: str = "cpu", is_compiled: bool = False) -> Drawn:
     uses = tuple((rng.choice(USES), rng.randrange(1 << 20)) for _ in range(rng.randint(2, 6)))
     budget = rng.choice(BUDGETS)
     released = tuple(i for i in tensors_of_result(model, inputs) if rng.random() < 0.3)
-    options = dataclasses.replace(options, released=released)
-    return Drawn(model, inputs, budget, options, ((train, 0), *uses))
+    uses = ((train, 0), *uses)
+    if not autocast:
+        return Drawn(model, inputs, budget, dataclasses.replace(options, released=released), uses)
+    after = AfterNorm(model, inputs[0].shape[-1], tuple(rng.random() < 0.7 for _ in inputs))
+    return Drawn(after, inputs, budget, options, uses, True, rng.random() < 0.7)
 
 
-def tensors_of_result(model: Network, inputs: tuple[torch.Tensor, ...]) -> list[int]:
+def tensors_of_result(model: nn.Module, inputs: tuple[torch.Tensor, ...]) -> list[int]:
     """Leaves, by position, that are tensors; none where eager execution refuses the network."""
     try:
         result = copy.deepcopy(model)(*own_inputs(inputs))
@@ -519,7 +556,7 @@ class EagerFailed(Exception):
 
 def eager_runs(drawn: Drawn) -> int:
     """How many of the uses eager execution accepts, with equal results in two runs."""
-    sides = [Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs)) for _ in range(2)]
+    sides = [drawn.side(copy.deepcopy(drawn.model)) for _ in range(2)]
     for position, (use, number) in enumerate(drawn.uses):
         try:
             use_both(sides[0], sides[1], use, number, use.__name__)
@@ -535,13 +572,14 @@ def examine(drawn: Drawn) -> tuple[str, str]:
         return "unrepeated", ""
     try:
         torch.manual_seed(0)
-        eager = Side(copy.deepcopy(drawn.model), own_inputs(drawn.inputs))
+        eager = drawn.side(copy.deepcopy(drawn.model))
         before = generator_states()
         kept = solve_kept(drawn) if drawn.options.compile else None
         planned = solve(drawn)
         assert_equal_trees(generator_states(), before, "planning moved the generator")
-        side = Side(planned, own_inputs(drawn.inputs), is_checked=drawn.options.check)
-        measure(side, drawn.options.released)
+        side = drawn.side(planned, drawn.options.check)
+        if not drawn.as_block:
+            measure(side, drawn.options.released)
         eager.module.load_state_dict(side.module.state_dict())
         side.module.zero_grad()
         side.inputs = own_inputs(drawn.inputs)
@@ -562,19 +600,24 @@ def examine(drawn: Drawn) -> tuple[str, str]:
 
 def solve(drawn: Drawn) -> nn.Module:
     """Within the smallest budget where that which was drawn is less."""
-    try:
-        return rockplan.solve(drawn.model, drawn.inputs, drawn.budget, options=drawn.options)
-    except rockplan.InfeasibleBudget as error:
-        least = error.minimum_bytes
-        return rockplan.solve(drawn.model, drawn.inputs, least, options=drawn.options)
+    plan = functools.partial(rockplan.solve_blocks, blocks=["block"])
+    plan = functools.partial(
+        plan if drawn.as_block else rockplan.solve,
+        *(drawn.model, drawn.inputs),
+        options=drawn.options,
+    )
+    with casting(drawn.inputs, drawn.autocast):
+        try:
+            return plan(drawn.budget)
+        except rockplan.InfeasibleBudget as error:
+            return plan(error.minimum_bytes)
 
 
 def solve_kept(drawn: Drawn) -> Side:
     """The same kernels where nothing runs again, with a module of its own."""
     options = dataclasses.replace(drawn.options, check=False)
     model = copy.deepcopy(drawn.model)
-    planned = rockplan.solve(model, drawn.inputs, "1000%", options=options)
-    return Side(planned, own_inputs(drawn.inputs))
+    return drawn.side(rockplan.solve(model, drawn.inputs, "1000%", options=options))
 
 
 def measure(side: Side, released: tuple[int, ...]) -> None:
@@ -608,9 +651,7 @@ def measure(side: Side, released: tuple[int, ...]) -> None:
     assert left_bytes == 0, f"{left_bytes} bytes left after a step"
 
 
-def sweep(
-    first: int, stride: int, seconds: float, device: str, is_compiled: bool = False
-) -> dict[str, Any]:
+def sweep(first: int, stride: int, seconds: float, draws: Callable[[int], Drawn]) -> dict[str, Any]:
     """Examine one seed after another; prints what is refused or wrong."""
     counts: collections.Counter[str] = collections.Counter()
     refusals: collections.Counter[str] = collections.Counter()
@@ -620,7 +661,7 @@ def sweep(
         for seed in itertools.count(first, stride):
             if time.monotonic() >= deadline:
                 break
-            outcome, said = examine(draw(seed, device, is_compiled))
+            outcome, said = examine(draws(seed))
             counts[outcome] += 1
             if outcome == "refused":
                 refusals[said.split(":")[0]] += 1
@@ -655,6 +696,7 @@ def main() -> None:
         choices=("inductor", "operators"),
         help="plans of compiled kernels; operators: that run by the operators that they fuse",
     )
+    parser.add_argument("--autocast", action="store_true", help="call everything under autocast")
     parser.add_argument("--keep", action="store_true", help="append to the results")
     parser.add_argument("--minutes", type=float, help="in place of the seconds")
     parser.add_argument("--python-state", action="store_true", help="models with state in Python")
@@ -674,16 +716,19 @@ def main() -> None:
         for name, value in FOR_CUDA.items():
             os.environ.setdefault(name, value)
         torch.use_deterministic_algorithms(True, warn_only=True)
+    draws = functools.partial(
+        draw, device=arguments.device, is_compiled=is_compiled, autocast=arguments.autocast
+    )
     if arguments.seed is not None:
-        drawn = draw(arguments.seed, arguments.device, is_compiled)
+        drawn = draws(arguments.seed)
         print(drawn)
         print(*examine(drawn))
         return
-    found = sweep(
-        arguments.first, arguments.stride, arguments.seconds, arguments.device, is_compiled
-    )
+    found = sweep(arguments.first, arguments.stride, arguments.seconds, draws)
     if is_compiled:
         found["compile"] = arguments.compile
+    if arguments.autocast:
+        found["autocast"] = True
     line = json.dumps(found)
     print(line)
     if arguments.keep:

@@ -43,6 +43,7 @@ from rockplan.programs import (
     program_in_training,
     stored_program,
 )
+from rockplan.python_state.autocast import Autocast, autocast_state
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import PlanSettings, unplanned
@@ -102,16 +103,16 @@ def _solve(
 ) -> nn.Module:
     """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
     the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
+    least: dict[Autocast, int] = {}
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = _program_in(room, first.of(model), options, agreed=agreed)
+            program = _program_in(room, first.of(model), options, least, agreed)
         advise(program, options)
         if options.reserve:
             _reserve(room, program, first.of(model))
-        least_bytes = program.plan.budget_bytes
         # Without `agreed`: in training one process may meet a new kind of call alone.
-        make = functools.partial(_program_in, room, options=options, least_bytes=least_bytes)
+        make = functools.partial(_program_in, room, options=options, least=least)
         planned = _starting_with(program, model, first, make, options)
         if agreed is not ALONE:  # each process has a sample of its own, which may be an end
             others.sort(key=lambda call: call.name == "sample")
@@ -134,15 +135,23 @@ def _starting_with(
 
 
 def _program_in(
-    room: Room, call: ModuleCall, options: Options, least_bytes: int = 0, agreed: Agreement = ALONE
+    room: Room,
+    call: ModuleCall,
+    options: Options,
+    least: dict[Autocast, int],
+    agreed: Agreement = ALONE,
 ) -> PlannedProgram:
     """Return the program of a call under the largest budget with which a step stays within `room`.
-    least_bytes: a budget given as a share never means less."""
+    least: autocast state -> bytes of the first such budget, which is added; a budget given as a
+    share never means less."""
 
     def make(budget: Budget) -> PlannedProgram:
         return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
 
-    return room.filled(make, lambda p: (p.plan, p.interface), least_bytes, agreed)
+    state = autocast_state()
+    program = room.filled(make, lambda p: (p.plan, p.interface), least.get(state, 0), agreed)
+    least.setdefault(state, program.plan.budget_bytes)
+    return program
 
 
 def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:

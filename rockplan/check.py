@@ -131,7 +131,7 @@ def check(
     given = _Given.of(call, original)
 
     def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
-        with given.restored(), hooks_aside(call.module.parameters()), modes.without_compiling():
+        with given.restored(), _alone(call):
             given.snapshot.begin()
             return tuple(_run(given, forward, starts) for _ in range(_STEPS))
 
@@ -164,6 +164,15 @@ def check(
     return result
 
 
+@contextlib.contextmanager
+def _alone(call: ModuleCall) -> Iterator[None]:
+    """While active, nothing of the caller's sees a step: hooks on parameters, a checkpoint around
+    the call, the compiler."""
+    aside = hooks_aside(call.module.parameters())
+    with aside, modes.without_compiling(), modes.without_saved_tensor_hooks():
+        yield
+
+
 def distance(
     call: ModuleCall,
     original: Callable[..., Any],
@@ -183,7 +192,7 @@ def distance(
     bound = bound_of(dtypes)
 
     def step(forward: Callable[..., Any], is_rounded: bool = False) -> NamedTensors:
-        with given.restored(), hooks_aside(call.module.parameters()), modes.without_compiling():
+        with given.restored(), _alone(call):
             given.snapshot.begin()
             if is_rounded:
                 round_otherwise([content.tensor for _, content in given.tensors], dtypes)

@@ -33,6 +33,7 @@ from rockplan.graph_builder.tracing.outputs import likely_starts
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.python_state import trees
+from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.reports.pictures import Series
 from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
@@ -277,19 +278,22 @@ def step_of(
     incoming: dict[int, torch.Tensor],
 ) -> None:
     """Run a forward and a backward of `module`, with `loss` of the result; gradients are added to
-    `.grad`. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
+    `.grad`. Autocast, if the caller is under it, ends with the forward, and so do its casts of
+    weights. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
     incoming: their gradients by position; the first step fills it with random ones, so that making
     them is not part of later peaks."""
     result = module(*args, **kwargs)
     if loss is not None:
-        loss(result).backward()  # type: ignore[no-untyped-call]
-        return
-    leaves, spec = trees.tree_flatten(result)
-    for position in () if incoming else likely_starts(leaves, spec):
-        incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
-    roots = [leaves[position] for position in incoming]
-    del result, leaves
-    torch.autograd.backward(roots, [*incoming.values()])
+        roots, gradients = [loss(result)], None
+    else:
+        leaves, spec = trees.tree_flatten(result)
+        for position in () if incoming else likely_starts(leaves, spec):
+            incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
+        roots, gradients = [leaves[position] for position in incoming], [*incoming.values()]
+        del result, leaves
+    torch.clear_autocast_cache()
+    with under_autocast(OFF):
+        torch.autograd.backward(roots, gradients)
 
 
 def _written(

@@ -45,7 +45,7 @@ class _WeightedSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, *outputs: torch.Tensor) -> torch.Tensor:
         ctx.specs = [(t.shape, t.dtype, t.device) for t in outputs]
-        return torch.zeros((), device=outputs[0].device)
+        return torch.zeros((), dtype=outputs[0].real.dtype, device=outputs[0].device)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -61,20 +61,24 @@ def assert_trains_alike(ours: Any, eager: Any, call: Callable[[Any], Any] = plai
 # What is promised
 
 
+@pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("budget", ["min", "50%", "75%"])
-def test_blocks_train_as_they_did_within_what_is_predicted(budget: str) -> None:
+def test_blocks_train_as_they_did_within_what_is_predicted(budget: str, casts: bool) -> None:
+    autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
+    call = autocast(plain)
     eager = Stack().train()
     model = copy.deepcopy(eager)
     names = [*model.state_dict()]
-    assert solved(model, budget) is model
+    with autocast:
+        assert solved(model, budget) is model
     plan = rockplan.blocks_of(model)
     assert plan.overhead > 0
-    found = peak_live_bytes(step_of(model, plain))
+    found = peak_live_bytes(step_of(model, call))
     assert found.final_bytes == 0
     assert found.peak_bytes == plan.peak_bytes <= plan.budget_bytes
-    assert found.peak_bytes < peak_live_bytes(step_of(eager, plain)).peak_bytes
+    assert found.peak_bytes < peak_live_bytes(step_of(eager, call)).peak_bytes
     model.zero_grad(), eager.zero_grad()
-    assert_trains_alike(model, eager)
+    assert_trains_alike(model, eager, call)
     assert [*model.state_dict()] == names
     assert all(isinstance(layer, Mixer) for layer in model.layers)
     assert [len(layer.plans) for layer in model.layers] == [1] * 4

@@ -3,6 +3,7 @@ accelerate ends with the same bits as the original, checkpoints and smaller batc
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,9 +43,11 @@ def make_data() -> TensorDataset:
     )
 
 
-def planned(net: nn.Module) -> nn.Module:
-    """`net` under a budget that makes it recompute."""
-    fast = rockplan.solve(net, make_data()[:BATCH][0], budget="60%", options=QUICK)
+def planned(net: nn.Module, precision: str = "no") -> nn.Module:
+    """`net` under a budget that makes it recompute, planned for the precision of a trainer."""
+    own = {"enabled": "bf16" in precision, "cache_enabled": precision != "bf16-mixed"}
+    with torch.autocast("cpu", torch.bfloat16, **own):
+        fast = rockplan.solve(net, make_data()[:BATCH][0], budget="60%", options=QUICK)
     assert recomputations(fast.plan)
     return fast
 
@@ -196,9 +199,10 @@ def fit(
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_lightning(tmp_path: Path, precision: str) -> None:
+def test_lightning(tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture) -> None:
     runs = {}
-    for name, wrap in (("planned", planned), ("original", lambda net: net)):
+    of_precision = functools.partial(planned, precision=precision)
+    for name, wrap in (("planned", of_precision), ("original", lambda net: net)):
         checkpoint = tmp_path / f"{name}.ckpt"
         first = fit(wrap(make_net()), precision, checkpoint, epochs=2)
         second = fit(wrap(make_net()), precision, checkpoint, epochs=3, resume=True)
@@ -206,6 +210,7 @@ def test_lightning(tmp_path: Path, precision: str) -> None:
     for found, expected in zip(runs["planned"], runs["original"], strict=True):
         assert found.losses == expected.losses
         assert_same_bits(found, expected)
+    assert not any("autocast" in message for message in caplog.messages)
 
 
 class Configured(Regression):
@@ -289,11 +294,12 @@ def run_accelerate(net: nn.Module, precision: str, folder: Path) -> tuple[nn.Mod
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
-def test_accelerate(tmp_path: Path, precision: str) -> None:
-    fast, losses = run_accelerate(planned(make_net()), precision, tmp_path / "planned")
+def test_accelerate(tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture) -> None:
+    fast, losses = run_accelerate(planned(make_net(), precision), precision, tmp_path / "planned")
     net, expected = run_accelerate(make_net(), precision, tmp_path / "original")
     assert losses == expected
     assert losses[3:6] == losses[6:9]
     assert_same_bits(fast, net)
+    assert not any("autocast" in message for message in caplog.messages)
     fast(make_data()[:BATCH][0]).sum().backward()
     assert recomputations(fast.plan)

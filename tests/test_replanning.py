@@ -189,6 +189,20 @@ def steps(planned: Any, counts: Iterable[int]) -> None:
         loss(planned(x=rows(count))).backward()
 
 
+def test_a_share_is_one_of_a_step_under_its_own_autocast(caplog: pytest.LogCaptureFixture) -> None:
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    net, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))), rows(64)
+    with autocast:
+        expected = rockplan.solve(net, x, "60%", options=OPTIONS).plan
+    planned: Any = rockplan.solve(net, x, "60%", options=OPTIONS)
+    for _ in range(2):
+        autocast(planned)(x).float().sum().backward()
+        assert planned.plan.budget_bytes == expected.budget_bytes
+    autocast(planned)(x[:32]).float().sum().backward()
+    assert planned.plan.budget_bytes == expected.budget_bytes
+    assert "with torch.autocast(...):` around the call of rockplan" in caplog.messages[0]
+
+
 def test_planning_in_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
     planned = planned_net()
     with caplog.at_level(logging.INFO, logger="rockplan"):

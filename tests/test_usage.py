@@ -1463,6 +1463,15 @@ def test_saved_tensors_hooks_of_the_caller() -> None:
         planned(SAMPLE)
 
 
+def test_a_plan_that_is_checked_inside_of_a_checkpoint() -> None:
+    planned, eager = pair(net_case(32), options=replace(QUICK, check=True))
+
+    def use(module: nn.Module) -> None:
+        mean_square(checkpoint(module, SAMPLE[:8], use_reentrant=False)).backward()
+
+    both(planned, eager, use, "another kind of call")
+
+
 def test_functional_call() -> None:
     planned, eager = pair(net_case(32))
     values = {n: (p.detach() * 1.1).requires_grad_() for n, p in eager.named_parameters()}

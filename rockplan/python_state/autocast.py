@@ -35,8 +35,9 @@ def autocast_state() -> Autocast:
 
 def is_cast_once(tensor: torch.Tensor) -> bool:
     """Return whether autocast keeps the cast of `tensor`, whose gradients it then adds up in the
-    lower precision: that of a leaf which requires a gradient, and is no view."""
-    return tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    lower precision: that of a leaf of float32 which requires a gradient, and is no view."""
+    is_leaf = tensor.requires_grad and tensor.is_leaf and not tensor._is_view()
+    return is_leaf and tensor.dtype is torch.float32
 
 
 def cast_is_kept(tensor: torch.Tensor) -> bool:

@@ -136,7 +136,10 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
     differences = [_leaf_difference(n, leaves.get(n), planned.get(n)) for n in names]
     before = dict(then.settings)
     changed = [(name, text) for name, text in now.settings if before.get(name, text) != text]
-    differences += [Difference(f"{name}: {text}, planned {before[name]}") for name, text in changed]
+    differences += [
+        Difference(f"{name}: {text}, planned {before[name]}", _ADVICE.get(name, ""))
+        for name, text in changed
+    ]
     return tuple(differences)
 
 
@@ -160,6 +163,13 @@ _LENGTHS = (
     "transformers), drop the smaller last batch"
 )
 _A_SAMPLE = "Plan with a sample that is like the batches of training ({0})"
+_ADVICE = {
+    "autocast": (
+        "Plan under the autocast of training: `with torch.autocast(...):` around the call of "
+        "rockplan, whatever trainer opens it later"
+    )
+}
+"""Switch -> how to avoid that it differs."""
 _A_VALUE = "Pass {0} as a tensor, if the forward computes with it"
 _OF_MODULE = "If the forward does not read what changes, keep it outside of the module"
 
