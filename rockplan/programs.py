@@ -173,13 +173,13 @@ def new_or_known_program(
     for variant in source.variants:
         known = _known(call.module, variant)
         if (same := _known_for_graph(known, variant)) is not None:
-            return built_program(call, same, variant, options)
+            return replace(built_program(call, same, variant, options), is_taken_over=True)
         if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
             continue
         if (replayed := _adapted(known, variant, budget, options)) is not None:
             program = built_program(call, replayed.plan, variant, options)
             digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
-            return replace(program, adapted_from=digest)
+            return replace(program, adapted_from=digest, is_taken_over=True)
     return _new_program(call, source, budget, options, agreed)
 
 

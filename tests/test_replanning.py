@@ -8,6 +8,7 @@ import copy
 import io
 import logging
 import pickle
+import re
 import sys
 import types
 import warnings
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 import rockplan
+from rockplan.runtime.replanning import planning_in_training
 from rockplan.values import progress
 from testing.training import assert_same_state, assert_same_tensor
 
@@ -222,7 +224,7 @@ def test_planning_in_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
 def test_what_helps_with_ever_new_sizes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
     planned = planned_net()
     with caplog.at_level(logging.WARNING, logger="rockplan"):
-        steps(planned, range(5, 17))
+        steps(planned, range(4, 17))
     helps = "Options(sizes=...)", "on_mismatch='original'", "pad them"
     assert [all(words in said for words in helps) for said in caplog.messages] == [False] * 6 + [
         True
@@ -256,15 +258,28 @@ def test_copies_go_on_counting(how: Any, caplog: pytest.LogCaptureFixture) -> No
     planned = planned_net()
     steps(planned, [5])
     copied = how(planned)
-    steps(copied, [6])
+    steps(copied, [5, 6])
     assert "x: 6x8, planned 5x8" in caplog.text
 
 
 def test_backward_passes_that_are_planned_again_are_said(caplog: pytest.LogCaptureFixture) -> None:
-    planned = planned_net()
-    steps(planned, [5])
-    planned(x=rows(5)).sum().backward()
+    planned = rockplan.solve(Two(is_apart=True), rows(4), "min", options=rockplan.Options(**QUICK))
+    planned(rows(4))[0].mean().backward()
     assert "the backward pass starts from other outputs" in caplog.text
+
+
+def test_what_nobody_can_change_is_no_warning(caplog: pytest.LogCaptureFixture) -> None:
+    """Strides of gradients, and a sample that is not quite like the steps; how long it took is
+    summed up."""
+    planned = planned_net()
+    with caplog.at_level(logging.INFO, logger="rockplan"):
+        loss(planned(x=rows(4), other=rows(4))).backward()
+        planned(x=rows(4), other=rows(4)).sum().backward()
+    said = [r for r in caplog.records if "another kind" in r.getMessage()]
+    assert [record.levelno for record in said] == [logging.INFO] * 2
+    assert "other: 4x8, planned without" in said[0].getMessage()
+    assert "strides" in said[1].getMessage()
+    assert re.search(r"\d+\.\d s for Net", planning_in_training())
 
 
 class Two(nn.Module):

@@ -209,8 +209,10 @@ class BlockMaker:
             # Whether one is adapted depends on times, which differ between processes.
             known = () if options.rerun_collectives else self.programs.of(self.allowance)
             option = _adapted(problem, self.allowance, known)
+            is_taken_over = option is not None
             option = option or block_option(problem, self.allowance, options)
             program = built_block(block, problem, option, options)
+            program = replace(program, is_taken_over=is_taken_over)
             self.programs.keep(block, self.allowance, program)
         return program
 

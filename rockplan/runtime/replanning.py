@@ -6,10 +6,12 @@ original forward is to run. guarantees: planning is logged, with advice how to a
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import logging
 import operator
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,37 +135,69 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
 _OTHER_OUTPUTS = Differences(
     (
         Difference(
-            "the backward pass starts from other outputs, or has gradients in other strides",
+            "the backward pass starts from other outputs",
             "Options(differentiated=...) names the outputs from the start",
         ),
     )
 )
+_OTHER_STRIDES = Differences((Difference("gradients come in other strides"),))
 
 
 def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     """Return a program for one more kind of call. The training waits meanwhile: that is logged,
-    with the time, `changes` and advice how to avoid them."""
+    with the time, `changes` and advice how to avoid them; as a warning where a user can change that,
+    or a plan was searched."""
     assert isinstance(call.module, HasPlans)
     state = call.module._rockplan
     started = time.monotonic()
     with state.watch.aside():
         program = state.settings.make_program(call)
     state.count += 1
+    taken_s = time.monotonic() - started
+    _SPENT[state.original.__qualname__] += taken_s
     advice = changes.advice or "Each such kind is planned for once"
     if state.count == _EVER_NEW:
         advice = _FOR_EVER_NEW
     # All blocks of a model meet another kind of call at the same step: each would log it.
     is_early = state.settings.is_in_place and state.count < _SAID_OF_BLOCKS
+    # A known plan may do where nothing can be changed, or where a sample was not quite like a step.
+    is_easy = program.is_taken_over and not (changes.advice and state.has_run)
+    is_usual = is_easy or changes is _OTHER_STRIDES or is_early
+    is_said = state.count == _EVER_NEW or (state.count < _EVER_NEW and not is_usual)
     LOG.log(
-        logging.INFO if is_early or state.count > _EVER_NEW else logging.WARNING,
+        logging.WARNING if is_said else logging.INFO,
         "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
         state.original.__qualname__,
         ordinal(state.count),
         changes,
-        time.monotonic() - started,
+        taken_s,
         advice,
     )
     return program
+
+
+_SPENT: defaultdict[str, float] = defaultdict(float)
+"""Seconds that planning in training took, by the class of the planned module."""
+
+
+def planning_in_training() -> str:
+    """Return a sentence that says how many seconds planning took in training, in this process; ''
+    if nothing was planned there."""
+    if not _SPENT:
+        return ""
+    each = ", ".join(f"{s:.1f} s for {name}" for name, s in _SPENT.items())
+    return f"planning in training took {each}; rockplan's logger at level INFO says for what"
+
+
+def _say_spent() -> None:
+    level = logging.WARNING if sum(_SPENT.values()) >= _WORTH_SAYING_S else logging.INFO
+    if _SPENT:
+        LOG.log(level, "%s", planning_in_training())
+
+
+_WORTH_SAYING_S = 10.0
+"""Seconds of planning from which on they are said unasked, when the process ends."""
+atexit.register(_say_spent)
 
 
 _SAID_OF_BLOCKS = 3
@@ -271,7 +305,9 @@ class Situation:
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
         with under_autocast(self.autocast), under_default_device(self.modes):
-            return _logged_program(ModuleCall(module, *self._arguments(), incoming), _OTHER_OUTPUTS)
+            call = ModuleCall(module, *self._arguments(), incoming)
+            is_same = self._is_of_planned_outputs(pattern)
+            return _logged_program(call, _OTHER_STRIDES if is_same else _OTHER_OUTPUTS)
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) as they were in the call, with its leaves, even if the caller's
@@ -288,9 +324,13 @@ class Situation:
     def _is_preferred(self, pattern: Pattern) -> bool:
         """True if later calls are to start with this pattern: its outputs are those planned, or the
         user did not choose outputs."""
-        planned = self.bound.program.executable.pattern
-        chosen = [s is None for s in planned] == [s is None for s in pattern]
+        chosen = self._is_of_planned_outputs(pattern)
         return chosen or not self.planned._rockplan.settings.outputs_chosen
+
+    def _is_of_planned_outputs(self, pattern: Pattern) -> bool:
+        """True if gradients come for the outputs that the plan supposes."""
+        planned = self.bound.program.executable.pattern
+        return [s is None for s in planned] == [s is None for s in pattern]
 
 
 def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
