@@ -60,7 +60,7 @@ _LOGGER = logging.getLogger("rockplan")
 def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgram:
     """Make the program of a call that a planned module meets in training. make: makes it, or
     raises. If the forward itself raises on this call, the original is run, so that its error leaves
-    the call as in eager, with all that the forward has done before. For a RuntimeError of an
+    the call as in eager, and all that the forward has done before is done. For a RuntimeError of an
     operator, ours is raised instead: it says more."""
     try:
         with _shown():
@@ -68,9 +68,10 @@ def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgra
     except ForwardRaises as failure:
         error = failure
     forward = original_forward(call.module)
-    is_own = not _is_of_backward(call) and not _is_of_operators(error.__cause__)
-    if is_own and not runs(call, forward):
-        forward(*call.args, **call.kwargs)
+    if not _is_of_backward(call) and not runs(call, forward):
+        said = (Exception,) if _is_of_operators(error.__cause__) else ()
+        with contextlib.suppress(*said):
+            forward(*call.args, **call.kwargs)
     raise error
 
 

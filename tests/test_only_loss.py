@@ -168,6 +168,8 @@ READS: dict[str, Callable[[Any], Any]] = {
     "address": lambda x: x.data_ptr(),
     "storage": lambda x: x.untyped_storage(),
     "dlpack": torch.from_dlpack,
+    "exported": lambda x: torch.utils.dlpack.to_dlpack(x),
+    "applied": lambda x: x.apply_(lambda v: v),
     "backward": lambda x: x.backward(),
     "hook": lambda x: x.register_hook(print),
     "cast and read": lambda x: x.float().cpu().numpy(),
@@ -187,6 +189,8 @@ def test_what_trainers_do_to_results_passes_and_reads_are_refused() -> None:
     for read in READS.values():
         with pytest.raises(ResultNotMade, match=says):
             read(unread)
+    with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+        torch._C._to_dlpack(unread)
     assert "not made" in str(unread) and "not made" in f"{unread}"
 
 

@@ -234,6 +234,22 @@ def compared(module: Any, h: torch.Tensor, x: Any) -> torch.Tensor:
     return h if x is module.linear.last else h * 2
 
 
+class Alias(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, h: torch.Tensor) -> torch.Tensor:
+        return h.view_as(h)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return gradient
+
+
+def changed_since(module: Any, h: torch.Tensor, x: Any) -> Any:
+    alias = Alias.apply(h)
+    h.add_(1)
+    return alias
+
+
 @functools.cache
 def remembered(h: torch.Tensor) -> torch.Tensor:
     return h * 2
@@ -266,6 +282,7 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], Any]] = {
     "result that is an argument": (
         lambda module, h, x: (h, x[0]), torch.randn(3, 4, requires_grad=True)
     ),
+    "result without a gradient": (changed_since, SAMPLE),
     "cached change": (flagged, SAMPLE),
     "iterator as an argument": (lambda module, h, x: h, iter([SAMPLE])),
 }  # fmt: skip

@@ -263,6 +263,22 @@ def with_foreign(is_registered: bool) -> tuple[Any, ...]:
     return model, (X,)
 
 
+class Returned(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+        return make(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def changed_since(y: Tensor, make: Callable[[Tensor], Tensor]) -> Tensor:
+    made: Tensor = Returned.apply(y, make)
+    y.detach().add_(1)
+    return made
+
+
 def needs_gradient(x: Tensor = X) -> Tensor:
     return x.clone().requires_grad_()
 
@@ -429,6 +445,10 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
     "result that is an argument": (
         lambda: net(lambda self, x: x.view(-1), needs_gradient()),
         lambda: net(lambda self, x: x.view(-1).clone(), needs_gradient()),
+    ),
+    "result without a gradient": (
+        lambda: net(lambda self, x: changed_since(self.a(x).sin(), lambda y: y.view_as(y))),
+        lambda: net(lambda self, x: changed_since(self.a(x).sin(), torch.clone)),
     ),
     "nothing to differentiate": (
         lambda: (nn.ReLU(), (X,)),

@@ -543,8 +543,14 @@ def test_variables_of_functions_that_are_kept_stay(monkeypatch: pytest.MonkeyPat
 
 
 def test_what_an_operator_raises_is_a_runtime_error_that_says_what_to_look_at() -> None:
-    planned: Any = rockplan.solve(Picky(), rows(4), "min", options=OPTIONS)
+    torch.manual_seed(0)
+    eager = Picky()
+    planned: Any = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
+    raised(eager, "operator")
+    after = torch.get_rng_state()
     found = raised(planned, "operator")
+    assert torch.equal(torch.get_rng_state(), after)
+    assert_same_state(planned, eager, "raised")
     assert isinstance(found, rockplan.ForwardRaises) and isinstance(found, RuntimeError)
     assert "shapes, dtypes and devices" in str(found) and type(found.__cause__) is RuntimeError
     loss(planned(rows(4))).backward()

@@ -1837,8 +1837,9 @@ SIGNS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
+@pytest.mark.parametrize("is_last", [False, True])
 @pytest.mark.parametrize("name", SIGNS)
-def test_signs_at_infinity_have_gradients_of_eager(name: str) -> None:
+def test_signs_at_infinity_have_gradients_of_eager(name: str, is_last: bool) -> None:
     """Zeros without memory stay zeros, whatever they are multiplied by."""
 
     class Signed(nn.Module):
@@ -1847,7 +1848,8 @@ def test_signs_at_infinity_have_gradients_of_eager(name: str) -> None:
             self.w = nn.Parameter(torch.ones(8))
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return SIGNS[name](x * self.w) + (x * self.w).tanh()
+            signs = SIGNS[name](x * self.w)
+            return signs if is_last else signs + (x * self.w).tanh()
 
     sample = INFINITE.repeat(8, 1).requires_grad_()
     eager = Signed()

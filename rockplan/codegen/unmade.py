@@ -2,7 +2,7 @@
 
 takes: an `Unmade`. returns: a tensor of its shape, dtype and device, without memory. guarantees:
 what trainers do to a result that nobody reads (casts, moves, `detach`, copies) works; whatever
-needs a value raises ResultNotMade, with a remedy.
+needs a value raises ResultNotMade, with a remedy; what takes its address in C++, PyTorch's error.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ class UnmadeResult(torch.Tensor):
             cls, of.spec.shape, strides=of.spec.stride, dtype=dtype, device=device
         )
         made._of = of
+        torch._C._set_throw_on_mutable_data_ptr(made)
         return made
 
     @classmethod
@@ -68,7 +69,7 @@ class UnmadeResult(torch.Tensor):
         )
 
     # Methods that read values without going through the dispatcher.
-    numpy = tolist = item = data_ptr = storage = untyped_storage = _refuse
+    numpy = tolist = item = data_ptr = storage = untyped_storage = apply_ = _refuse
     backward = retain_grad = register_hook = _refuse
     __array__ = __dlpack__ = __reduce_ex__ = _refuse
     __bool__ = __int__ = __float__ = __complex__ = __index__ = _refuse
@@ -87,5 +88,15 @@ _REMEDY = (
 )
 
 
+_EXPORT: Any = vars(torch.utils.dlpack)["to_dlpack"]
+
+
+def _exported(tensor: Any) -> Any:
+    """Export a tensor, in place of `to_dlpack`, which asks no method of a class."""
+    return tensor._refuse() if isinstance(tensor, UnmadeResult) else _EXPORT(tensor)
+
+
 def stand_in(of: Unmade) -> UnmadeResult:
+    for namespace in (torch, torch.utils.dlpack):
+        vars(namespace)["to_dlpack"] = _exported
     return UnmadeResult(of, dtype_of(of.spec), torch.device(of.spec.device))

@@ -131,6 +131,8 @@ def recorded_backward(
             "Check that the original module's backward works on the sample"
         ) from error
     recorder.refuse_if_refused()
+    for tangent in tangents:  # of which the backward pass may read none (`sgn`)
+        recorder.value(tangent)
     made = [recorder.value(g) for g in gradients if g is not None]
     recorder.refuse_unwritten(made, "a gradient is")
     return RecordedBackward(

@@ -55,6 +55,10 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
         raise NAMED["distributed tensor"].error(tensor=named, why=why)
     if leaf.requires_grad and not is_fake(leaf):
         raise foreign_gradient(leaf)
+    try:
+        _ = leaf.grad_fn
+    except RuntimeError as error:
+        raise NAMED["result without a gradient"].error(position=position, error=error) from error
     return recorder.known_tensor(leaf)
 
 

@@ -664,6 +664,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "return a clone of it",
     ),
     Refusal(
+        "result without a gradient",
+        When.RESULT,
+        "leaf {position} of the module's result has memory that was changed since an "
+        "autograd.Function returned it, and no gradient in eager either ({error})",
+        "have the Function return a clone, or change a clone",
+    ),
+    Refusal(
         "result with a gradient of its own",
         When.RESULT,
         "leaf {position} of the module's result is a tensor whose gradient the forward asks for "
