@@ -119,6 +119,75 @@ def not_validated(self: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(*args, validate_args=False).rsample()
 
 
+def masked(self: Any, x: Tensor, mask: Any = None) -> Tensor:
+    """As wav2vec2 masks times."""
+    if mask is None:
+        mask = drawn_mask(x)
+    return self.b(self.a(x) * mask)
+
+
+def drawn_mask(x: Tensor) -> Tensor:
+    return torch.from_numpy(numpy.random.rand(*x.shape) < 0.5)
+
+
+def finite(self: Any, x: Tensor) -> Tensor:
+    """As DETR clamps what is not finite, after dropout."""
+    y = nn.functional.dropout(self.a(x))
+    return self.b(y if torch.isfinite(y).all() else y.clamp(-1, 1))
+
+
+def finite_on_the_tensor(self: Any, x: Tensor) -> Tensor:
+    y = nn.functional.dropout(self.a(x))
+    return self.b(torch.where(torch.isfinite(y).all(), y, y.clamp(-1, 1)))
+
+
+class MaskedNet(Net):
+    def forward(self, x: Tensor, mask: Any = None) -> Any:
+        return masked(self, x, mask)
+
+
+class Scripted(nn.Module):
+    """As e3nn scripts what it has generated, where its defaults say so."""
+
+    scripts = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        linear = nn.Linear(8, 8)
+        self.generated = torch.jit.script(linear) if self.scripts else linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.as_tensor(self.generated(x))
+
+
+def of_e3nn(scripts: bool) -> nn.Module:
+    kind = type("Product", (Scripted,), {"__module__": "e3nn.o3", "scripts": scripts})
+    return nn.Sequential(kind(), nn.Tanh())
+
+
+def accumulated(is_fused: bool) -> nn.Module:
+    """As Megatron's linear layers add gradients up in `main_grad`."""
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor, weight: Any) -> Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight.t()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            if not is_fused:
+                return gradient @ weight, gradient.t() @ x
+            weight.main_grad.add_(gradient.t() @ x)
+            return gradient @ weight, None
+
+    net = Net(lambda self, x: self.b(Product.apply(self.a(x), self.a.weight)))
+    if is_fused:
+        net.a.weight.main_grad = torch.zeros(8, 8)  # type: ignore[attr-defined]
+    return net
+
+
 def kernel(scale: float) -> Any:
     class Scaled(torch.autograd.Function):
         @staticmethod
@@ -151,6 +220,26 @@ ADVICE = {
         lambda: (Net(by_numpy), X),
         "what it computes with as a tensor",
         lambda: (Net(lambda self, x, drawn: self.b(self.a(x) + drawn)), (X, X[0]), (X, X[1])),
+    ),
+    "draw of numpy that an argument replaces": Advice(
+        lambda: (MaskedNet(masked), X),
+        "pass 'mask' to the MaskedNet",
+        lambda: (MaskedNet(masked), (X, X > 0), (X, X < 0)),
+    ),
+    "value after a draw": Advice(
+        lambda: (Net(finite), X),
+        "reads a value that depends on leaf 0 of the arguments",
+        lambda: (Net(finite_on_the_tensor), (X,), (X + 1,)),
+    ),
+    "script of e3nn": Advice(
+        lambda: (of_e3nn(True), X),
+        "e3nn.set_optimization_defaults(jit_script_fx=False)",
+        lambda: (of_e3nn(False), (X,), (X + 1,)),
+    ),
+    "gradients that a kernel adds up": Advice(
+        lambda: (accumulated(True), X),
+        "Return the gradient",
+        lambda: (accumulated(False), (X,), (X + 1,)),
     ),
     "draws that are read": Advice(
         lambda: (Net(by_many_draws), X),
@@ -199,6 +288,11 @@ def test_advice_is_followed_literally(name: str) -> None:
     assert advice.says in refusal(*advice.refused())
     model, *calls = advice.followed()
     assert_planned(model, *calls)
+
+
+def test_a_draw_is_named_by_its_line() -> None:
+    line = drawn_mask.__code__.co_firstlineno + 1
+    assert f"{__file__}:{line}: the forward draws" in refusal(MaskedNet(masked), X)
 
 
 def test_what_each_call_stores_is_not_said_to_be_of_the_first() -> None:
@@ -440,7 +534,20 @@ def _end(said: str) -> str:
     return said.split("rockplan.")[-1].split(", which leaves")[0]
 
 
+class KeepsOne(nn.Module):
+    """As routers keep a loss of theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.gate(x)
+        return x + torch.as_tensor(self.down(self.kept))
+
+
 def test_nothing_is_named_where_nothing_is_to_be_planned() -> None:
+    assert "solve_blocks" not in refusal(nn.Sequential(*(KeepsOne() for _ in range(3))), X)
     assert "solve_blocks" not in refusal(Net(lambda self, x: self.a(x)[self.b(x) > 0]), X)
 
 

@@ -21,7 +21,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
 from testing.models import Case, mean_square
-from testing.training import QUICK, solve_case, train_side_by_side
+from testing.training import QUICK, solve_case, train_side_by_side, twin
 from testing.zoo_cases import loss_of
 from tests.usage import BUDGET, SAMPLE, Net, both, count_programs, net_case, pair
 
@@ -758,8 +758,28 @@ def test_double_backward_is_refused() -> None:
     case = net_case()
     planned = solve_case(case, BUDGET)
     loss = case.loss(planned(*case.args))
-    with pytest.raises(rockplan.BackwardError, match="twice"):
+    with pytest.raises(rockplan.BackwardError, match="twice.*takes the first derivatives itself"):
         torch.autograd.grad(loss, list(planned.parameters()), create_graph=True)
+
+
+class Force(nn.Module):
+    """Takes the first derivative itself, as the refusal says."""
+
+    def __init__(self, energy: nn.Module) -> None:
+        super().__init__()
+        self.energy = energy
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        (force,) = torch.autograd.grad(self.energy(x).sum(), x, create_graph=True)
+        return force
+
+
+def test_double_backward_inside_of_the_forward_is_planned() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(8, 16, requires_grad=True)
+    layers = nn.Sequential(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    case = Case("force", Force(layers), (x,), {}, lambda force: force.square().sum())
+    train_side_by_side(case, solve_case(case, BUDGET), twin(case))
 
 
 class Sides(nn.Module):

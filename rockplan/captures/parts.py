@@ -1,20 +1,20 @@
 """Parts: parts of a model that can be planned by themselves if the whole is refused.
 
 takes: a module, and the error that refuses it. returns: the call of `solve_blocks` that plans the
-parts. guarantees: no part contains the refused place, or is of the class of a module that does.
+parts. guarantees: no part has a module of the class of the refused one.
 """
 
 from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
-from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, refuse
+from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, around, refuse
 
 _HELPS_TO_RUN_ONCE = re.compile(rf"[.;:] {RUN_ONCE}", re.IGNORECASE)
 """Matches errors that the first call alone causes (and not 'if only the first call is another')."""
@@ -57,33 +57,33 @@ def _advice(model: nn.Module, refused: str) -> str:
 
 
 def _parts(model: nn.Module, refused: str) -> list[str]:
-    """Return the paths of the repeated blocks whose class does not hold the module at `refused`; if
-    there are none, of the largest other submodules without it."""
-    kinds = {type(m) for path, m in model.named_modules() if path and _is_in(refused, path)}
+    """Return the paths of the repeated blocks in which no module is of the class that is refused;
+    if there are none, of the largest other submodules like that. (What is refused in a module of
+    PyTorch's is for the one that it is in.)"""
+    kinds = (type(m) for m in reversed([*around(model, refused)][1:]))
+    kind = next((k for k in kinds if not k.__module__.startswith("torch.")), None)
 
     def is_unaffected(path: str) -> bool:
-        return type(model.get_submodule(path)) not in kinds
+        block = model.get_submodule(path)
+        return _has_parts(block) and all(type(m) is not kind for m in block.modules())
 
-    return [*filter(is_unaffected, repeated_blocks(model))] or [*_submodules_beside(model, refused)]
+    blocks = [path for path in repeated_blocks(model) if is_unaffected(path)]
+    return blocks or [*_largest(model, is_unaffected)]
 
 
-def _submodules_beside(model: nn.Module, refused: str, path: str = "") -> Iterator[str]:
-    """Yield the paths of the outermost submodules below `path` that do not contain the module at
-    `refused`, and have submodules and parameters of their own. Lists and dictionaries of modules
-    count only by what is inside."""
+def _has_parts(module: nn.Module) -> bool:
+    return any(True for _ in module.children()) and any(True for _ in module.parameters())
+
+
+def _largest(model: nn.Module, is_wanted: Callable[[str], bool], path: str = "") -> Iterator[str]:
+    """Yield the paths of the outermost submodules below `path` that are wanted. Lists and
+    dictionaries of modules count only by what is inside."""
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
-        has_parts = any(True for _ in child.children()) and any(True for _ in child.parameters())
-        is_called = not isinstance(child, nn.ModuleList | nn.ModuleDict)
-        if has_parts and is_called and not _is_in(refused, inner):
+        if not isinstance(child, nn.ModuleList | nn.ModuleDict) and is_wanted(inner):
             yield inner
-        elif has_parts:
-            yield from _submodules_beside(model, refused, inner)
-
-
-def _is_in(path: str, outer: str) -> bool:
-    """True if `path` is `outer` or inside it."""
-    return f"{path}.".startswith(f"{outer}.")
+        else:
+            yield from _largest(model, is_wanted, inner)
 
 
 def _patterns(model: nn.Module, parts: Iterable[str]) -> list[str]:

@@ -106,8 +106,10 @@ class _Outputs(torch.autograd.Function):
         saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
         if torch.is_grad_enabled():
             raise BackwardError(
-                "a planned module cannot be differentiated twice (create_graph=True); "
-                "use the original module for second derivatives"
+                "a planned module cannot be differentiated twice (create_graph=True). Plan one "
+                "whose forward takes the first derivatives itself, by torch.autograd.grad(..., "
+                "create_graph=True), and returns them or the loss: the whole is planned, its "
+                "second derivatives too. Or use the original module"
             )
         if any(g is not None and torch._C._functorch.is_legacy_batchedtensor(g) for g in gradients):
             raise BackwardError(

@@ -3,6 +3,8 @@ know."""
 
 from __future__ import annotations
 
+import sys
+import types
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -64,8 +66,40 @@ def under_checkpoint() -> bool:
 
 
 CHECKPOINT = "checkpoint"
+COMPILED = "compiled"
 SHARDING = "sharding"
 """Keys of warnings that are given once for all blocks of a model."""
+
+
+def is_compiled(planned: nn.Module) -> bool:
+    """True in a call of `planned` that `torch.compile`, or `Module.compile`, has wrapped."""
+    if planned._compiled_call_impl is not None:
+        return True
+    eval_frame = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame is None:
+        return False
+    frame: types.FrameType | None = sys._getframe(1)
+    for _ in range(_FRAMES):
+        if frame is None:
+            break
+        if isinstance(frame.f_locals.get("self"), eval_frame.OptimizedModule):
+            return frame.f_locals["self"]._orig_mod is planned
+        frame = frame.f_back
+    return False
+
+
+_FRAMES = 16
+"""Frames between a call of a compiled module and its forward, at most: 9 with torch 2.13."""
+
+
+def warn_of_compiled(planned: nn.Module) -> None:
+    """Warn that torch.compile of a planned module has no effect."""
+    warnings.warn(
+        f"torch.compile of a planned {type(planned).__qualname__} compiles nothing: its plan runs "
+        "as it is. Leave torch.compile out, and plan with rockplan.Options(compile=True): kernels "
+        "of the same compiler, under the budget",
+        stacklevel=2,
+    )
 
 
 def warn_of_sharding(planned: nn.Module, is_block: bool) -> None:

@@ -28,9 +28,12 @@ from rockplan.python_state.snapshot import Surroundings
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
     CHECKPOINT,
+    COMPILED,
+    is_compiled,
     refuse_transforms,
     under_checkpoint,
     warn_of_checkpoint,
+    warn_of_compiled,
     warn_of_dispatch_modes,
     warn_of_saved_tensor_hooks,
 )
@@ -139,6 +142,9 @@ class Planned(HasPlans):
         if state.settings.is_in_place and CHECKPOINT not in state.warned and under_checkpoint():
             state.warned.add(CHECKPOINT)
             warn_of_checkpoint(self)
+        if not state.has_run and COMPILED not in state.warned and is_compiled(self):
+            state.warned.add(COMPILED)
+            warn_of_compiled(self)
         warn_of_dispatch_modes()
         leaves, input_spec = trees.tree_flatten((args, kwargs))
         if any(map(is_awaited, leaves)):

@@ -31,8 +31,9 @@ class PlannedProgram:
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
     the budget has room; call: the planned call in words; adapted_from: digest of another graph
     whose plan was adapted to this graph, '' if none was; host_path: folder of what it pages to the
-    host, on the CPU; is_taken_over: its plan is a known one, as it was or adapted. Copies share everything but the constants; a pickle holds the plan as data,
-    and the code is generated again from it.
+    host, on the CPU; is_taken_over: its plan is a known one, as it was or adapted. Copies share
+    everything but the constants; a pickle holds the plan as data, and the code is generated again
+    from it.
     """
 
     plan: Plan

@@ -145,8 +145,8 @@ _OTHER_STRIDES = Differences((Difference("gradients come in other strides"),))
 
 def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     """Return a program for one more kind of call. The training waits meanwhile: that is logged,
-    with the time, `changes` and advice how to avoid them; as a warning where a user can change that,
-    or a plan was searched."""
+    with the time, `changes` and advice how to avoid them; as a warning where a user can change
+    that, or a plan was searched."""
     assert isinstance(call.module, HasPlans)
     state = call.module._rockplan
     started = time.monotonic()

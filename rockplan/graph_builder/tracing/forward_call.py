@@ -119,7 +119,11 @@ class ForwardCall:
         args, kwargs = self.arguments.args, self.arguments.kwargs
         refuse = functools.partial(refuse_here, recorder)
         paths, call = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
-        with recorder, paths, host_random.refused(self.snapshot.reached, refuse) as drawn:
+        again = functools.partial(_call_module, self, args, kwargs)
+        draws = host_random.refused(
+            self.snapshot.reached, refuse, lambda: recorder.place()[0], again
+        )
+        with recorder, paths, draws as drawn:
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
         self.reader.refuse_writes()

@@ -9,11 +9,18 @@ depend on it: only a second run can tell.
 from __future__ import annotations
 
 import contextlib
+import linecache
+import re
+import sys
+import types
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
+from torch import nn
+
 from rockplan.errors import RockplanError
-from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.refusals import DRAWN, NAMED
+from rockplan.graph_builder.tracing.source_lines import is_of_python, is_of_users
 from rockplan.python_state.holders import Held, same_elements
 from rockplan.python_state.object_slots import GENERATOR, Element
 from rockplan.python_state.reach import Reached
@@ -37,11 +44,17 @@ class _NotAdvanced:
 
 
 @contextlib.contextmanager
-def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[list[Held]]:
+def refused(
+    reached: Reached,
+    refuse: Callable[[str], NoReturn],
+    module: Callable[[], str],
+    again: Callable[[], object],
+) -> Iterator[list[Held]]:
     """While active, iterators that are `reached` raise the refusal (`refuse`, which knows the place
     in the model) when they advance; at the start, CaptureError for one among the arguments. At the
     end, draws from a generator of the user's raise; the yielded list gets the generators of
-    libraries that drew, which are not put back."""
+    libraries that drew, which are not put back. module: returns the path of the module that is
+    running; again: runs the forward once more, to see which line draws."""
     drawn: list[Held] = []
     _refuse_given(reached)
     generators = [(h, h.elements) for h in reached.holders if h.kind is GENERATOR]
@@ -60,18 +73,75 @@ def refused(reached: Reached, refuse: Callable[[str], NoReturn]) -> Iterator[lis
     for held in drawn:
         if held.place.is_users:
             _put_back(generators)
-            raise refusal(held)
+            line = _DrawingLine(held, module)
+            line.find(again)
+            _put_back(generators)
+            raise refusal(held, line)
 
 
-def refusal(drawn: Held) -> RockplanError:
-    """Return the error for a forward that draws from the generator `drawn`, which names it."""
-    place = drawn.place
-    return NAMED["generator of Python"].error(
-        module_path=place.module or "",
-        path=place.module or "(root)",
-        place=place.text,
-        kind=type(drawn.owner).__name__,
-    )
+def refusal(drawn: Held, line: _DrawingLine | None = None) -> RockplanError:
+    """Return the error for a forward that draws from the generator `drawn`, which names it. line:
+    the one that draws, None if it is not known."""
+    place, line = drawn.place, line or _DrawingLine(drawn, lambda: drawn.place.module or "")
+    facts = {"place": place.text, "kind": type(drawn.owner).__name__}
+    if line.argument:
+        facts["remedy"] = f"{line.argument}, or {DRAWN}"
+    return NAMED["generator of Python"].at(line.module or "", line.source, **facts)
+
+
+class _DrawingLine:
+    """The first line of Python that draws from a generator, and the module in which that runs.
+
+    argument: says which argument takes what the line draws, '' if none is known: one of a forward
+    that is running, whose name the drawn value gets."""
+
+    def __init__(self, drawn: Held, module: Callable[[], str]) -> None:
+        self._drawn, self._path = drawn, module
+        self.module, self.source, self.argument = module(), "", ""
+
+    def find(self, again: Callable[[], object]) -> None:
+        """Run `again` with an eye on each line. Its errors do not matter."""
+        self._start = self._drawn.elements
+        before = sys.gettrace()
+        sys.settrace(self._entered)
+        try:
+            with contextlib.suppress(Exception):
+                again()
+        finally:
+            sys.settrace(before)
+
+    def _entered(self, frame: types.FrameType, event: str, arg: Any) -> Any:
+        name = frame.f_code.co_filename
+        if self.source or is_of_python(name) or not is_of_users(name):
+            return None
+        line = frame.f_lineno
+
+        def follow(frame: types.FrameType, event: str, arg: Any) -> Any:
+            nonlocal line
+            if not self.source and not same_elements(self._drawn.elements, self._start):
+                self.module, self.source = self._path(), f"{frame.f_code.co_filename}:{line}"
+                self.argument = _argument(frame, line)
+            line = frame.f_lineno
+            return follow
+
+        return follow
+
+
+def _argument(frame: types.FrameType | None, line: int) -> str:
+    """Say which argument of a forward that is running takes what `line` of `frame` draws, by the
+    name that the value gets in the functions that are running; '' if there is none."""
+    names: set[str] = set()
+    while frame is not None:
+        owner = frame.f_locals.get("self")
+        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+        found = sorted(names & {*arguments})
+        if found and isinstance(owner, nn.Module) and frame.f_code.co_name == "forward":
+            return f"pass {found[0]!r} to the {type(owner).__name__}, which draws where it is None"
+        text = linecache.getline(frame.f_code.co_filename, line)
+        names |= {*re.findall(r"^\s*(\w+)\s*=[^=]", text)}
+        frame = frame.f_back
+        line = frame.f_lineno if frame else 0
+    return ""
 
 
 @contextlib.contextmanager

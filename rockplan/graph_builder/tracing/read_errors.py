@@ -66,8 +66,9 @@ def value_read_error(
     if function:
         remedy = OUTSIDE
     remedy += _of_the_callers(names)
-    what = _of_outside(calls) or what
-    if any(c.random for c in calls):
+    is_drawn = not names and any(c.random for c in calls)
+    what = (_of_outside(calls) if is_drawn or not any(c.random for c in calls) else "") or what
+    if is_drawn:
         remedy += (
             f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
         )

@@ -57,6 +57,12 @@ AS_OPERATOR = (
 )
 """Remedy for a kernel."""
 
+WITHOUT_SCRIPTS = (
+    "e3nn makes it of its own code: call e3nn.set_optimization_defaults(jit_script_fx=False) "
+    "before the model is made"
+)
+"""Remedy for modules of e3nn."""
+
 RUN_ONCE = "run the module once on the sample, then plan it"
 """Remedy if only the first call differs."""
 
@@ -150,7 +156,17 @@ def _scripted(module: nn.Module) -> Iterator[dict[str, Any]]:
     for path, m in module.named_modules():
         if isinstance(m, torch.jit.ScriptModule):
             part = f"submodule '{path}'" if path else "model"
-            yield {"part": part, "kind": type(m).__name__, "module_path": path}
+            by_e3nn = any(type(o).__module__.startswith("e3nn.") for o in around(module, path))
+            remedy = {"remedy": WITHOUT_SCRIPTS} if by_e3nn else {}
+            yield {"part": part, "kind": type(m).__name__, "module_path": path, **remedy}
+
+
+def around(module: nn.Module, path: str) -> Iterator[nn.Module]:
+    """Yield the module at `path` and those that it is in, the outermost first."""
+    yield module
+    for name in filter(None, path.split(".")):
+        module = module.get_submodule(name)
+        yield module
 
 
 def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -455,8 +471,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "generator of Python",
         When.FORWARD,
-        "in module '{path}': the forward draws from {place} (a {kind}), which a planned step "
-        "would repeat for ever",
+        "the forward draws from {place} (a {kind}), which a planned step would repeat for ever",
         DRAWN,
     ),
     Refusal(
@@ -774,6 +789,15 @@ REFUSALS: tuple[Refusal, ...] = (
         "(torch.from_numpy, torch.as_tensor), which would be the same tensor at every call of a "
         "planned module",
         "write to a clone of it",
+    ),
+    Refusal(
+        "write in backward",
+        When.GRADIENTS,
+        "the backward of a function writes in place to a tensor that is none of its arguments (the "
+        "`main_grad` of a parameter, where a kernel adds gradients up itself), which autograd is "
+        "not told, and a plan would not do",
+        "Return the gradient, and leave its sum to autograd (gradient_accumulation_fusion=False), "
+        "or leave the function outside of the planned module",
     ),
 )
 

@@ -17,6 +17,7 @@ from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.holders import Identity, Place
 from rockplan.python_state.snapshot import Changes, Snapshot
+from rockplan.values.graph import Phase
 
 
 def refuse_changes(snapshot: Snapshot, before: Changes, after: Changes) -> None:
@@ -56,7 +57,9 @@ def refuse_fresh_constants(
     kept = {id(tensor) for _, tensor in another.constants}
     for tensor, call in written:
         if id(tensor) not in kept:
-            raise NAMED["fresh constant"].at(call.module, call.source)
+            is_backward = call.phase is Phase.BACKWARD
+            name = "write in backward" if is_backward else "fresh constant"
+            raise NAMED[name].at(call.module, call.source)
 
 
 def written_constants(recorder: Recorder) -> list[tuple[torch.Tensor, RecordedCall]]:
