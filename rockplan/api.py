@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -47,7 +47,8 @@ from rockplan.python_state.autocast import Autocast, autocast_state
 from rockplan.remedies import needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import PlanSettings, unplanned
-from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram
+from rockplan.runtime.program import MakeProgram, ModuleCall, OnRefused, PlannedProgram
+from rockplan.runtime.replanning import say_refused
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.budget_curve import curve_of
@@ -60,8 +61,8 @@ from rockplan.values.plan import Plan
 
 def solve(
     model: nn.Module,
-    sample_input: object,
-    budget: int | float | str | Budget,
+    sample_input: object = None,
+    budget: int | float | str | Budget = "auto",
     *,
     optimizer: OptimizerLike = None,
     step: TrainingStep = USUAL,
@@ -72,6 +73,9 @@ def solve(
 
     sample_input: one batch, as a tensor, a tuple of positional arguments or a mapping of keyword
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
+    Without a sample, the first call in training is planned when it comes, under what is free then
+    for 'auto'; until then, and in evaluation, the original runs. What is refused is raised by that
+    call, or, with Options(on_refused='leave'), logged, and the original runs.
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and the
     parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or 'auto': what
     is free when `solve` is called, less gradients that do not exist yet, the state that the
@@ -87,6 +91,9 @@ def solve(
     it executes. A planned module is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
+    if sample_input is None and sample_kwargs is None:
+        wanted = AtFirstCall(parse_budget(budget), optimizer, step, options)
+        return planned_modules.drop_in(unplanned(model), wanted.settings(model))
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
@@ -103,16 +110,10 @@ def _solve(
 ) -> nn.Module:
     """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
     the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
-    least: dict[Autocast, int] = {}
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program = _program_in(room, first.of(model), options, least, agreed)
-        advise(program, options)
-        if options.reserve:
-            _reserve(room, program, first.of(model))
-        # Without `agreed`: in training one process may meet a new kind of call alone.
-        make = functools.partial(_program_in, room, options=options, least=least)
+            program, make = _first_program(first.of(model), room, options, agreed)
         planned = _starting_with(program, model, first, make, options)
         if agreed is not ALONE:  # each process has a sample of its own, which may be an end
             others.sort(key=lambda call: call.name == "sample")
@@ -120,17 +121,73 @@ def _solve(
         return planned
 
 
-def _starting_with(
-    program: PlannedProgram, model: nn.Module, call: SizedCall, make: MakeProgram, options: Options
-) -> nn.Module:
-    """Return the planned module that starts with the program of a call, and makes those of other
-    kinds of call by `make`."""
-    settings = PlanSettings(
+def _first_program(
+    call: ModuleCall, room: Room, options: Options, agreed: Agreement
+) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
+    """Return the program of the first call that is planned, and the function that makes further
+    ones in the same room."""
+    least: dict[Autocast, int] = {}
+    program = _program_in(room, call, options, least, agreed)
+    advise(program, options)
+    if options.reserve:
+        _reserve(room, program, call)
+    # Without `agreed`: in training one process may meet a new kind of call alone.
+    return program, functools.partial(_program_in, room, options=options, least=least)
+
+
+@dataclass(eq=False)
+class AtFirstCall:
+    """Plans the first call of a module that it is called with, and later ones in the same room.
+    budget, optimizer, step: as for `solve`."""
+
+    budget: Budget
+    optimizer: OptimizerLike
+    step: TrainingStep
+    options: Options
+    make: MakeProgram | None = None
+
+    def settings(
+        self, model: nn.Module, on_refused: OnRefused | None = None, is_in_place: bool = False
+    ) -> PlanSettings:
+        """Return the settings of a module that is planned so. on_refused: None as the options say.
+        Raises InvalidInput for a model of which no call can be planned."""
+        group_of(self.options)
+        arguments(model, (), None)
+        if self.options.sizes:
+            raise InvalidInput("Options(sizes=...) needs a sample, whose sizes vary; pass one")
+        leaves = say_refused if self.options.on_refused == "leave" else None
+        settings = _settings(self, self.options)
+        return replace(settings, on_refused=on_refused or leaves, is_in_place=is_in_place)
+
+    def __call__(self, call: ModuleCall) -> PlannedProgram:
+        if self.make is not None:
+            return self.make(call)
+        with agreement(group_of(self.options), call.module) as agreed:
+            room = room_of(
+                self.budget, call.module, self.optimizer, self.step, agreed, self.options
+            )
+            options = replace(self.options, group=None)
+            with named_in_refusals(call.module), outside_of_initialization():
+                program, self.make = _first_program(call, room, options, agreed)
+        return program
+
+
+def _settings(make: MakeProgram, options: Options) -> PlanSettings:
+    """Return the settings of a module whose further kinds of call are planned by `make`."""
+    return PlanSettings(
         functools.partial(program_in_training, make=make),
         options.on_mismatch,
         options.on_infeasible,
         outputs_chosen=options.differentiated is not None,
     )
+
+
+def _starting_with(
+    program: PlannedProgram, model: nn.Module, call: SizedCall, make: MakeProgram, options: Options
+) -> nn.Module:
+    """Return the planned module that starts with the program of a call, and makes those of other
+    kinds of call by `make`."""
+    settings = _settings(make, options)
     return planned_modules.planned_module(model, program, call.args, call.kwargs, settings)
 
 

@@ -28,8 +28,8 @@ _LONGEST = 100
 """Most characters of a budget."""
 
 _EXAMPLES = (
-    "write bytes (2_000_000_000), '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', 'auto' or "
-    "'auto-4GB'"
+    "write bytes (2_000_000_000), '2GB', '1.5GiB', 'auto', 'auto-4GB', 'min', or '40%' of the "
+    "unplanned peak"
 )
 
 

@@ -83,8 +83,9 @@ class Options:
     graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
     worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
     its own.
-    on_refused: of `solve_blocks`, what happens if a block cannot be planned: 'error' raises the
-    reason, 'leave' leaves the block as it is and logs it.
+    on_refused: of `solve_blocks`, and of `solve` without a sample, what happens if a block, or the
+    first call, cannot be planned: 'error' raises the reason, 'leave' leaves it as it is and logs
+    that.
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
     Triton on CUDA), in place of the operators of eager execution; 'near': kernels that round
     between their operators as eager does (docs/compiled.md).

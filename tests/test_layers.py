@@ -28,6 +28,7 @@ LIBRARIES = {
         "captures",
         "will_it_fit",
         "cli",
+        "integrations",
     },
     "highspy": {"ilp"},
     "graphviz": {"reports"},

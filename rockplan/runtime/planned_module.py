@@ -14,7 +14,7 @@ import functools
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -212,15 +212,22 @@ def planned_module(
 ) -> nn.Module:
     """Return the drop-in for `module`, which starts with `program` for calls like (args, kwargs).
     settings: how further kinds of call are planned."""
+    planned = drop_in(module, settings)
+    _start(planned, planned._rockplan, kind_of_call(args, kwargs), program)
+    return planned
+
+
+def drop_in(module: nn.Module, settings: PlanSettings) -> HasPlans:
+    """Return the drop-in for `module` without a plan: the first call in training is planned."""
     attributes = _uncompiled(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
     state = PlannedState(type(module), attributes.pop("forward", None), settings)
-    planned = nn.Module.__new__(_planned_class(type(module)))
+    planned: Any = nn.Module.__new__(_planned_class(type(module)))
     planned.__dict__.update(attributes, _rockplan=state)
-    _start(planned, state, kind_of_call(args, kwargs), program)
-    return planned
+    state.watch.begin(planned)
+    return cast("HasPlans", planned)
 
 
 def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -249,16 +256,22 @@ def plan_in_place(
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`
     (`kind_of_call`): code that holds the module runs the plan. Its hooks run as before. warned:
     keys of warnings given, a set that the blocks of a model share."""
-    settings = replace(settings, is_in_place=True)
+    state = become_planned(module, replace(settings, is_in_place=True))
+    state.warned = warned
+    _start(module, state, kind, program)
+
+
+def become_planned(module: nn.Module, settings: PlanSettings) -> PlannedState:
+    """Make `module` itself a planned one without a plan: the first call in training is planned."""
     if isinstance(module, HasPlans):  # `take_out` had to leave its class
         before = module._rockplan
         state = PlannedState(before.original, before.instance_forward, settings)
     else:
         state = PlannedState(type(module), module.__dict__.pop("forward", None), settings)
         module.__class__ = _planned_class(type(module))
-    state.warned = warned
     module.__dict__["_rockplan"] = state
-    _start(module, state, kind, program)
+    state.watch.begin(module)
+    return state
 
 
 def take_out(module: nn.Module) -> None:

@@ -16,7 +16,7 @@ from rockplan.python_state.contents import copied
 from rockplan.python_state.holders import holder_at
 from rockplan.runtime.bound_program import BoundProgram, bind
 from rockplan.runtime.guards import ModuleSignature, signature_holds
-from rockplan.runtime.program import MakeProgram, PlannedProgram
+from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
 from rockplan.values.interface import Address, Assignment, Precedent
 from rockplan.values.plan import Plan
@@ -30,13 +30,15 @@ PLANNING = threading.RLock()
 class PlanSettings:
     """How a module was planned, which its copies keep. make_program: plans further kinds of call;
     on_mismatch, on_infeasible: as in Options; outputs_chosen: the user said which outputs backward
-    starts from; is_in_place: the planned module is the original itself (`plan_in_place`)."""
+    starts from; is_in_place: the planned module is the original itself (`plan_in_place`);
+    on_refused: of a module that is planned at its first call in training, None to raise."""
 
     make_program: MakeProgram
     on_mismatch: str
     on_infeasible: str | None
     outputs_chosen: bool = False
     is_in_place: bool = False
+    on_refused: OnRefused | None = None
 
 
 @dataclass(slots=True)
@@ -105,8 +107,13 @@ class PlannedState:
     @property
     def plan(self) -> Plan:
         """The plan that ran last; before the first call, the one that `solve` made."""
-        assert self.latest is not None
-        return self.latest.plan
+        return self._latest.plan
+
+    @property
+    def _latest(self) -> PlannedProgram:
+        if self.latest is None:
+            raise InvalidInput("nothing is planned yet: the first call in training is")
+        return self.latest
 
     @property
     def plans(self) -> tuple[Plan, ...]:
@@ -117,8 +124,7 @@ class PlannedState:
     @property
     def code(self) -> str:
         """The generated Python of `plan`."""
-        assert self.latest is not None
-        return self.latest.executable.code.source
+        return self._latest.executable.code.source
 
 
 def put_assignments(module: nn.Module, assignments: Iterable[Assignment]) -> None:

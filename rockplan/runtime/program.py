@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from rockplan.codegen.executable import Executable, build
+from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
 from rockplan.runtime.differences import NOTHING_SAID, DescribedCall
@@ -131,3 +132,5 @@ class ModuleCall:
 
 
 MakeProgram = Callable[[ModuleCall], PlannedProgram]
+OnRefused = Callable[[ModuleCall, CaptureError], None]
+"""What is done if the first call in training cannot be planned; then the original runs."""

@@ -20,7 +20,13 @@ import torch
 from torch import nn
 
 from rockplan.codegen.executable import Executable, Pattern
-from rockplan.errors import BackwardError, InfeasibleBudget, StalePlan
+from rockplan.errors import (
+    BackwardError,
+    CaptureError,
+    ForwardRaises,
+    InfeasibleBudget,
+    StalePlan,
+)
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
@@ -47,6 +53,7 @@ from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import under_default_device
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.interface import Precedent
+from rockplan.values.plan import format_bytes
 
 LOG = logging.getLogger("rockplan")
 
@@ -82,6 +89,9 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
     if bound is None:
         if not (planned.training and _has_gradients(planned, leaves)):
             return None
+        if state.latest is None and not state.programs:
+            refuse_capture(planned, leaves)
+            return _first_bound(planned, call)
         if state.settings.on_mismatch == "original" and state.has_warned_of_original:
             return None
         if state.settings.on_mismatch == "original":
@@ -101,6 +111,40 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             warn_of_changes(len(state.programs[key]), changes)
         bound = _new_bound(planned, call, changes)
     return bound
+
+
+def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
+    """Plan the first call in training, of a module that was given no sample. Return None if it is
+    refused and the original is to run, now and later."""
+    state = planned._rockplan
+    made, started = ModuleCall(planned, call.args, call.kwargs), time.monotonic()
+    try:
+        with state.watch.aside():
+            program = state.settings.make_program(made)
+    except CaptureError as error:
+        if state.settings.on_refused is None or isinstance(error, ForwardRaises):
+            raise
+        state.is_off = True
+        state.settings.on_refused(made, error)
+        return None
+    taken_s = time.monotonic() - started
+    _SPENT[state.original.__qualname__] += taken_s
+    plan = program.plan
+    LOG.warning(
+        "planned %s at its first call in training, in %.1f s: a peak of %s within %s, %+.1f%% time",
+        *(state.original.__qualname__, taken_s, format_bytes(plan.peak_bytes)),
+        *(format_bytes(plan.budget_bytes), 100 * plan.overhead),
+    )
+    bound = bind(planned, original_forward(planned), program)
+    state.add(call.key, bound)
+    state.watch.begin(planned)
+    return bound
+
+
+def say_refused(call: ModuleCall, error: CaptureError) -> None:
+    """Log that the original runs, and why."""
+    assert isinstance(call.module, HasPlans)
+    LOG.warning("%s runs as it is: %s", call.module._rockplan.original.__qualname__, error)
 
 
 def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundProgram | None:

@@ -1,0 +1,102 @@
+"""In place: a model that somebody else calls is planned where it is, when it is called.
+
+takes: a model that a trainer holds. guarantees: the model, its decoder or its repeated blocks,
+the first of these that can be, is planned at the first call in training, and the logger says which;
+`planned_no_more` undoes that.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from rockplan.api import AtFirstCall
+from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
+from rockplan.budget import Budget, parse_budget
+from rockplan.errors import CaptureError, RockplanError
+from rockplan.fitting.optimizer import OptimizerLike
+from rockplan.fitting.training_step import USUAL
+from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.python_state import trees
+from rockplan.runtime.planned_module import become_planned, take_out
+from rockplan.runtime.planned_state import is_own
+from rockplan.runtime.program import ModuleCall
+
+LOG = logging.getLogger("rockplan")
+
+
+@dataclass(frozen=True)
+class PlanWhenCalled:
+    """How a model is planned in place. budget, optimizer, options: as for `rockplan.solve`."""
+
+    budget: int | float | str | Budget = "auto"
+    optimizer: OptimizerLike = None
+    options: Options = DEFAULT_OPTIONS
+
+    def begin(self, model: nn.Module) -> None:
+        """Plan what is called of `model` at its first call in training."""
+        self._plan(model, functools.partial(self._after_the_whole, model))
+
+    def _plan(self, module: nn.Module, on_refused: Any) -> None:
+        budget = parse_budget(self.budget)
+        wanted = AtFirstCall(budget, self.optimizer, USUAL, self.options)
+        become_planned(module, wanted.settings(module, on_refused, is_in_place=True))
+
+    def _after_the_whole(self, model: nn.Module, call: ModuleCall, error: CaptureError) -> None:
+        """Plan the decoder of a model that cannot be planned as a whole, at its next call, else
+        blocks."""
+        decoder = _decoder_of(model)
+        if decoder is None:
+            self._plan_blocks(call, error)
+            return
+        LOG.warning("the whole cannot be planned, its decoder is tried: %s", error)
+        self._plan(decoder, lambda _, of_decoder: self._plan_blocks(call, of_decoder))
+
+    def _plan_blocks(self, call: ModuleCall, error: CaptureError) -> None:
+        """Plan the repeated blocks for this call, which has begun."""
+        try:
+            solve_blocks(
+                call.module,
+                call.args,
+                self.budget,
+                optimizer=self.optimizer,
+                sample_kwargs=call.kwargs,
+                loss=_loss_of,
+                options=replace(self.options, on_refused="leave"),
+            )
+            blocks_of(call.module)  # raises if none is planned
+        except RockplanError as other:
+            LOG.warning("nothing is planned: %s; of the blocks: %s", error, other)
+            return
+        LOG.warning("the repeated blocks are planned, since the whole cannot be: %s", error)
+
+
+def planned_no_more(model: nn.Module) -> None:
+    """Undo what `PlanWhenCalled` planned of `model`."""
+    restore_blocks(model)
+    for module in filter(is_own, [*model.modules()]):
+        take_out(module)
+
+
+def _decoder_of(model: Any) -> nn.Module | None:
+    """Return the decoder that a causal model of transformers runs, also one with adapters of peft;
+    None for others."""
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    is_inside = isinstance(decoder, nn.Module) and decoder not in (model, base)
+    return decoder if is_inside and any(m is decoder for m in model.modules()) else None
+
+
+def _loss_of(result: Any) -> torch.Tensor:
+    """Return the loss in a result; without one, the mean of all that requires a gradient."""
+    loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
+    if loss is None:
+        leaves = (t for t in trees.tree_leaves(result) if isinstance(t, torch.Tensor))
+        loss = sum(t.mean() for t in leaves if t.requires_grad)
+    return torch.as_tensor(loss)
