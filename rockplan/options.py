@@ -54,13 +54,13 @@ class Options:
     scalars are computed, too. Larger leaves that the call would compute (logits) are not: a tensor
     without memory stands for each, which may be cast, moved and detached, and raises ResultNotMade
     if it is read. Evaluation (eval mode, no_grad) returns all.
-    time_limit_s: seconds to plan at most, after the model is captured and measured; then the best
-    plan so far is returned, and its status says that time was short. The search counts its effort
-    and mostly ends long before: the clock is a last stop. The relaxation of the whole graph,
-    evictions for the smallest budget and options of blocks have at most half of what is left when
-    they begin; a smallest budget whose search was cut short is larger than with more time. Single
-    passes over a schedule are not cut short, and what leads to a first schedule (evictions, and
-    blocks as far as they need no solver) runs after the deadline too. For `pareto` it is the limit
+    time_limit_s: seconds of CPU time to plan at most, after the model is captured and measured;
+    then the best plan so far is returned, and its status says that time was short. The search
+    counts its effort and mostly ends long before: the clock is a last stop. The relaxation of the
+    whole graph, evictions for the smallest budget and options of blocks have at most half of what
+    is left when they begin; a smallest budget whose search was cut short is larger than with more
+    time. Single passes over a schedule are not cut short, and what leads to a first schedule
+    (evictions, and blocks as far as they need no solver) runs after the deadline too. For `pareto` it is the limit
     of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of
     block.
     check: run two steps of the original and of the planned module on the sample, compare bit for

@@ -58,7 +58,7 @@ def test_schedules_are_legal_and_within_budget(seed: int) -> None:
 
 def test_at_the_deadline_searches_for_a_small_peak_end() -> None:
     """With something that is found in no time."""
-    late = time.monotonic() - 1
+    late = time.process_time() - 1
     larger = 0
     for graph in map(draw, range(20)):
         found = thriftiest(graph, deadline=late)

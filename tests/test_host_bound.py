@@ -206,7 +206,7 @@ def test_no_schedule_is_faster_than_what_is_proven() -> None:
             asked = with_fetches(graph, storages)
             found = refined(asked, budget_bytes, deadline=math.inf, host=host)
             assert found is not None
-            proven_ns = proved_ns(found, deadline=time.monotonic() + 60)
+            proven_ns = proved_ns(found, deadline=time.process_time() + 60)
             assert graph.time_ns <= found.bound_ns <= proven_ns <= best_ns
             without = fastest_ns(graph, [], host, budget_bytes)
             print(graph.time_ns, found.bound_ns, proven_ns, best_ns, without)

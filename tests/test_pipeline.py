@@ -200,7 +200,7 @@ def test_what_is_not_legal_is_no_plan(problem: Problem) -> None:
 
 
 def test_what_had_no_time_is_said_to_be_incomplete() -> None:
-    over = replace(QUICK, deadline=time.monotonic() - 1)
+    over = replace(QUICK, deadline=time.process_time() - 1)
     for seed in range(6):
         goal = chain(seed)
         assert run(STAGES, goal, QUICK).is_complete

@@ -65,7 +65,7 @@ class ChainSolver:
     def thriftiest(self, *, deadline: float = math.inf) -> Schedule | None:
         """Return the schedule with the smallest simulated peak, of those that the chain finds for
         limits from the least one up; keep-all if that needs less. None if there was no time for
-        one. deadline: as of time.monotonic."""
+        one. deadline: as of time.process_time."""
         simulated = self._simulated(self._least_sequences(deadline), deadline)
         best = min(simulated, key=lambda o: self._simulate(o).peak_bytes, default=None)
         if best is None:
@@ -77,7 +77,7 @@ class ChainSolver:
     def best_schedule(self, budget_bytes: int, *, deadline: float = math.inf) -> Schedule | None:
         """Return the fastest schedule found whose simulated peak is within budget_bytes; of equal
         times, the one with the smaller peak. None if none was found before the deadline (as of
-        time.monotonic)."""
+        time.process_time)."""
         if self._everything.peak_bytes <= budget_bytes:
             return keep_all(self._graph)
         for sequences in (self._around(budget_bytes, deadline), self._least_sequences(deadline)):
@@ -95,7 +95,7 @@ class ChainSolver:
             for operations in sequences:
                 self._simulate(operations)
                 distinct.append(operations)
-                if time.monotonic() >= deadline:
+                if time.process_time() >= deadline:
                     break
         return distinct
 

@@ -78,10 +78,10 @@ def solve(
 ) -> Table:
     """Fill a table with the least time of each segment at every bucket (limit of memory) of `grid`.
     minimum_bytes: of each segment, by id, as `minimum_needs` returns them. Raises OutOfTime at the
-    deadline (as of time.monotonic)."""
+    deadline (as of time.process_time)."""
     table = empty_table(segments, grid, minimum_bytes)
     for segment in range(1, len(segments.spans)):
-        if time.monotonic() >= deadline:
+        if time.process_time() >= deadline:
             raise OutOfTime
         if minimum_bytes[segment] <= grid.limit_bytes:
             _fill(table, segment)

@@ -6,12 +6,12 @@ takes: a LinearProgram. returns: a SolveReport whose status and bound are HiGHS'
 
 from __future__ import annotations
 
-import threading
+import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import highspy
 import numpy as np
@@ -22,6 +22,9 @@ from rockplan.errors import SolverError
 Result = TypeVar("Result")
 
 INFINITY = float("inf")
+
+_ASKS = highspy.cb.HighsCallbackType
+"""Where HiGHS asks whether to go on: at each iteration of the simplex method, about 3 us."""
 
 INTEGRALITY_TOLERANCE = 1e-6
 """How far from an integer HiGHS may leave an integer column (its own default)."""
@@ -158,14 +161,15 @@ def solve(
     node_limit: int | None = None,
 ) -> SolveReport:
     """Minimise `program`, with HiGHS in a thread of its own. OPTIMAL means within `absolute_gap`
-    (in units of the objective) of the bound. node_limit: nodes of the search tree, None for
-    MAX_NODE_ENTRIES. If HiGHS goes on PATIENCE_S beyond `time_limit_s`, it is left running and the
-    report says STOPPED. Raises SolverError when HiGHS neither solves nor refutes the program."""
+    (in units of the objective) of the bound. time_limit_s: of CPU time; node_limit: nodes of the
+    search tree, None for MAX_NODE_ENTRIES. If HiGHS goes on PATIENCE_S beyond the time, it is left
+    running and the report says STOPPED. Raises SolverError when HiGHS neither solves nor refutes
+    the program."""
     nodes = MAX_NODE_ENTRIES // max(len(program.columns), 1) if node_limit is None else node_limit
     try:
         return in_own_thread(
             lambda: _solve(program, time_limit_s, absolute_gap, nodes),
-            patience_s=min(max(time_limit_s, 0.0) + PATIENCE_S, threading.TIMEOUT_MAX),
+            patience_s=max(time_limit_s, 0.0) + PATIENCE_S,
         )
     except TimeoutError:
         return SolveReport(SolverStatus.STOPPED, -INFINITY, None, 0)
@@ -173,12 +177,17 @@ def solve(
 
 def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
     """Call `run`, which uses HiGHS, in a new thread, and return its result. Raises TimeoutError if
-    it takes longer than `patience_s`: the thread then ends when HiGHS does, and the process waits
-    for it at its end. HiGHS keeps one scheduler for each thread, and its first run there fixes the
-    scheduler's size: a thread of our own neither meets nor leaves a scheduler of another size."""
+    the process takes more than `patience_s` of CPU time: the thread then ends when HiGHS does, and
+    the process waits for it at its end. HiGHS keeps one scheduler for each thread, and its first
+    run there fixes the scheduler's size: a thread of our own neither meets nor leaves a scheduler
+    of another size."""
     thread = ThreadPoolExecutor(max_workers=1)
+    until = time.process_time() + patience_s
     try:
-        return thread.submit(run).result(patience_s)
+        made = thread.submit(run)
+        while not wait([made], PATIENCE_S).done and time.process_time() < until:
+            pass
+        return made.result(0)
     finally:
         thread.shutdown(wait=False)
 
@@ -189,9 +198,9 @@ def _solve(
     absolute_gap: float,
     node_limit: int,
 ) -> SolveReport:
-    """Minimise `program` in the calling thread, within time_limit_s seconds and node_limit nodes of
-    the search tree. OPTIMAL means within `absolute_gap` (units of the objective) of the bound.
-    Raises SolverError when HiGHS neither solves nor refutes the program."""
+    """Minimise `program` in the calling thread, within time_limit_s of its CPU time and node_limit
+    nodes of the search tree. OPTIMAL means within `absolute_gap` (units of the objective) of the
+    bound. Raises SolverError when HiGHS neither solves nor refutes the program."""
     highs = highspy.Highs()
     options = {
         "output_flag": False,
@@ -200,10 +209,17 @@ def _solve(
         "mip_rel_gap": 0.0,
         "mip_abs_gap": absolute_gap,
         "mip_max_nodes": max(node_limit, 1),
-        "time_limit": max(time_limit_s, 0.0),
     }
     for name, value in options.items():
         highs.setOptionValue(name, value)
+    until = time.thread_time() + time_limit_s  # the limit of HiGHS itself is one of wall time
+
+    def ask(kind: Any, message: str, found: Any, given: Any, data: Any) -> None:
+        given.user_interrupt = time.thread_time() >= until
+
+    highs.setCallback(ask, None)
+    for kind in (_ASKS.kCallbackSimplexInterrupt, _ASKS.kCallbackMipInterrupt):
+        highs.startCallback(kind)
     if highs.passModel(_highs_model(program)) == highspy.HighsStatus.kError:
         raise SolverError("HiGHS refused the model")
     if highs.run() == highspy.HighsStatus.kError:
@@ -223,7 +239,7 @@ def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
     if model_status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
         return SolveReport(SolverStatus.INFEASIBLE, INFINITY, None, iterations)
     is_solved = model_status in (kinds.kOptimal, kinds.kModelEmpty)
-    if not is_solved and model_status not in (kinds.kTimeLimit, kinds.kSolutionLimit):
+    if not is_solved and model_status not in (kinds.kInterrupt, kinds.kSolutionLimit):
         raise SolverError(f"HiGHS stopped with: {highs.modelStatusToString(model_status)}")
     if integral.any():
         bound = info.mip_dual_bound

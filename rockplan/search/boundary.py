@@ -217,7 +217,7 @@ def _limits(effort: ExchangeLimits, options: Options) -> Limits:
     InvalidInput for unknown names."""
     check_names(options.without)
     return Limits(
-        deadline=time.monotonic() + options.time_limit_s,
+        deadline=time.process_time() + options.time_limit_s,
         without=frozenset((*options.without, "blocks")),
         exchange=effort,
     )

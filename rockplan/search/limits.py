@@ -18,7 +18,7 @@ from rockplan.search.local.greedy_eviction import EvictionLimits
 class Limits:
     """How much one search may do.
 
-    deadline: as of time.monotonic; afterwards only stages that lead to a first schedule run.
+    deadline: as of time.process_time; afterwards only stages that lead to a first schedule run.
     nearness: share of the iteration time; a schedule that is proven to be so near the fastest ends
     the search. proof_s: seconds for integer programs that raise the proven bound. without: names of
     stages that do not run. combining_s: seconds beyond the deadline for the table of a chain, which
@@ -54,4 +54,4 @@ class Limits:
 
     @property
     def is_over(self) -> bool:
-        return time.monotonic() >= self.deadline
+        return time.process_time() >= self.deadline

@@ -54,7 +54,7 @@ def limits_of(options: Options) -> Limits:
     check_solver(options.solver)
     usual = Limits()
     return Limits(
-        deadline=time.monotonic() + options.time_limit_s,
+        deadline=time.process_time() + options.time_limit_s,
         proof_s=options.bound_time_limit_s,
         without=frozenset(options.without),
         blocks=replace(usual.blocks, solver=options.solver),

@@ -69,7 +69,7 @@ def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
     left_nodes = limits.missing
     rungs: list[Schedule] = []
-    while left_nodes > 0 and time.monotonic() < until:
+    while left_nodes > 0 and time.process_time() < until:
         most_bytes = incumbent.peak_bytes
         asked_bytes = int(math.sqrt(most_bytes * least_bytes))
         if asked_bytes > (1 - limits.nearness) * most_bytes:
@@ -106,7 +106,7 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     the chain of blocks. Where the goal is the least peak, the schedule is one of the `starts` too.
     Returns the incumbent with it if it is better."""
     report("solving blocks")
-    left_s = max(_half_way(limits) - time.monotonic(), 0.0)
+    left_s = max(_half_way(limits) - time.process_time(), 0.0)
     settings = limits.blocks if goal.budget_bytes is not None else limits.ends
     known = families(goal.blocks, goal.cache, settings, left_s)
     is_complete = incumbent.is_complete and all(family.is_complete for family in known)
@@ -114,7 +114,7 @@ def combine_blocks(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumben
     report("combining blocks")
     solver = ChainSolver(goal.graph, goal.blocks, known)
     # A table takes 2 to 3.5 s from 100 blocks on, and is useless until it is complete.
-    until = max(limits.deadline, time.monotonic() + limits.combining_s)
+    until = max(limits.deadline, time.process_time() + limits.combining_s)
     if goal.budget_bytes is not None:
         schedule = solver.best_schedule(goal.budget_bytes, deadline=until)
         return incumbent.improved(goal, schedule)
@@ -229,7 +229,7 @@ def _proven_ns(relaxation: Refined, time_ns: int, limits: Limits) -> int:
     is_near = time_ns <= bound_ns + int(limits.nearness * graph.time_ns)
     if limits.proof_s == 0 or is_near:
         return bound_ns
-    until = min(limits.deadline, time.monotonic() + limits.proof_s)
+    until = min(limits.deadline, time.process_time() + limits.proof_s)
     return proved_ns(relaxation, deadline=until)
 
 
@@ -281,5 +281,5 @@ def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
 
 def _half_way(limits: Limits) -> float:
     """Return the deadline of one stage, which leaves half of the time to later stages."""
-    now = time.monotonic()
+    now = time.process_time()
     return now + max(limits.deadline - now, 0.0) / 2

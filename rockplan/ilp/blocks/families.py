@@ -7,13 +7,12 @@ what is proven of the family.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from rockplan.ilp.blocks.decode import pareto, price
-from rockplan.ilp.blocks.pareto_search import Settings, search_corners
+from rockplan.ilp.blocks.pareto_search import Settings, clock_s, search_corners
 from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph
 from rockplan.values.progress import report
@@ -38,11 +37,11 @@ def option_families(
     Blocks are solved in THREADS threads, small ones first; `settings.time_limit_s` is for all of
     them, and each gets an equal share of what is left when it begins. Reports progress."""
     order = sorted(range(len(problems)), key=lambda k: len(problems[k].nodes))
-    deadline = time.monotonic() + settings.time_limit_s
+    deadline = clock_s(settings.solver) + settings.time_limit_s
 
     def solve_one(position: int) -> OptionFamily:
         waiting = len(order) - position
-        remaining_s = max(deadline - time.monotonic(), 0.0)
+        remaining_s = max(deadline - clock_s(settings.solver), 0.0)
         share_s = remaining_s * min(1.0, THREADS / waiting)
         own = replace(settings, time_limit_s=share_s)
         return option_family(problems[order[position]], settings=own)

@@ -135,10 +135,10 @@ class ParetoSearch:
         schedule, proof and effort."""
         if self.model is None or self.is_late():
             return None
-        started, limit_s = time.monotonic(), self._solve_limit_s
         solver = self.settings.solver
+        started, limit_s = clock_s(solver), self._solve_limit_s
         solution = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap, solver=solver)
-        self.is_cut = self.is_cut or time.monotonic() >= started + limit_s
+        self.is_cut = self.is_cut or clock_s(solver) >= started + limit_s
         self.solves += 1
         self.effort += SOLVE_EFFORT + solution.iterations
         if solution.status is SolverStatus.INFEASIBLE:
@@ -149,20 +149,25 @@ class ParetoSearch:
 
     def is_late(self) -> bool:
         """True if the time limit has struck."""
-        self.is_cut = self.is_cut or time.monotonic() >= self.deadline
+        self.is_cut = self.is_cut or clock_s(self.settings.solver) >= self.deadline
         return self.is_cut
 
     @property
     def _solve_limit_s(self) -> float:
         """Seconds for one corner: a quarter of the remaining time."""
-        return max(self.deadline - time.monotonic(), 0.0) / 4
+        return max(self.deadline - clock_s(self.settings.solver), 0.0) / 4
+
+
+def clock_s(solver: str) -> float:
+    """Return the seconds of CPU time of this process; of a solver that has its own, wall time."""
+    return time.process_time() if solver == HIGHS else time.monotonic()
 
 
 def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
     """Search schedules of a block (its graph) for many limits of (peak, saved bytes): those that
     need no solver, the four ends, then sweeps as long as effort and time last. A block too large
     for the solver has the first ones only."""
-    deadline = time.monotonic() + settings.time_limit_s
+    seeds_until = time.process_time() + settings.time_limit_s
     units = in_units(problem)
     stages = find_stages(units)
     fits_solver = 0 < entries(stages) <= MAX_ENTRIES
@@ -170,10 +175,10 @@ def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
         units=units,
         model=formulate(stages) if fits_solver else None,
         settings=settings,
-        deadline=deadline,
+        deadline=clock_s(settings.solver) + settings.time_limit_s,
         bounds=[(UNLIMITED, UNLIMITED, problem.time_ns)],
     )
-    for orders in seed_orders(units.graph, deadline):
+    for orders in seed_orders(units.graph, seeds_until):
         search.add(orders)
     if search.is_late():
         return search

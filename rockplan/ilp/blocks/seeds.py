@@ -28,7 +28,7 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
     first), each is made again when it is read; last, everything again for each reader, which keeps
     the fewest bytes alive (left out beyond LONGEST executions).
 
-    deadline: as of time.monotonic; after it only keep-all, the last one and the one that drops all.
+    deadline: as of process_time; after it only keep-all, the last one and the one that drops all.
     """
     view = GraphView(problem)
     read = {d for node in problem.backward for d in node.reads}
@@ -47,7 +47,7 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
     orders = _forgetting(view, frozenset(droppable))
     for size in reversed(sizes):
         orders.append(_dropping(view, frozenset(droppable[:size])))
-        if time.monotonic() >= deadline:
+        if time.process_time() >= deadline:
             break
     return list(dict.fromkeys([keep_all_orders(problem), *reversed(orders)]))
 

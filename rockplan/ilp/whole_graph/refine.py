@@ -73,18 +73,18 @@ def refined(
 ) -> Refined | None:
     """Solve linear relaxations, each with a row of memory at one moment more, until the schedule of
     the last one keeps the budget or PATIENCE of them gain nothing. None if nothing need or may run
-    again, or no time is left. deadline: as of time.monotonic. host: where storages may go for which
+    again, or no time is left. deadline: as of process_time. host: where storages may go for which
     `graph` has fetches."""
     facts = Facts(graph, host)
     moments = Moments(frozenset({len(graph.nodes) - 1})) if graph.backward else None
     best: Refined | None = None
     without_gain = 0
-    while moments is not None and time.monotonic() < deadline:
+    while moments is not None and time.process_time() < deadline:
         written = program(facts, moments, budget_bytes)
         if not written.linear.costs.any():
             break
         report = solve(
-            written.relaxed, time_limit_s=max(deadline - time.monotonic(), 0.0), absolute_gap=0.0
+            written.relaxed, time_limit_s=max(deadline - time.process_time(), 0.0), absolute_gap=0.0
         )
         if report.status is SolverStatus.STOPPED:
             break
@@ -100,11 +100,11 @@ def refined(
 
 def proved_ns(start: Refined, *, deadline: float) -> int:
     """Return a lower bound (ns) on the time of schedules within the budget: the best that integer
-    programs prove before the deadline (as of time.monotonic), the first of them with the moments of
+    programs prove before the deadline (as of process_time), the first of them with the moments of
     `start`, later ones with more; at least the bound of `start`."""
     graph, facts = start.program.facts.graph, start.program.facts
     bound, moments = start.bound, None if start.bound == 0 else start.moments
-    while moments is not None and (remaining_s := deadline - time.monotonic()) > 0:
+    while moments is not None and (remaining_s := deadline - time.process_time()) > 0:
         written = program(facts, moments, start.budget_bytes)
         report = solve(
             written.linear,

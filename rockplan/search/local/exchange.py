@@ -103,12 +103,12 @@ def exchanged(
 ) -> Schedule:
     """Search a faster schedule within `budget_bytes`, and return the fastest, or `schedule`, which
     must fit. Rounds of random exchanges, each from the best so far, until enough of them gain
-    little. enough_ns: a schedule this fast ends the search. deadline: as of time.monotonic."""
+    little. enough_ns: a schedule this fast ends the search. deadline: as of process_time."""
     best = annealed(graph, schedule, budget_bytes, deadline=deadline, limits=limits)
     best_ns = simulate(graph, best).time_ns
     seed = without_gain = 0
     most_rounds = max(limits.work // (limits.effort * Draft(graph, *best.phases).end), 1)
-    while best_ns > enough_ns and seed < most_rounds and time.monotonic() < deadline:
+    while best_ns > enough_ns and seed < most_rounds and time.process_time() < deadline:
         hoped = (best_ns - enough_ns) / max(graph.time_ns, 1)
         if without_gain >= max(limits.rounds, min(limits.most_rounds, hoped / limits.point)):
             break
@@ -134,8 +134,8 @@ def annealed(
     """Run one round of random exchanges from `schedule`, which fits into budget_bytes; return the
     fastest schedule of the round, or `schedule`. seed: of the random numbers. The round of seed 0
     begins at a lower temperature and leaves first executions in their order. deadline: as of
-    time.monotonic."""
-    if time.monotonic() >= deadline:
+    time.process_time."""
+    if time.process_time() >= deadline:
         return schedule
     may_move = movable(graph) if seed and limits.moves else frozenset()
     draft = Draft(graph, *schedule.phases, may_move)
@@ -169,7 +169,7 @@ def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Seque
     best_ns, best = search.draft.time_ns, search.draft.orders
     overhead_ns = best_ns - graph.time_ns
     without_gain = 0
-    while search.spent < effort and time.monotonic() < deadline:
+    while search.spent < effort and time.process_time() < deadline:
         if without_gain >= limits.patience * len(search.draft.reruns()):
             break
         search.exchange_any(overhead_ns * hot * (limits.cold / hot) ** (search.spent / effort))
@@ -190,7 +190,7 @@ def fitted(
 ) -> Schedule | None:
     """Return the schedule of these executions (legal, but they may exceed budget_bytes) with
     re-executions inserted until it fits. None if none help, or not before the deadline (as of
-    time.monotonic)."""
+    time.process_time)."""
     search = _ExchangeSearch(graph, budget_bytes, Draft(graph, forward, backward), deadline, limits)
     if not search.makes_room(limits.longest * graph.time_ns):
         return None
@@ -207,9 +207,9 @@ def squeezed(
 ) -> Schedule:
     """Search a schedule with a smaller peak than that of `schedule`, at whatever time up to
     `limits.longest`; return the one with the smallest, or `schedule`. deadline: as of
-    time.monotonic. Room is made for a smaller budget; if that fails, some exchanges within the
+    time.process_time. Room is made for a smaller budget; if that fails, some exchanges within the
     present peak change the schedule, and it is tried again."""
-    if time.monotonic() >= deadline:
+    if time.process_time() >= deadline:
         return schedule
     peak_bytes = simulate(graph, schedule).peak_bytes
     draft = Draft(graph, *schedule.phases)
@@ -217,7 +217,7 @@ def squeezed(
     best_bytes, best = search.budget_bytes, search.draft.orders
     failed, step = 0, limits.coarse
     while search.spent < limits.effort and best_bytes > 0 and failed < limits.attempts:
-        if time.monotonic() >= deadline:
+        if time.process_time() >= deadline:
             break
         search.budget_bytes = int(best_bytes * (1 - step))
         most_ns = min(limits.longest * graph.time_ns, search.draft.time_ns + graph.time_ns)
@@ -242,8 +242,8 @@ def pruned(
 ) -> Schedule:
     """Return `schedule` without the re-executions that budget_bytes does not need, the most
     expensive left out first; their results stay alive instead. Stops at the deadline (as of
-    time.monotonic)."""
-    if time.monotonic() >= deadline:
+    time.process_time)."""
+    if time.process_time() >= deadline:
         return schedule
     draft = Draft(graph, *schedule.phases)
     while prune(draft, budget_bytes, deadline):
@@ -254,11 +254,11 @@ def pruned(
 def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
     """Try once to leave each re-execution out of `draft`, the most expensive first, and keep the
     change if the peak stays within budget_bytes. Returns True if any was left out; False once the
-    deadline (as of time.monotonic) has passed."""
+    deadline (as of process_time) has passed."""
     times_ns = [n.time_ns for n in draft.graph.nodes]
     is_shorter = False
     for position in sorted(draft.reruns(), key=lambda p: (-times_ns[draft.nodes[p]], p)):
-        if time.monotonic() >= deadline:
+        if time.process_time() >= deadline:
             return False
         if draft.nodes[position] == EMPTY or not draft.fits_without(position, budget_bytes):
             continue
@@ -291,7 +291,7 @@ class _ExchangeRule:
 
 
 class _ExchangeSearch:
-    """The state of one search. spent: storages weighed; deadline: as of time.monotonic, after which
+    """The state of one search. spent: storages weighed; deadline: as of process_time, after which
     no room is made and nothing is left out."""
 
     def __init__(
@@ -348,7 +348,8 @@ class _ExchangeSearch:
         before = draft.changes
         position, live_bytes = self._worst()
         while live_bytes > self.budget_bytes and draft.time_ns < limit_ns:
-            if draft.changes - before == self.limits.insertions or time.monotonic() > self.deadline:
+            has_enough = draft.changes - before == self.limits.insertions
+            if has_enough or time.process_time() > self.deadline:
                 break
             gaps = draft.around(position)
             if not (self._hastens(position, gaps, rule) or self._makes_again(position, gaps, rule)):

@@ -86,7 +86,7 @@ class _GaveUp(Exception):
 
 @dataclass
 class _Effort:
-    """left: storages that may still be weighed; deadline: as of time.monotonic."""
+    """left: storages that may still be weighed; deadline: as of time.process_time."""
 
     left: int
     deadline: float = NEVER
@@ -94,7 +94,7 @@ class _Effort:
     def spend(self, weighed: int) -> None:
         """Count storages weighed; raises _GaveUp if nothing is left."""
         self.left -= weighed
-        if self.left <= 0 or time.monotonic() >= self.deadline:
+        if self.left <= 0 or time.process_time() >= self.deadline:
             raise _GaveUp
 
 
@@ -115,14 +115,14 @@ def thriftiest(
     graph: CDGraph, *, deadline: float = NEVER, limits: EvictionLimits = DEFAULT
 ) -> Thriftiest:
     """Search the least peak by greedy evictions: of each rule the schedule with the least peak, all
-    sorted by peak, then time. The same on every run, unless the deadline (as of time.monotonic)
+    sorted by peak, then time. The same on every run, unless the deadline (as of time.process_time)
     strikes; if nothing is found by then, the first rule is tried with the effort for one budget."""
     most_weighed = max(limits.attempt, int(limits.weighed * len(graph.nodes) ** 2))
     total = limits.attempts * min(most_weighed, limits.attempt)
     effort = _Effort(max(total, most_weighed), deadline)
     everything = keep_all(graph)
     least = [_thriftiest_by(graph, everything, r, effort, most_weighed, limits) for r in RULES]
-    is_over = time.monotonic() >= deadline
+    is_over = time.process_time() >= deadline
     if is_over and all(schedule == everything for schedule in least):
         hasty = _Effort(limits.effort)
         least = [_thriftiest_by(graph, everything, RULES[0], hasty, limits.effort, limits)]
@@ -149,7 +149,7 @@ def _thriftiest_by(
     attempt. Spends from `effort`."""
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
     for step in limits.steps:
-        while effort.left > 0 and time.monotonic() < effort.deadline:
+        while effort.left > 0 and time.process_time() < effort.deadline:
             attempt = _Effort(min(effort.left, most_weighed), effort.deadline)
             effort.left -= attempt.left
             peak_bytes = simulate(graph, best).peak_bytes
