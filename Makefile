@@ -90,5 +90,18 @@ $(VENV)/ready: pyproject.toml
 	$(BIN)/pip install --quiet --editable ".[test]"
 	touch $@
 
+# A wheel and an sdist, each installed in an empty environment and tried there.
+dist: $(VENV)/ready
+	rm -rf dist .venv-dist
+	$(BIN)/python -m build --outdir dist .
+	$(PYTHON) -m venv .venv-dist
+	.venv-dist/bin/pip install --quiet $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) "$(TORCH)"
+	for file in dist/*.whl dist/*.tar.gz; do \
+		.venv-dist/bin/pip install --quiet --force-reinstall --no-deps $$file && \
+		.venv-dist/bin/pip install --quiet $$file && \
+		cp testing/smoke.py .venv-dist/smoke.py && \
+		(cd .venv-dist && bin/python smoke.py) || exit 1; \
+	done
+
 clean:
-	rm -rf $(VENV) .venv-cuda .venv-libraries $(VERSIONS:%=.venv-%) build dist *.egg-info
+	rm -rf $(VENV) .venv-cuda .venv-libraries .venv-dist $(VERSIONS:%=.venv-%) build dist *.egg-info

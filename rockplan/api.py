@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from torch import nn
 
 from rockplan.agreement import ALONE, Agreement, agreement
@@ -25,7 +27,7 @@ from rockplan.captures.captured_calls import (
 )
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall
-from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
+from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError, at_users_line
 from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.reserved import reserve, storage_sizes
@@ -58,7 +60,26 @@ from rockplan.values.curve import Curve, best_of
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 
+_LOGGER = logging.getLogger("rockplan")
 
+LAST_TORCH = (2, 15)
+"""The last minor release of PyTorch that tests ran on (benchmarks/results/versions.md)."""
+
+
+def _say_newer_torch() -> None:
+    version = str(torch.__version__)
+    if tuple(map(int, version.split(".")[:2])) > LAST_TORCH:
+        _LOGGER.warning(
+            "torch %s is newer than what tests ran on (%s.%s): Options(check=True) compares a plan "
+            "with eager bit for bit",
+            *(version, *LAST_TORCH),
+        )
+
+
+_say_newer_torch()
+
+
+@at_users_line
 def solve(
     model: nn.Module,
     sample_input: object = None,
@@ -228,6 +249,7 @@ def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgra
         planned_modules.add_program(planned, call.args, call.kwargs, program)
 
 
+@at_users_line
 def plan(
     model: nn.Module,
     sample_input: object,
@@ -301,6 +323,7 @@ def plan_each(
     return tuple(solved)
 
 
+@at_users_line
 def pareto(
     model: nn.Module,
     sample_input: object,
@@ -324,6 +347,7 @@ def pareto(
     return best_of([curve_of(problem, options) for problem in problems])
 
 
+@at_users_line
 def load(
     model: nn.Module,
     sample_input: object,

@@ -6,8 +6,12 @@ A message states the fact, the place in the user's own model where one is known
 
 from __future__ import annotations
 
+import functools
+import os
+import types
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import ParamSpec, Self, TypeVar
 
 
 class RockplanError(Exception):
@@ -225,3 +229,37 @@ class PlanMismatch(StalePlan):
         super().__init__(message)
         self.plan_digests = plan_digests
         self.graph_digest = graph_digest
+
+
+_OURS = (os.path.join(os.path.dirname(__file__), ""), os.sep + os.path.join("torch", ""))
+"""Own folder, and the folder of PyTorch in any path."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def at_users_line(function: Callable[P, R]) -> Callable[P, R]:
+    """Return the function with errors about the user's model and arguments whose traceback has the
+    user's frames alone: 15 to 60 of ours would stand before the line in question."""
+
+    @functools.wraps(function)
+    def called(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return function(*args, **kwargs)
+        except (CaptureError, InvalidInput, InfeasibleBudget, StalePlan) as error:
+            if error.__cause__ is not None:
+                error.__cause__.__traceback__ = _of_users(error.__cause__.__traceback__)
+            raise error.with_traceback(_of_users(error.__traceback__)) from error.__cause__
+
+    return called
+
+
+def _of_users(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Return the traceback without frames of rockplan and PyTorch."""
+    if traceback is None:
+        return None
+    rest = _of_users(traceback.tb_next)
+    name = traceback.tb_frame.f_code.co_filename
+    is_ours = name.startswith(_OURS[0]) or _OURS[1] in name
+    if is_ours and not name.endswith("examples.py"):
+        return rest
+    return types.TracebackType(rest, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,8 @@ from packaging.version import Version
 
 import rockplan
 from benchmarks import versions
+from rockplan import api
+from testing import smoke
 
 ROOT = Path(__file__).parent.parent
 
@@ -56,8 +60,36 @@ def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
     assert [*rows] == named.split()
     run = [*map(Version, rows)]
     first, last = min(run), max(run)
-    assert str(torch_range) == f"<{last.major}.{last.minor + 1},>={first.major}.{first.minor}"
+    assert str(torch_range) == f">={first.major}.{first.minor}"
+    assert (last.major, last.minor) == api.LAST_TORCH
     assert Version(torch.__version__) in torch_range
+
+
+def test_a_torch_that_no_tests_ran_on_is_said(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version, is_said in (("2.15.3+cpu", False), ("2.16.0", True), ("3.0.0a0", True)):
+        caplog.clear()
+        monkeypatch.setattr(torch, "__version__", version)
+        api._say_newer_torch()
+        assert (f"torch {version} is newer" in caplog.text) is is_said
+
+
+def test_what_an_installed_package_has_to_do() -> None:
+    smoke.main()
+
+
+def test_a_wheel_has_every_file(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "-o", str(tmp_path)]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "rockplan", source / "rockplan")
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    subprocess.run([*command, str(source)], check=True, capture_output=True, timeout=120)
+    (wheel,) = tmp_path.glob("*.whl")
+    names = {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("rockplan/")}
+    files = {f for f in (ROOT / "rockplan").rglob("*") if f.is_file() and f.suffix != ".pyc"}
+    assert names == {str(f.relative_to(ROOT)) for f in files}
 
 
 JUNIT = """\

@@ -52,6 +52,7 @@ from rockplan.errors import (
     InfeasibleBudget,
     InvalidInput,
     NothingToDifferentiate,
+    at_users_line,
 )
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.free_memory import agreed_budget
@@ -78,6 +79,7 @@ from rockplan.values.progress import report
 _LOGGER = logging.getLogger("rockplan")
 
 
+@at_users_line
 def solve_blocks(
     model: nn.Module,
     sample_input: object,

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from rockplan.codegen.executable import Executable, Pattern
-from rockplan.errors import BackwardError
+from rockplan.errors import BackwardError, at_users_line
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, with_collectives_done
@@ -341,6 +341,7 @@ def _planned_class(original: type[nn.Module]) -> type[nn.Module]:
     (`type(self).count = 1`) sets it for all modules of the original's class.
     """
 
+    @at_users_line
     def forward(self: Planned, *args: Any, **kwargs: Any) -> Any:
         return Planned.forward(self, *args, **kwargs)
 
