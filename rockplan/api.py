@@ -135,7 +135,7 @@ def _solve(
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
             program, make = _first_program(first.of(model), room, options, agreed)
-        planned = _starting_with(program, model, first, make, options)
+        planned = _starting_with(program, model, first, make, options, room.budget.share)
         if agreed is not ALONE:  # each process has a sample of its own, which may be an end
             others.sort(key=lambda call: call.name == "sample")
         _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
@@ -177,7 +177,7 @@ class AtFirstCall:
         if self.options.sizes:
             raise InvalidInput("Options(sizes=...) needs a sample, whose sizes vary; pass one")
         leaves = say_refused if self.options.on_refused == "leave" else None
-        settings = _settings(self, self.options)
+        settings = _settings(self, self.options, self.budget.share)
         return replace(settings, on_refused=on_refused or leaves, is_in_place=is_in_place)
 
     def __call__(self, call: ModuleCall) -> PlannedProgram:
@@ -193,22 +193,29 @@ class AtFirstCall:
         return program
 
 
-def _settings(make: MakeProgram, options: Options) -> PlanSettings:
-    """Return the settings of a module whose further kinds of call are planned by `make`."""
+def _settings(make: MakeProgram, options: Options, share: float | None) -> PlanSettings:
+    """Return the settings of a module whose further kinds of call are planned by `make`. share: the
+    budget, if it is one."""
     return PlanSettings(
         functools.partial(program_in_training, make=make),
         options.on_mismatch,
         options.on_infeasible,
         outputs_chosen=options.differentiated is not None,
+        share=share,
     )
 
 
 def _starting_with(
-    program: PlannedProgram, model: nn.Module, call: SizedCall, make: MakeProgram, options: Options
+    program: PlannedProgram,
+    model: nn.Module,
+    call: SizedCall,
+    make: MakeProgram,
+    options: Options,
+    share: float | None = None,
 ) -> nn.Module:
     """Return the planned module that starts with the program of a call, and makes those of other
-    kinds of call by `make`."""
-    settings = _settings(make, options)
+    kinds of call by `make`. share: the budget, if it is one."""
+    settings = _settings(make, options, share)
     return planned_modules.planned_module(model, program, call.args, call.kwargs, settings)
 
 

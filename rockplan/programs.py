@@ -22,37 +22,62 @@ from torch import nn
 
 from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of
+from rockplan.captures.captured_calls import (
+    CapturedCall,
+    captured_call,
+    problems_of,
+    waits_of,
+)
+from rockplan.captures.open_sizes import differing, layouts_of, may_be_open, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
 from rockplan.fitting.reserved import with_reserved
+from rockplan.graph_builder.costs.open_workspaces import with_open_workspaces
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
 from rockplan.libraries import key_value_cache
 from rockplan.options import Options
 from rockplan.oracles.verify import verify
+from rockplan.python_state import trees
 from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
-from rockplan.runtime.planned_state import PLANNING, original_forward, programs_of
+from rockplan.runtime.guards import opened_key, signature_holds
+from rockplan.runtime.planned_module import kind_of_call
+from rockplan.runtime.planned_state import (
+    PLANNING,
+    HasPlans,
+    PlannedState,
+    opened_in,
+    original_forward,
+    programs_of,
+    sizes_in,
+)
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
-from rockplan.search.adapt import Adapted, adapted
+from rockplan.search.adapt import (
+    Adapted,
+    adapted,
+    problem_at_other_sizes,
+    replayed,
+)
 from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.paging import refuse_beyond_host, with_link_named
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import without_copies
-from rockplan.values.graph import as_eager
-from rockplan.values.interface import Precedent
+from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.interface import Interface, Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
 from rockplan.values.schedule import keep_all
+from rockplan.values.sizes import resized
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -166,22 +191,147 @@ def plan_as_asked(
 
 
 def new_or_known_program(
-    call: ModuleCall, *, budget: Budget, options: Options, agreed: Agreement = ALONE
+    call: ModuleCall,
+    *,
+    budget: Budget,
+    options: Options,
+    agreed: Agreement = ALONE,
+    source: CapturedCall | None = None,
 ) -> PlannedProgram:
-    """Make the program of a call: of a plan that the module already has for the same graph, of one
-    that can be adapted to the call, or of a new one. agreed: processes that plan the same."""
-    source = captured_call(call, options)
+    """Make the program of a call: in another schedule if the module has one for calls of its size
+    too; of a plan that the module already has for the same graph, of one that can be adapted to the
+    call, or of a new one. agreed: processes that plan the same; source: the call as captured,
+    if it was."""
+    if agreed is ALONE and (rung := _another_rung(call, budget, options)) is not None:
+        return rung
+    source = source or captured_call(call, options)
+    if agreed is ALONE:
+        source = with_sizes_open(call, source, options)
     for variant in source.variants:
         known = _known(call.module, variant)
         if (same := _known_for_graph(known, variant)) is not None:
             return replace(built_program(call, same, variant, options), is_taken_over=True)
         if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
             continue
-        if (replayed := _adapted(known, variant, budget, options)) is not None:
-            program = built_program(call, replayed.plan, variant, options)
-            digest = "" if replayed.has_other_sizes else replayed.known.graph_digest
+        if (carried := _adapted(known, variant, budget, options)) is not None:
+            program = built_program(call, carried.plan, variant, options)
+            digest = "" if carried.has_other_sizes else carried.known.graph_digest
             return replace(program, adapted_from=digest, is_taken_over=True)
     return _new_program(call, source, budget, options, agreed)
+
+
+def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> PlannedProgram | None:
+    """Return a known program for calls of many sizes in a schedule for this call's; None if there
+    is no such program."""
+    known = sized_problem(call, options)
+    if known is None:
+        return None
+    program, problem, interface = known
+    limit_bytes = budget.within(problem.unplanned.peak_bytes)
+    with PLANNING:
+        plan = None
+        if limit_bytes is not None:
+            less = Budget(size_bytes=int(limit_bytes * NEARLY))
+            plan = replayed([program.plan], problem, less)
+            if plan is None:
+                with contextlib.suppress(InfeasibleBudget):
+                    strict = replace(options, on_infeasible="error")
+                    plan = plan_as_asked([problem], less, strict)
+        plan = plan or plan_as_asked([problem], budget, options)
+    plan = replace(plan, budget_bytes=limit_bytes or plan.budget_bytes)
+    return rung_program(call, program, plan, interface, options)
+
+
+NEARLY = 31 / 32
+"""Share of a budget that a plan for many sizes takes where it can, so that calls of nearly the size
+that it is made for fit too: their bytes and their budget grow by different powers of the size."""
+
+
+def sized_problem(
+    call: ModuleCall, options: Options
+) -> tuple[PlannedProgram, Problem, Interface] | None:
+    """Return (a program that the module has for calls of this one's size too, its problem at these
+    sizes, its interface there); None if there is none. Nothing is captured: the graph follows from
+    its expressions."""
+    if not isinstance(call.module, HasPlans) or _is_of_backward(call):
+        return None
+    leaves = trees.tree_leaves((call.args, call.kwargs))
+    rungs = call.module._rockplan.rungs(kind_of_call(call.args, call.kwargs), leaves)
+    if not rungs:
+        return None
+    # One that recomputes little is the best beginning.
+    rung = min(rungs, key=lambda r: r.program.plan.overhead)
+    known, opened = rung.program, opened_in(rung)
+    numbers = opened.numbers(sizes_in(rung, leaves), leaves)
+    graph, interface = resized((opened.graph, opened.interface), numbers)
+    waits = waits_of(graph, interface, known.hooked)
+    return known, problem_at_other_sizes(known.plan, graph, waits, options), interface
+
+
+def rung_program(
+    call: ModuleCall, known: PlannedProgram, plan: Plan, interface: Interface, options: Options
+) -> PlannedProgram:
+    """Generate the code of another schedule of a known program for calls of many sizes. interface:
+    at the sizes of the plan."""
+    assert known.open is not None
+    program = build_program(
+        with_reserved(plan),
+        interface,
+        known.constants,
+        known.output_spec,
+        known.hooked,
+        described_call(original_forward(call.module), call.args, call.kwargs),
+        known.host_path,
+        known.open.workspaces,
+    )
+    if not options.check:
+        return program
+    return _checked(call, program, frozenset(dtype_of(v.spec) for v in plan.graph.values))
+
+
+def with_sizes_open(
+    call: ModuleCall,
+    source: CapturedCall,
+    options: Options,
+    adjusted: Callable[[CDGraph], CDGraph] = lambda graph: graph,
+) -> CapturedCall:
+    """Return the captured call for calls of other sizes too, if one that the module has a program
+    for differs from it in sizes alone; else `source`. What cannot be open is remembered, and said
+    once for each kind of call. adjusted: as for `with_open_sizes`."""
+    if not (may_be_open(options) and isinstance(call.module, HasPlans)) or _is_of_backward(call):
+        return source
+    state = call.module._rockplan
+    for known in _alike_but_for_sizes(state, call):
+        kind = opened_key(kind_of_call(call.args, call.kwargs))
+        try:
+            return with_open_sizes(call, source, known, options, adjusted)
+        except StaticSizes as reason:
+            places = state.static.setdefault(kind, set())
+            if reason.fixed and places is not None:
+                places.update(reason.fixed)
+            else:
+                state.static[kind] = None
+            _LOGGER.info("each size of such calls is planned by itself: %s", reason)
+    return source
+
+
+def _alike_but_for_sizes(state: PlannedState, call: ModuleCall) -> Iterator[PlannedProgram]:
+    """Yield programs for calls that differ from `call` in sizes alone, the latest first, as long as
+    nothing speaks against leaving these sizes open."""
+    key = kind_of_call(call.args, call.kwargs)
+    kind = opened_key(key)
+    leaves = trees.tree_leaves((call.args, call.kwargs))
+    for other, bounds in reversed([*state.programs.items()]):
+        static = state.static.get(kind, set())
+        if static is None:
+            return
+        if other == key or other[1][:1] == ("open",) or opened_key(other) != kind:
+            continue
+        for bound in reversed(bounds):
+            places = set(differing(layouts_of(bound.program), leaves))
+            if signature_holds(bound.signature) and places.isdisjoint(static):
+                yield bound.program
+                break
 
 
 def _new_program(
@@ -199,9 +349,9 @@ def _new_program(
         together and one can be, else a new one."""
         for variant in () if agreed is ALONE else source.variants:
             if (
-                replayed := _adapted(_known(call.module, variant), variant, budget, options)
+                carried := _adapted(_known(call.module, variant), variant, budget, options)
             ) is not None:
-                return replayed.plan
+                return carried.plan
         with advised(call, source, options):
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))
@@ -355,6 +505,8 @@ def stored_program(
     modes = modes - {""} or modes
     if len(modes) == 1:
         options = replace(options, compile=_COMPILE[modes.pop()])
+    if budget is not None and (rung := _another_rung(call, budget, options)) is not None:
+        return rung
     # Capture once for each number of parts that a plan's head is tiled into.
     for parts in sorted({p.graph.tiles for p in plans}):
         options = replace(options, tile=parts or options.tile)
@@ -374,12 +526,7 @@ def stored_program(
             return built_program(call, plan, variant, options)
     if budget is None:
         raise mismatch
-    for variant in source.variants:
-        if (
-            replayed := _adapted(_known(call.module, variant), variant, budget, options)
-        ) is not None:
-            return built_program(call, replayed.plan, variant, options)
-    return _new_program(call, source, budget, options)
+    return new_or_known_program(call, budget=budget, options=options, source=source)
 
 
 def built_program(
@@ -390,6 +537,9 @@ def built_program(
     CheckFailed if it differs."""
     report("writing the code")
     plan = with_reserved(plan)
+    if source.earlier_workspaces:
+        graph = with_open_workspaces(plan.graph, source.earlier_workspaces)
+        plan = replace(plan, graph=graph)
     constants = tuple(t for _, t in source.run.constants)
     program = build_program(
         plan,

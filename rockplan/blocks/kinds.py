@@ -20,8 +20,16 @@ from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
-from rockplan.programs import built_program, program_in_training
+from rockplan.programs import (
+    NEARLY,
+    built_program,
+    program_in_training,
+    rung_program,
+    sized_problem,
+    with_sizes_open,
+)
 from rockplan.runtime.differences import described_call
+from rockplan.runtime.open_program import Limits
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.search.adapt import WORSE, carried_over
@@ -51,13 +59,13 @@ class Allowance:
     peak_bytes: int
     eager_bytes: int = 0
 
-    def of(self, eager: BoundedOption) -> tuple[int, int]:
-        """Return (saved bytes, peak bytes) allowed to a call whose unplanned option is `eager`:
-        more in proportion if it saves more than `eager_bytes` unplanned."""
-        if not 0 < self.eager_bytes < eager.saved_bytes:
-            return self.saved_bytes, self.peak_bytes
-        ratio = eager.saved_bytes / self.eager_bytes
-        return int(self.saved_bytes * ratio), int(self.peak_bytes * ratio)
+    def of(self, eager_bytes: int) -> Limits:
+        """Return (peak bytes, saved bytes) allowed to a call that saves eager_bytes unplanned: more
+        in proportion if that is more than its own `eager_bytes`."""
+        if not 0 < self.eager_bytes < eager_bytes:
+            return self.peak_bytes, self.saved_bytes
+        ratio = eager_bytes / self.eager_bytes
+        return int(self.peak_bytes * ratio), int(self.saved_bytes * ratio)
 
 
 UNLIMITED = Allowance(MOST_BYTES, MOST_BYTES)
@@ -138,14 +146,16 @@ def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
 @dataclass(eq=False)
 class BlockPrograms:
     """The programs of the blocks of a model, by kind and allowance. plan: of the whole step;
-    refused: paths of blocks that could not be planned when they were called -> why; switched_off:
-    configurations whose key-value cache was switched off; warned: keys of warnings given."""
+    chosen: digest of a graph and allowance -> its option; refused: paths of blocks that could not
+    be planned when they were called -> why; switched_off: configurations whose key-value cache was
+    switched off; warned: keys of warnings given."""
 
     options: Options
     plan: BlocksPlan | None = None
     switched_off: tuple[Any, ...] = ()
     refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
+    chosen: dict[tuple[str, Allowance], BoundedOption] = field(default_factory=dict)
     warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -200,21 +210,48 @@ class BlockMaker:
         """Return a program: that of an equal block, one adapted from a known plan, or a new one.
         The latter two are kept in `programs`, for other blocks."""
         options = self.programs.options
+        if (rung := self._another_rung(call, options)) is not None:
+            return rung
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
+        if program is None:
+            source = with_sizes_open(call, block.source, options, _of_a_step)
+            block = replace(block, source=source)
         if program is None:
             if self.allowance != UNLIMITED:  # of a measured step, which all processes run
                 refuse_apart([block.source.lowered.graph])
             problem = block_problem(block, options)
             # Whether one is adapted depends on times, which differ between processes.
             known = () if options.rerun_collectives else self.programs.of(self.allowance)
-            option = _adapted(problem, self.allowance, known)
+            option = self.programs.chosen.get((block.digest, self.allowance))
+            option = option or _adapted(problem, self.allowance, known)
             is_taken_over = option is not None
             option = option or block_option(problem, self.allowance, options)
+            self.programs.chosen[block.digest, self.allowance] = option
             program = built_block(block, problem, option, options)
             program = replace(program, is_taken_over=is_taken_over)
             self.programs.keep(block, self.allowance, program)
         return program
+
+    def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:
+        """Return a known program for calls of many sizes in a schedule for this call's; None if
+        there is none."""
+        known = sized_problem(call, options)
+        if known is None:
+            return None
+        program, problem, interface = known
+        problem = replace(problem, constrained=problem.graph, blocks=())
+        less = replace(
+            self.allowance,
+            saved_bytes=int(self.allowance.saved_bytes * NEARLY),
+            peak_bytes=int(self.allowance.peak_bytes * NEARLY),
+        )
+        chosen = self.programs.chosen
+        option = chosen.get((problem.graph_digest, self.allowance))
+        option = option or _adapted(problem, less, (program,)) or within(problem, less, options)
+        option = option or block_option(problem, self.allowance, options)
+        chosen[problem.graph_digest, self.allowance] = option
+        return rung_program(call, program, bounded_plan(problem, option), interface, options)
 
 
 def _adapted(
@@ -223,7 +260,7 @@ def _adapted(
     """Return the option of a known plan carried over to this problem, which differs in few
     operations or none (a trainer passes its layers a number that they do not read); None if none
     fits the allowance and is fast enough. Nothing is searched."""
-    saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
+    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
     for program in known:
         schedule = carried_over(program.plan, problem.graph)
         try:
@@ -239,11 +276,9 @@ def _adapted(
     return None
 
 
-def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
-    """Return the fastest option found within the allowance. If none fits, the smallest option found
-    is returned with a warning where options or allowance say so; otherwise InfeasibleBudget is
-    raised."""
-    saved_bytes, peak_bytes = allowance.of(eager_option(problem.graph))
+def within(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption | None:
+    """Return the fastest option found within the allowance, None if none is."""
+    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
     everything = option_with(problem, keep_all(problem.graph))
     if everything.saved_bytes <= saved_bytes and everything.peak_bytes <= peak_bytes:
         return everything
@@ -251,8 +286,20 @@ def block_option(problem: Problem, allowance: Allowance, options: Options) -> Bo
     if fastest is not None:
         return fastest
     least = option_with(problem, thriftiest(problem.graph, options))
-    if least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes:
-        return least
+    is_within = least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes
+    return least if is_within else None
+
+
+def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
+    """Return the fastest option found within the allowance. If none fits, the smallest option found
+    is returned with a warning where options or allowance say so; otherwise InfeasibleBudget is
+    raised."""
+    found = within(problem, allowance, options)
+    if found is not None:
+        return found
+    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
+    everything = option_with(problem, keep_all(problem.graph))
+    least = option_with(problem, thriftiest(problem.graph, options))
 
     def excess_bytes(option: BoundedOption) -> int:
         return max(option.peak_bytes - peak_bytes, option.saved_bytes - saved_bytes)

@@ -577,6 +577,7 @@ class _Job:
                         BlockMaker(path, self.programs, allowance),
                         self.options.on_mismatch,
                         self.options.on_infeasible,
+                        allowance=allowance,
                     ),
                     self.programs.warned,
                 )

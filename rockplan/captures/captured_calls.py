@@ -23,6 +23,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.free_sizes import Layout
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options
@@ -32,6 +33,8 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.problem import Problem, measured
 from rockplan.values.garbage_collection import paused_collection
+from rockplan.values.graph import CDGraph
+from rockplan.values.interface import Interface
 from rockplan.values.progress import report
 from rockplan.values.released import Releasable, releasable
 from rockplan.values.schedule import Waits
@@ -197,11 +200,13 @@ def largest_call(
 class CapturedCall:
     """One kind of call of a module as a graph, without prices. hooked: names of parameters that
     have hooks; in_parts: the same call with a tiled head, if the options ask for it and it can be
-    tiled."""
+    tiled; earlier_workspaces: if its sizes are symbols, the workspace of each node, in eager's
+    order, in the call that it was compared with."""
 
     lowered: Lowered
     hooked: frozenset[str]
     in_parts: CapturedCall | None = None
+    earlier_workspaces: tuple[int, ...] = ()
 
     @property
     def run(self) -> Capture:
@@ -219,23 +224,32 @@ class CapturedCall:
 
     @property
     def waits(self) -> Waits:
-        """(Contributions to the gradient of a parameter, parameter), all as storages, for each
-        parameter that has a hook."""
-        values, interface = self.lowered.graph.values, self.lowered.interface
-        hooked = {value for name, value in interface.parameters if name in self.hooked}
-        return tuple(
-            (tuple(values[g].data for g in gradients), values[target].data)
-            for target, gradients in interface.gradients
-            if gradients and target in hooked
-        )
+        return waits_of(self.lowered.graph, self.lowered.interface, self.hooked)
+
+
+def waits_of(graph: CDGraph, interface: Interface, hooked: frozenset[str]) -> Waits:
+    """Return (contributions to the gradient of a parameter, parameter), all as storages, for each
+    parameter that has a hook. hooked: names of these."""
+    values = graph.values
+    targets = {value for name, value in interface.parameters if name in hooked}
+    return tuple(
+        (tuple(values[g].data for g in gradients), values[target].data)
+        for target, gradients in interface.gradients
+        if gradients and target in targets
+    )
 
 
 def captured_call(
-    call: ModuleCall, options: Options, is_asked: bool = True, may_run: bool = True
+    call: ModuleCall,
+    options: Options,
+    is_asked: bool = True,
+    may_run: bool = True,
+    earlier: Mapping[int, Layout] | None = None,
 ) -> CapturedCall:
     """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
     Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
     may_run: the module may be called for real if its first call stores tables (`first_call`).
+    earlier: as for `capture`; sizes become symbols (`open_sizes`).
     Raises CaptureError, InvalidInput."""
     report("capturing the model")
     check_options(options)
@@ -244,7 +258,7 @@ def captured_call(
         incoming = dict.fromkeys(options.differentiated)
     # Not as a decorator, whose frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = _recorded(replace(call, incoming=incoming), options.only_loss, may_run)
+        run = _recorded(replace(call, incoming=incoming), options.only_loss, may_run, earlier)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
@@ -255,12 +269,14 @@ def captured_call(
         return CapturedCall(whole, hooked, in_parts)
 
 
-def _recorded(call: ModuleCall, only_loss: bool, may_run: bool) -> Capture:
+def _recorded(
+    call: ModuleCall, only_loss: bool, may_run: bool, earlier: Mapping[int, Layout] | None
+) -> Capture:
     """Record one call. If the module's first call stores tables and the original may be called for
     real (`may_run`), record it as a second call."""
     module, forward = call.module, original_forward(call.module)
     record = functools.partial(
-        capture, module, call.args, call.kwargs, forward, call.incoming, only_loss
+        capture, module, call.args, call.kwargs, forward, call.incoming, only_loss, earlier
     )
     try:
         return record()

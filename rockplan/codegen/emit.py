@@ -37,6 +37,7 @@ from rockplan.values.graph import (
 )
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
+from rockplan.values.sizes import Real, Size
 
 _INDENT = "    "
 
@@ -81,8 +82,9 @@ def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool =
 class _Names:
     """Unique Python identifiers for values and operators."""
 
-    def __init__(self) -> None:
-        self._taken: Counter[str] = Counter({"frame": 1, "torch": 1})
+    def __init__(self, taken: Iterable[str] = ()) -> None:
+        self._taken: Counter[str] = Counter({"frame": 1, "torch": 1, "math": 1})
+        self._taken.update(taken)
         self._of: dict[object, str] = {}
         self.operators: dict[str, str] = {}
 
@@ -124,7 +126,7 @@ class _Emitter:
         self._again = again
         self._interface = interface
         self._schedule = schedule
-        self._names = _Names()
+        self._names = _Names(interface.sizes.names)
         self._lines: list[str] = []
         self._alive: set[int] = set()
         self._live: dict[int, list[int]] = defaultdict(list)
@@ -239,6 +241,8 @@ class _Emitter:
     def _begin(self, name: str) -> None:
         self._lines += ["", "", f"def {name}(frame):"] if self._lines else [f"def {name}(frame):"]
         self._place = ""
+        if self._interface.sizes.symbols:
+            self._line(f"{_unpacked(self._interface.sizes.names)} = frame.sizes")
 
     def _line(self, text: str) -> None:
         """Add one statement; neighbouring `del`s become one."""
@@ -523,19 +527,27 @@ def _acting_results(graph: CDGraph) -> dict[int, str]:
     return results
 
 
+def _unpacked(names: Iterable[str]) -> str:
+    return "".join(f"{name}, " for name in names).rstrip()
+
+
 def _tuple(names: Iterable[str]) -> str:
     return f"({''.join(f'{n}, ' for n in names).rstrip()})"
 
 
-def emit_guard(guard: Guard, number: int) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return (the text of `guard_<number>(leaves, constants, buffers)`, which computes the value
-    that the guard checks; its identifiers with the operators they stand for)."""
-    names = _Names()
+def emit_guard(
+    guard: Guard, number: int, sizes: Sequence[str] = ()
+) -> tuple[str, tuple[tuple[str, str], ...]]:
+    """Return (the text of `guard_<number>(leaves, constants, buffers, sizes)`, which computes the
+    value that the guard checks; its identifiers with the operators they stand for). sizes: names of
+    the sizes of a call."""
+    names = _Names(sizes)
 
     def name(value: int) -> str:
         return names.of(value, f"v{value}")
 
-    lines = [f"def guard_{number}(leaves, constants, buffers):"]
+    lines = [f"def guard_{number}(leaves, constants, buffers, sizes):"]
+    lines += [f"{_INDENT}{_unpacked(sizes)} = sizes"] if sizes else []
     lines += [f"{_INDENT}{name(v)} = leaves[{i}]" for v, i in guard.inputs]
     lines += [f"{_INDENT}{name(v)} = constants[{i}]" for v, i in guard.constants]
     lines += [f"{_INDENT}{name(v)} = buffers[{i}]" for v, i in guard.buffers]
@@ -583,6 +595,8 @@ def _literal(argument: object, name: Callable[[int], str]) -> str:
         return name(argument.index)
     if isinstance(argument, tuple):
         return f"[{', '.join(_literal(a, name) for a in argument)}]"
+    if isinstance(argument, Size | Real):
+        return argument.text
     if isinstance(argument, float):
         return (
             repr(argument)

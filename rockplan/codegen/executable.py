@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.interface import Interface, OutputLeaf, PlacedStrides, Strides
 from rockplan.values.schedule import Schedule
+from rockplan.values.sizes import resized
 
 Pattern = tuple[Strides | None, ...]
 """For each output tensor the strides of its incoming gradient, None if it gets none."""
@@ -36,7 +37,7 @@ class Executable:
     numbers; early: positions of targets that are read after their complete gradient was handed
     over; again: builds the plan for a forward phase that runs once more, and so changes no buffers
     (raises BackwardError if that is impossible). layout: of the storages that it pages to the host,
-    if any.
+    if any. sizes: of the calls that it runs, as in `Interface.sizes`.
     """
 
     code: Code
@@ -54,6 +55,16 @@ class Executable:
     backward_ignores_autocast: bool
     again: Callable[[], Executable]
     layout: Layout | None
+    sizes: tuple[int, ...] = ()
+
+    def at(self, sizes: tuple[int, ...], numbers: Mapping[str, int | float]) -> Executable:
+        """Return the same code for calls of other sizes. numbers: expression -> its value."""
+        return replace(
+            self,
+            pattern=resized(self.pattern, numbers),
+            again=lambda: self.again().at(sizes, numbers),
+            sizes=sizes,
+        )
 
 
 @paused_collection()
@@ -97,6 +108,7 @@ def build(
             functools.partial(build, graph, interface, schedule, name, True, host_path)
         ),
         layout=layout,
+        sizes=interface.sizes_in(graph),
     )
 
 
@@ -137,11 +149,12 @@ def _early(
 class Frame(Pages):
     """State that the generated functions share during one run of them."""
 
-    __slots__ = ("_replay", "_tangents", "copies", "first", "residents", "saved")
+    __slots__ = ("_replay", "_tangents", "copies", "first", "residents", "saved", "sizes")
 
-    def __init__(self, residents: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, residents: tuple[torch.Tensor, ...], sizes: tuple[int, ...] = ()) -> None:
         super().__init__()
         self.residents = residents
+        self.sizes = sizes
         self.saved: dict[str, torch.Tensor] = {}
         self.copies: tuple[torch.Tensor, ...] = ()
         self.first: tuple[torch.Tensor | None, ...] = ()

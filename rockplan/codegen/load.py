@@ -6,6 +6,7 @@ The text always comes from `emit` in this process, never from a file.
 from __future__ import annotations
 
 import linecache
+import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -34,11 +35,12 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {
 @dataclass(frozen=True, slots=True)
 class Functions:
     """forward(frame) -> output tensors; backward[k](frame) -> gradients of slice k;
-    guards[i](leaves, constants, buffers) -> the value that must equal `expected` of guard i."""
+    guards[i](leaves, constants, buffers, sizes) -> the value that must equal `expected` of guard
+    i."""
 
     forward: SliceFunction
     backward: tuple[SliceFunction, ...]
-    guards: tuple[Callable[[Any, Any, Any], object], ...]
+    guards: tuple[Callable[[Any, Any, Any, Any], object], ...]
 
 
 def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] = ()) -> Functions:
@@ -51,7 +53,7 @@ def load(code: Code, interface: Interface, name: str, kernels: Sequence[Kernel] 
     namespace = _execute(code.source, code.operators, filename, functions)
     guards = []
     for number, guard in enumerate(interface.guards):
-        text, operators = emit_guard(guard, number)
+        text, operators = emit_guard(guard, number, interface.sizes.names)
         guards.append(
             _execute(text, operators, f"<rockplan guard {number} {name}>")[f"guard_{number}"]
         )
@@ -68,7 +70,7 @@ def _execute(
     """Execute the text and return its namespace. operators: (identifier in the text, operator);
     filename: its name in tracebacks; kernels: operator -> compiled function."""
     known = {**_FUNCTIONS, **(kernels or {})}
-    namespace: dict[str, Any] = {"torch": torch}
+    namespace: dict[str, Any] = {"torch": torch, "math": math}
     for identifier, op in operators:
         namespace[identifier] = known.get(op) or _operator(op)
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)

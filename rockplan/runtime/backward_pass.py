@@ -87,7 +87,7 @@ class SavedForBackward:
             self.residents = tuple(local_of(t) if i in local else t for i, t in pairs)
         self._executable = executable
         self._replan = replan
-        self._frame = Frame(self.residents)
+        self._frame = Frame(self.residents, executable.sizes)
         self._is_used = False
         self._default_dtype = torch.get_default_dtype()
 
@@ -165,7 +165,7 @@ class SavedForBackward:
                 "pass, from the outputs and in the strides of the plan"
             )
         self.check_residents(running.code.checked, _MODIFIED)
-        frame = Frame(self._as_before(running.code.copied))
+        frame = Frame(self._as_before(running.code.copied), running.sizes)
         self._refuse_second_calls(running, kept)
         frame.first = kept
         with rng_replay.restarted(self._starts):

@@ -79,7 +79,7 @@ class BoundProgram:
             ):
                 # Random numbers that the check draws are put back.
                 with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
-                    value = check(leaves, program.constants, buffers)
+                    value = check(leaves, program.constants, buffers, program.executable.sizes)
                 yield guard, value
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:

@@ -293,6 +293,18 @@ def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
     return (*parts, trees.shared(call), *switches_now())
 
 
+def opened_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the key of a call (structure, `call_key`) without sizes and strides of its tensors."""
+    structure, parts = key
+    return structure, ("open", *map(_without_sizes, parts))
+
+
+def _without_sizes(part: Any) -> Any:
+    # Of a tensor (`call_key`) 3 is the shape, 5 the strides.
+    is_tensor = type(part) is tuple and len(part) > 5 and type(part[3]) is torch.Size
+    return (*part[:3], len(part[3]), part[4], *part[6:]) if is_tensor else part
+
+
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     """Describe an input. Its offset in memory is left out: a forward that reads it has its own
     guard (`python_state.memory`)."""

@@ -37,7 +37,7 @@ from rockplan.runtime.call_checks import (
     warn_of_dispatch_modes,
     warn_of_saved_tensor_hooks,
 )
-from rockplan.runtime.guards import call_key
+from rockplan.runtime.guards import call_key, opened_key
 from rockplan.runtime.planned_state import (
     PLANNING,
     HasPlans,
@@ -152,7 +152,7 @@ class Planned(HasPlans):
             leaves = trees.tree_leaves((args, kwargs))
         key = (input_spec, call_key((args, kwargs), leaves))
         with without_default_device():
-            bound = matching(state.programs.get(key, ()), leaves)
+            bound = matching(state.programs.get(key, ()), leaves) or state.known_at(key, leaves)
         call = Called(key, args, kwargs, leaves)
         if bound is None:
             with PLANNING, paused_collection():
@@ -242,8 +242,9 @@ def add_program(
 ) -> None:
     """Add a program to a planned module, for calls like (args, kwargs), before any call."""
     assert isinstance(planned, HasPlans)
-    known = planned._rockplan.programs.setdefault(kind_of_call(args, kwargs), [])
-    known.append(bind_now(planned, program))
+    key = kind_of_call(args, kwargs)
+    key = key if program.open is None else opened_key(key)
+    planned._rockplan.programs.setdefault(key, []).append(bind_now(planned, program))
 
 
 def plan_in_place(

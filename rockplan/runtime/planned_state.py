@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+import operator
 import sys
 import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Any, TypeGuard
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, TypeGuard
 
 from torch import nn
 
@@ -15,7 +16,8 @@ from rockplan.errors import InvalidInput
 from rockplan.python_state.contents import copied
 from rockplan.python_state.holders import holder_at
 from rockplan.runtime.bound_program import BoundProgram, bind
-from rockplan.runtime.guards import ModuleSignature, signature_holds
+from rockplan.runtime.guards import ModuleSignature, opened_key, signature_holds
+from rockplan.runtime.open_program import Limits, OpenProgram, Place
 from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
 from rockplan.values.interface import Address, Assignment, Precedent
@@ -26,12 +28,20 @@ from rockplan.values.plan import Plan
 PLANNING = threading.RLock()
 
 
+class AllowanceLike(Protocol):
+    """What a block may take of a step."""
+
+    def of(self, eager_bytes: int) -> Limits:
+        """Return it for a call that saves eager_bytes between its phases unplanned."""
+
+
 @dataclass(frozen=True, slots=True)
 class PlanSettings:
     """How a module was planned, which its copies keep. make_program: plans further kinds of call;
     on_mismatch, on_infeasible: as in Options; outputs_chosen: the user said which outputs backward
     starts from; is_in_place: the planned module is the original itself (`plan_in_place`);
-    on_refused: of a module that is planned at its first call in training, None to raise."""
+    on_refused: of a module that is planned at its first call in training, None to raise; share: the
+    budget as a share of the unplanned peak, None if it is in bytes; allowance: of a block."""
 
     make_program: MakeProgram
     on_mismatch: str
@@ -39,13 +49,18 @@ class PlanSettings:
     outputs_chosen: bool = False
     is_in_place: bool = False
     on_refused: OnRefused | None = None
+    share: float | None = None
+    allowance: AllowanceLike | None = None
 
 
 @dataclass(slots=True)
 class PlannedState:
     """What a planned module carries besides the original's attributes.
 
-    programs: key of a kind of call (`kind_of_call`) -> its programs, the preferred one last;
+    programs: key of a kind of call (`kind_of_call`) -> its programs, the preferred one last; those
+    for many sizes under the key without sizes (`opened_key`). chosen: key of a kind of call -> (one
+    of these, itself at the sizes of the kind), for those that were called last; static: keys
+    without sizes -> leaves, axes and dimensions that no program leaves open; None: all.
     infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
     copy of; precedent: outputs that backward passes really started from, if not the assumed ones;
@@ -60,6 +75,8 @@ class PlannedState:
     latest: PlannedProgram | None = None
     programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
+    chosen: dict[Any, tuple[BoundProgram, BoundProgram]] = field(default_factory=dict)
+    static: dict[Any, set[Place] | None] = field(default_factory=dict)
     precedent: Precedent | None = None
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False
@@ -89,6 +106,72 @@ class PlannedState:
             self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
 
+    def known_at(self, key: Any, leaves: Sequence[Any]) -> BoundProgram | None:
+        """Return the program that was chosen for calls of this kind among those for many sizes;
+        None if there is none, or it does not hold any more."""
+        rung, bound = self.chosen.get(key, (None, None))
+        if bound is None or not any(b is rung for b in self.programs.get(opened_key(key), ())):
+            return None
+        return bound if bound.holds(leaves) else None
+
+    def choose(self, key: Any, leaves: Sequence[Any]) -> BoundProgram | None:
+        """Return the fastest of the programs for many sizes that is for this call and stays within
+        its budget; None if there is none, or if one that is made for these sizes would be much
+        faster."""
+        rungs = self.rungs(key, leaves)
+        if not rungs:
+            return None
+        sizes = sizes_in(rungs[0], leaves)
+        limits = self._limits(rungs, sizes)
+        for rung in sorted(rungs, key=lambda r: r.program.plan.overhead):
+            opened = opened_in(rung)
+            if not opened.fits(sizes, leaves, limits):
+                continue
+            is_fast = rung.program.plan.overhead <= LITTLE or len(rungs) >= MOST_RUNGS
+            pairs = zip(opened.least_bytes(opened.rows, sizes), limits, strict=True)
+            if is_fast or any(needed >= FULL * limit for needed, limit in pairs):
+                return self.at(key, rung, leaves, limits[0])
+            return None
+        for rung in rungs:  # where not even the smallest plan fitted, and runs all the same
+            own = rung.program.executable.sizes
+            if not opened_in(rung).fits(own, (), self._limits(rungs, own)):
+                return self.at(key, rung, leaves, limits[0])
+        return None
+
+    def _limits(self, rungs: Sequence[BoundProgram], sizes: tuple[int, ...]) -> Limits:
+        """Return what a call may take: the budget of the smallest plan so far, since a share means
+        more bytes for larger calls only; for a block its part of a step."""
+        opened, settings = opened_in(rungs[-1]), self.settings
+        peak_bytes, saved_bytes = opened.least_bytes(opened.kept, sizes)
+        if settings.allowance is not None:
+            return settings.allowance.of(saved_bytes)
+        budgets = (b.program.plan.budget_bytes for bounds in self.programs.values() for b in bounds)
+        own = (r.program.plan.budget_bytes for r in rungs if _is_of(r, sizes))
+        most_bytes = max(min(budgets), *own, int((settings.share or 0) * peak_bytes))
+        return most_bytes, most_bytes
+
+    def rungs(self, key: Any, leaves: Sequence[Any]) -> list[BoundProgram]:
+        """Return the programs for many sizes that are for this call: plans of one program."""
+        families: dict[int, list[BoundProgram]] = {}
+        for bound in self.programs.get(opened_key(key), ()):
+            if bound.program.open is not None and bound.program.open.sizes_of(leaves) is not None:
+                families.setdefault(id(bound.program.open.workspaces), []).append(bound)
+        for rungs in families.values():
+            if _at(rungs[-1], leaves, 0).holds(leaves):
+                return rungs
+        return []
+
+    def at(
+        self, key: Any, rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int
+    ) -> BoundProgram:
+        """Return one of the programs for many sizes at those of a call, which later calls of this
+        kind find. limit_bytes: their budget."""
+        bound = _at(rung, leaves, limit_bytes)
+        if len(self.chosen) >= MOST_CHOSEN:
+            del self.chosen[next(iter(self.chosen))]
+        self.chosen[key] = rung, bound
+        return bound
+
     @property
     def of_copies(self) -> tuple[Any, ...]:
         """The fields that a copy starts with, the first ones."""
@@ -107,7 +190,7 @@ class PlannedState:
     @property
     def plan(self) -> Plan:
         """The plan that ran last; before the first call, the one that `solve` made."""
-        return self._latest.plan
+        return self._latest.plan_here
 
     @property
     def _latest(self) -> PlannedProgram:
@@ -125,6 +208,39 @@ class PlannedState:
     def code(self) -> str:
         """The generated Python of `plan`."""
         return self._latest.executable.code.source
+
+
+MOST_RUNGS = 6
+FULL = 0.8
+LITTLE = 0.005
+"""A plan for many sizes serves a call whose peak is this share of its budget, or if it recomputes
+less than this share of a step; else one is made for the call, as long as there are fewer than
+MOST_RUNGS."""
+
+MOST_CHOSEN = 1024
+"""Kinds of call of which it is known which program runs them; some 2 KB each."""
+
+
+def opened_in(rung: BoundProgram) -> OpenProgram:
+    """Return what a program for many sizes knows of them."""
+    assert rung.program.open is not None
+    return rung.program.open
+
+
+def sizes_in(rung: BoundProgram, leaves: Sequence[Any]) -> tuple[int, ...]:
+    """Return the sizes of a call that a program is for."""
+    sizes = opened_in(rung).sizes_of(leaves)
+    assert sizes is not None
+    return sizes
+
+
+def _at(rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int) -> BoundProgram:
+    return replace(rung, program=rung.program.at(sizes_in(rung, leaves), limit_bytes))
+
+
+def _is_of(rung: BoundProgram, sizes: tuple[int, ...]) -> bool:
+    """Return whether the plan was made for a call that is nowhere larger than `sizes`."""
+    return all(map(operator.le, rung.program.executable.sizes, sizes))
 
 
 def put_assignments(module: nn.Module, assignments: Iterable[Assignment]) -> None:

@@ -16,13 +16,16 @@ from torch import nn
 
 from rockplan.codegen.executable import Executable, build
 from rockplan.errors import CaptureError
+from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state import trees
 from rockplan.runtime.differences import NOTHING_SAID, DescribedCall
+from rockplan.runtime.open_program import OpenProgram
 from rockplan.values.columns import aligned
 from rockplan.values.interface import Incoming, Interface, Precedent, Strides
 from rockplan.values.literals import picklable
 from rockplan.values.plan import Plan
+from rockplan.values.sizes import resized
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +35,9 @@ class PlannedProgram:
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
     the budget has room; call: the planned call in words; adapted_from: digest of another graph
     whose plan was adapted to this graph, '' if none was; host_path: folder of what it pages to the
-    host, on the CPU; is_taken_over: its plan is a known one, as it was or adapted. Copies share
-    everything but the constants; a pickle holds the plan as data, and the code is generated again
-    from it.
+    host, on the CPU; is_taken_over: its plan is a known one, as it was or adapted; open: of a
+    program for calls of several sizes. Copies share everything but the constants; a pickle holds
+    the plan as data, and the code is generated again from it.
     """
 
     plan: Plan
@@ -47,6 +50,28 @@ class PlannedProgram:
     adapted_from: str = ""
     host_path: str | None = None
     is_taken_over: bool = False
+    open: OpenProgram | None = None
+
+    def at(self, sizes: tuple[int, ...], limit_bytes: int) -> PlannedProgram:
+        """Return the program for calls of these sizes, which shares its code. limit_bytes: their
+        budget."""
+        assert self.open is not None
+        numbers = self.open.few.at(sizes)
+        outputs = resized(self.interface.outputs, numbers)
+        return replace(
+            self,
+            plan=replace(self.plan, budget_bytes=limit_bytes),
+            interface=replace(self.interface, outputs=outputs),
+            executable=self.executable.at(sizes, numbers),
+        )
+
+    @property
+    def plan_here(self) -> Plan:
+        """The plan at the sizes of the call that this program is for."""
+        sizes = self.executable.sizes
+        if self.open is None or sizes == self.interface.sizes_in(self.plan.graph):
+            return self.plan
+        return self.open.plan_at(self.plan, sizes)
 
     @property
     def is_of_this_process(self) -> bool:
@@ -108,16 +133,21 @@ def build_program(
     hooked: frozenset[str] = frozenset(),
     call: DescribedCall = NOTHING_SAID,
     host_path: str | None = None,
+    workspaces: OpenWorkspaces | None = None,
 ) -> PlannedProgram:
     """Generate the code of `plan` and return the program that runs it. interface: which values are
-    parameters, inputs and results; the others as in `PlannedProgram`.
+    parameters, inputs and results; workspaces: as for `OpenProgram.of`; the others as in
+    `PlannedProgram`.
 
     Raises HostMemoryError if the host has no room for what the plan pages.
     """
     name = plan.graph_digest[:8]
     executable = build(plan.graph, interface, plan.schedule, name, host_path=host_path)
     made_of = (plan, interface, executable, constants, output_spec, hooked, call)
-    return PlannedProgram(*made_of, host_path=host_path)
+    opened = None
+    if interface.sizes.symbols:
+        opened = OpenProgram.of(plan.graph, interface, plan.schedule, workspaces)
+    return PlannedProgram(*made_of, host_path=host_path, open=opened)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -47,8 +47,19 @@ from rockplan.runtime.differences import (
     described_call,
     module_differences,
 )
-from rockplan.runtime.guards import module_signature, signature_holds, with_tensors_of
-from rockplan.runtime.planned_state import PLANNING, HasPlans, bind_now, original_forward
+from rockplan.runtime.guards import (
+    module_signature,
+    opened_key,
+    signature_holds,
+    with_tensors_of,
+)
+from rockplan.runtime.planned_state import (
+    PLANNING,
+    HasPlans,
+    bind_now,
+    original_forward,
+    programs_of,
+)
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import under_default_device
 from rockplan.values.garbage_collection import paused_collection
@@ -82,7 +93,7 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
     bound = matching(state.programs.get(key, ()), leaves)
     if bound is None:
         rebind(planned, original_forward(planned), state.programs)
-        bound = matching(state.programs.get(key, ()), leaves)
+        bound = matching(state.programs.get(key, ()), leaves) or state.choose(key, leaves)
         if SHARDING not in state.warned and is_sharded(planned):
             state.warned.add(SHARDING)
             warn_of_sharding(planned, state.settings.is_in_place)
@@ -92,6 +103,8 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
         if state.latest is None and not state.programs:
             refuse_capture(planned, leaves)
             return _first_bound(planned, call)
+        if state.rungs(key, leaves):  # a program that is known, in another schedule
+            return _new_bound(planned, call, _changes(planned, call))
         if state.settings.on_mismatch == "original" and state.has_warned_of_original:
             return None
         if state.settings.on_mismatch == "original":
@@ -171,9 +184,12 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
     known = (b for bounds in state.programs.values() for b in bounds)
     signature = known_signature(known, program)
     bound = bind(planned, original_forward(planned), program, signature)
-    state.add(call.key, bound)
     state.watch.begin(planned)
-    return bound
+    if program.open is None:
+        state.add(call.key, bound)
+        return bound
+    state.add(opened_key(call.key), bound)
+    return state.at(call.key, bound, call.leaves, program.plan.budget_bytes)
 
 
 _OTHER_OUTPUTS = Differences(
@@ -193,23 +209,29 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     that, or a plan was searched."""
     assert isinstance(call.module, HasPlans)
     state = call.module._rockplan
+    known = [p.open.workspaces for p in programs_of(call.module) if p.open is not None]
     started = time.monotonic()
     with state.watch.aside():
         program = state.settings.make_program(call)
-    state.count += 1
+    # Another schedule of a program for many sizes.
+    is_rung = program.open is not None and any(w is program.open.workspaces for w in known)
+    state.count += not is_rung
     taken_s = time.monotonic() - started
     _SPENT[state.original.__qualname__] += taken_s
     advice = changes.advice or "Each such kind is planned for once"
-    if state.count == _EVER_NEW:
+    if program.open is not None:
+        advice = "Such calls of other sizes run it too"
+    elif state.count == _EVER_NEW:
         advice = _FOR_EVER_NEW
     # All blocks of a model meet another kind of call at the same step: each would log it.
     is_early = state.settings.is_in_place and state.count < _SAID_OF_BLOCKS
     # A known plan may do where nothing can be changed, or where a sample was not quite like a step.
     is_easy = program.is_taken_over and not (changes.advice and state.has_run)
-    is_usual = is_easy or changes is _OTHER_STRIDES or is_early
+    is_usual = is_easy or changes is _OTHER_STRIDES or is_early or program.open is not None
     is_said = state.count == _EVER_NEW or (state.count < _EVER_NEW and not is_usual)
+    level = logging.WARNING if is_said and program.open is None else logging.INFO
     LOG.log(
-        logging.WARNING if is_said else logging.INFO,
+        logging.DEBUG if is_rung else level,
         "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
         state.original.__qualname__,
         ordinal(state.count),
@@ -309,7 +331,8 @@ class Situation:
         BackwardError if the module has changed since the forward."""
         module, state = self.planned, self.planned._rockplan
         # What the call itself wrote into Python objects is no change.
-        same = (b for b in state.programs[self.call.key] if b.program is self.bound.program)
+        own = state.programs.setdefault(self.call.key, [])
+        same = (b for b in own if b.program is self.bound.program)
         if not any(signature_holds(b.signature) for b in (self.bound, *same)):
             changed = Differences(module_differences(self.bound.signature))
             raise BackwardError(
@@ -319,8 +342,8 @@ class Situation:
                 "configuration that planned blocks share), run the model once on the sample, then "
                 "plan it"
             )
-        rebind(module, original_forward(module), {self.call.key: state.programs[self.call.key]})
         bounds = state.programs[self.call.key]
+        rebind(module, original_forward(module), {self.call.key: bounds})
         known = [b for b in bounds if b.program.executable.pattern == pattern]
         other = matching(known, self.call.leaves)
         if other is None:
@@ -328,6 +351,8 @@ class Situation:
         else:
             bounds.remove(other)
         if self._is_preferred(pattern):
+            # Calls of other sizes will most likely start so, too.
+            state.programs.pop(opened_key(self.call.key), None)
             bounds.append(other)
             incoming, before = other.program.incoming, state.precedent
             is_repeated = before is not None and before.incoming.keys() == incoming.keys()

@@ -22,7 +22,9 @@ from itertools import islice
 
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule
-from rockplan.graph_builder.costs.scaled import scaled
+from rockplan.graph_builder.costs.call_key import device_of
+from rockplan.graph_builder.costs.price import profile_of
+from rockplan.graph_builder.costs.scaled import scaled, with_scaled_times
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
@@ -105,6 +107,29 @@ def adapted(
         if plan is not None:
             return Adapted(plan, one.plan, one.has_other_sizes(lowered.graph))
     return None
+
+
+def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: Options) -> Problem:
+    """Return the problem of the graph of a known plan at other sizes, with times scaled from those
+    of the plan. graph: the same nodes, with their bytes; waits: as for `adapted`."""
+    same = {node.index: node.index for node in graph.nodes}
+    priced = with_scaled_times(graph, known.graph, same)
+    profile = replace(
+        profile_of("", device_of(graph), {}),
+        source=f"sizes computed, times scaled from those of graph {known.graph_digest[:12]}",
+    )
+    return replace(problem_of_priced(priced, profile, options), waits=waits)
+
+
+def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | None:
+    """Return a plan within `budget` that replays the schedule of one of the plans `known`, which
+    are for the graph of the problem at other sizes; those that recompute less are tried first. None
+    if none carries over."""
+    same = {node.index: node.index for node in problem.graph.nodes}
+    alike = [_Alike(plan, same) for plan in sorted(known, key=lambda plan: plan.overhead)]
+    limit_bytes = _limit_bytes(alike, problem, budget)
+    plans = (_transferred(one, problem, limit_bytes) for one in alike)
+    return next((plan for plan in plans if plan is not None), None)
 
 
 def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:

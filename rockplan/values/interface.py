@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rockplan.values.graph import Call, TensorSpec
+from rockplan.values.graph import Call, CDGraph, TensorSpec
+from rockplan.values.sizes import STATIC, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,7 +175,7 @@ class Interface:
     backward_ignores_autocast: the backward pass is the same under autocast as without.
     reads: attributes that decide whether the run is still right.
     distributed: values of DTensors (of each its local tensor) that the caller has, with the spec of
-    their gradient, None without one.
+    their gradient, None without one. sizes: symbols of the sizes of calls that it is for.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -191,6 +192,13 @@ class Interface:
     backward_ignores_autocast: bool
     distributed: tuple[tuple[int, Any], ...] = ()
     reads: AttributesRead = field(default=EVERYTHING, compare=False)
+    sizes: Sizes = STATIC
+
+    def sizes_in(self, graph: CDGraph) -> tuple[int, ...]:
+        """Return the values of the symbols in the call of `graph`."""
+        specs = ((position, graph.values[value].spec) for position, value in self.inputs)
+        layouts = {position: (spec.shape, spec.stride) for position, spec in specs}
+        return tuple(int(symbol.of(layouts)) for symbol in self.sizes.symbols)
 
     @property
     def results(self) -> tuple[int, ...]:

@@ -225,7 +225,12 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
             for made, size_bytes in step.made.items():
                 sizes[made] = max(sizes.get(made, 0), size_bytes)
     distinct = sizes.keys()
-    data = tuple(replace(d, size_bytes=sizes.get(d.index, d.size_bytes)) for d in graph.data)
+    data = tuple(
+        d
+        if sizes.get(d.index, d.size_bytes) == d.size_bytes  # which keeps an expression
+        else replace(d, size_bytes=sizes[d.index])
+        for d in graph.data
+    )
     nodes = []
     for node in graph.nodes:
         takes = tuple(t for t in node.takes if distinct >= {*t.operands})

@@ -60,16 +60,19 @@ def scaled(
     `graph` -> index of the same node in `known`; nodes without one are scaled as the sum of all."""
     keys = call_keys(graph)
     profile = sized(graph, values, keys)
-    priced = price(graph, profile, keys)
+    return with_scaled_times(price(graph, profile, keys), known, alike), profile
+
+
+def with_scaled_times(graph: CDGraph, known: CDGraph, alike: Mapping[int, int]) -> CDGraph:
+    """Return `graph` with times as `scaled` finds them."""
     estimates_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
     usual_rate = known.time_ns / max(sum(estimates_ns), 1)
     nodes = []
-    for node in priced.nodes:
+    for node, now_ns in zip(graph.nodes, estimated_ns(graph), strict=True):
         same = alike.get(node.index)
         rate = usual_rate if same is None else known.nodes[same].time_ns / estimates_ns[same]
-        # Times of `sized` are estimates.
-        nodes.append(replace(node, time_ns=round(rate * _with_calls(node, node.time_ns))))
-    return replace(priced, nodes=tuple(nodes)), profile
+        nodes.append(replace(node, time_ns=round(rate * _with_calls(node, now_ns))))
+    return replace(graph, nodes=tuple(nodes))
 
 
 def _with_calls(node: ComputeNode, estimated_ns: int) -> int:

@@ -222,6 +222,7 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
         backward_ignores_autocast=capture.backward_ignores_autocast,
         distributed=tuple((of(value), spec) for value, spec in capture.distributed),
         reads=capture.reads,
+        sizes=capture.sizes,
     )
 
 

@@ -30,6 +30,10 @@ from rockplan.graph_builder.operators.facts import (
     written,
 )
 from rockplan.graph_builder.operators.rows import ShapeRule
+from rockplan.graph_builder.operators.symbols import are_known, hints, known_number
+
+# Functions of the base class, as in `recorded.run.tensor_spec`.
+_OF = torch._C.TensorBase
 
 
 def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -48,6 +52,9 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return None  # as the real call does; it may have no rule for fake tensors
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
+    if rule is ShapeRule.INPUT_SIZE and not all(map(_is_static, tensors((args, kwargs)))):
+        sizes: Any = given(operator, "input_size", args, kwargs)  # the rule takes no symbols
+        return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
     result = operator(*args, **kwargs)
     if rule is ShapeRule.STORAGE_AS_LARGE:
         return _on_storage_as_large(result, args[0])
@@ -115,7 +122,7 @@ class SeenLayouts:
         if orders is None or len(orders) not in (0, len(made)):
             return None
         pairs = zip(made, orders, strict=False)
-        return tuple((_dense(t.shape, order), dtype) for t, (order, dtype) in pairs)
+        return tuple((dense_strides(t.shape, order), dtype) for t, (order, dtype) in pairs)
 
     def remember(
         self, call: object, made: Sequence[torch.Tensor], real: tuple[_Layout, ...]
@@ -127,10 +134,10 @@ class SeenLayouts:
             return
         pairs = [*zip(made, real, strict=False)]
         is_dense = all(
-            len(stride) == t.ndim and _dense(t.shape, _outermost_first(stride)) == stride
+            len(stride) == t.ndim and dense_strides(t.shape, outermost_first(stride)) == stride
             for t, (stride, _) in pairs
         )
-        orders = ((tuple(_outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
+        orders = ((tuple(outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
         self.results[call] = tuple(orders) if is_dense else None
 
 
@@ -167,7 +174,7 @@ def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
     """Return (dimensions from the outermost to the innermost; for each 0, 1 or 2 for no, one or
     several elements; for each 1 if it lies without a gap around the next, -1 if it repeats
     elements, else 0)."""
-    order = _outermost_first(strides)
+    order = outermost_first(strides)
     beside = [0] * len(order)
     expected = 1
     for dimension in reversed(order):
@@ -176,18 +183,19 @@ def _arrangement(shape: Sequence[int], strides: Sequence[int]) -> object:
     return tuple(order), tuple(min(n, 2) for n in shape), tuple(beside)
 
 
-def _outermost_first(strides: Sequence[int]) -> list[int]:
+def outermost_first(strides: Sequence[int]) -> list[int]:
+    """Return the dimensions from the outermost in memory to the innermost."""
     return sorted(range(len(strides)), key=lambda d: (-strides[d], d))
 
 
-def _dense(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
+def dense_strides(shape: Sequence[int], order: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a tensor of this shape without gaps. order: dimensions
     from the outermost to the innermost."""
     strides = [1] * len(shape)
     expected = 1
     for dimension in reversed(order):
         strides[dimension] = expected
-        expected *= max(shape[dimension], 1)
+        expected = expected * (shape[dimension] or 1)
     return tuple(strides)
 
 
@@ -229,18 +237,25 @@ class Layouts:
             return result
         if not is_view and not _may_differ(args, kwargs):
             return result
-        known = self._layouts(operator, args, kwargs, made, is_view)
+        if all(map(_is_static, (*given, *made))):
+            known = self._layouts(operator, args, kwargs, made, is_view)
+        else:
+            at_hints = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=_is_tensor)
+            known = _real_layouts(operator, at_hints[0], at_hints[1], is_view)
         if len(known) != len(made):
             return result
         layouts = iter(known)
 
         def correct(leaf: torch.Tensor) -> torch.Tensor:
             stride, dtype = next(layouts)
-            if len(stride) != leaf.ndim or (stride, dtype) == (leaf.stride(), leaf.dtype):
+            own = hints(_OF.stride(leaf))
+            if len(stride) != leaf.ndim or (stride, dtype) == (own, leaf.dtype):
                 return leaf
+            shape = _OF.shape.__get__(leaf)  # type: ignore[attr-defined]
+            strides = _as_real(leaf, shape, stride)
             if is_view:
-                return leaf.as_strided(leaf.shape, stride, leaf.storage_offset())
-            return torch.empty_strided(leaf.shape, stride, dtype=dtype, device=leaf.device)
+                return leaf.as_strided(shape, strides, leaf.storage_offset())
+            return torch.empty_strided(shape, strides, dtype=dtype, device=leaf.device)
 
         return pytree.tree_map_only(torch.Tensor, correct, result)
 
@@ -281,8 +296,45 @@ def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
-    as_new = all(t.stride() == make_contiguous_strides_for(t.shape) for t in given)
+    layouts = ((hints(_OF.shape.__get__(t)), hints(_OF.stride(t))) for t in given)  # type: ignore[attr-defined]
+    as_new = all(strides == make_contiguous_strides_for(shape) for shape, strides in layouts)
     return plain and (len(dtypes) > 1 or not as_new)
+
+
+def _is_static(tensor: torch.Tensor) -> bool:
+    """Return whether no size, stride or offset of the tensor is a symbol."""
+    shape = _OF.shape.__get__(tensor)  # type: ignore[attr-defined]
+    return are_known((*shape, *_OF.stride(tensor), _OF.storage_offset(tensor)))
+
+
+def _is_tensor(leaf: object) -> bool:
+    return isinstance(leaf, torch.Tensor)
+
+
+def _at_hint(leaf: Any) -> Any:
+    """Return an argument with the sizes of the recorded call."""
+    if isinstance(leaf, torch.SymInt):
+        return int(known_number(leaf))
+    if isinstance(leaf, torch.SymFloat):
+        return float(known_number(leaf))
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    shape = hints(_OF.shape.__get__(leaf))  # type: ignore[attr-defined]
+    strides = hints(_OF.stride(leaf))
+    with _disable_current_modes():
+        return torch.empty_strided(shape, strides, dtype=leaf.dtype, device=leaf.device)
+
+
+def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) -> tuple[Any, ...]:
+    """Return the strides of a real result as expressions: of a dense one those that follow from its
+    shape, else those that the fake result has too."""
+    if _is_static(leaf):
+        return stride
+    order = outermost_first(stride)
+    if dense_strides(hints(shape), order) == stride:
+        return dense_strides(shape, order)
+    pairs = zip(_OF.stride(leaf), stride, strict=True)
+    return tuple(own if known_number(own) == real else real for own, real in pairs)
 
 
 def _real_layouts(

@@ -40,6 +40,7 @@ class ShapeRule(StrEnum):
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
+    INPUT_SIZE = "of the sizes that it is given"
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +295,15 @@ ROWS: tuple[OperatorFacts, ...] = (
     # Of 702 entries of PyTorch's op_db, forward and backward, only scatters make storages whose
     # size depends on that of an argument's storage. Grouped products need bfloat16 only on CUDA.
     OperatorFacts("aten._grouped_mm.default", shape_rule=ShapeRule.GROUPED_PRODUCT),
+    *_alike(
+        "aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default "
+        "aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default "
+        "aten.upsample_bilinear2d_backward.default aten.upsample_bicubic2d_backward.default "
+        "aten.upsample_trilinear3d_backward.default "
+        "aten._upsample_nearest_exact2d_backward.default "
+        "aten._upsample_bilinear2d_aa_backward.default",
+        shape_rule=ShapeRule.INPUT_SIZE,
+    ),
     *_alike(
         "aten.as_strided_scatter.default aten.diagonal_scatter.default "
         "aten.select_scatter.default aten.slice_scatter.default",

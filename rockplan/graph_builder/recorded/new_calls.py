@@ -13,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.results import Results
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
@@ -70,7 +71,9 @@ class NewCalls:
             self._memory[ordinal] = storage
             self._next_storage += 1
         number = len(self.values)
-        self.values.append(RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes())))
+        self.values.append(
+            RecordedValue(tensor_spec(tensor), ordinal, known_number(storage.nbytes()))
+        )
         self._fakes[number] = tensor
         return number
 

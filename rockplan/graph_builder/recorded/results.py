@@ -15,10 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.graph_builder.operators import facts, layouts
+from rockplan.graph_builder.operators.symbols import are_known
 from rockplan.graph_builder.recorded.specs import spanned
 
 # Functions of the base classes, as in `tensor_spec`: while recording, an attribute of a fake tensor
@@ -45,7 +47,7 @@ class _MadeTensor:
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
-    offset: int
+    offset: int | torch.SymInt
     dtype: torch.dtype
     device: torch.device
     source: int | None
@@ -85,8 +87,14 @@ class Results:
         recipe = None if key is None else self._known.get(key)
         if recipe is not None:
             return self._follow(recipe, tensors)
-        recipe = None if key is None or kwargs else _worked_out(operator, args, tensors)
-        if recipe is None:
+        is_static = self.fake_mode.shape_env is None or _is_static(args, tensors)
+        can_run = is_static and key is not None and not kwargs
+        recipe = _worked_out(operator, args, tensors) if can_run else None
+        if recipe is None and not is_static:
+            # Around the rules alone: around the forward it would change what autograd calls.
+            with enable_python_dispatcher():
+                result = layouts.fake_result(operator, args, kwargs)
+        elif recipe is None:
             result = layouts.fake_result(operator, args, kwargs)
         else:
             result = self._follow(recipe, tensors)
@@ -208,27 +216,52 @@ def _described(argument: Any) -> Hashable:
     and value of a literal, each item of a list."""
     if isinstance(argument, FakeTensor):
         return (
-            _OF.shape.__get__(argument),  # type: ignore[attr-defined]
-            _OF.stride(argument),
-            _OF.storage_offset(argument),
+            tuple(map(_sized, _OF.shape.__get__(argument))),  # type: ignore[attr-defined]
+            tuple(map(_sized, _OF.stride(argument))),
+            _sized(_OF.storage_offset(argument)),
             _OF.dtype.__get__(argument),  # type: ignore[attr-defined]
             fake_device(argument),
         )
     if isinstance(argument, list | tuple):
         return (type(argument), *map(_described, argument))
+    if isinstance(argument, torch.SymInt | torch.SymFloat):
+        return _sized(argument)
     # Equal numbers of different types (1, 1.0, True) promote differently.
     literal: Hashable = (type(argument), argument)
     return literal
 
 
-def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, int], ...]:
+def _sized(number: Any) -> Hashable:
+    """Return a number as part of a key; the hash of a SymInt would be a guard."""
+    return number if type(number) is int else (type(number), number.node.expr)
+
+
+def _is_static(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
+    """Return whether no size of an argument is a symbol. tensors: those among `args`."""
+    sizes = (
+        n
+        for t in tensors
+        for n in (
+            *_OF.shape.__get__(t),  # type: ignore[attr-defined]
+            *_OF.stride(t),
+            _OF.storage_offset(t),
+            _OF.untyped_storage(t).nbytes(),
+        )
+    )
+    return are_known(sizes) and all(type(a) in _STATIC_ARGUMENTS for a in args)
+
+
+_STATIC_ARGUMENTS = (int, float, bool, str, type(None), FakeTensor)
+
+
+def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, Hashable], ...]:
     """Return for each tensor (position of the first that is the same object, position of the first
     in the same storage, bytes of the storage)."""
     storages = [_OF.untyped_storage(t) for t in tensors]
     objects = [id(t) for t in tensors]
     places = [s._cdata for s in storages]
     return tuple(
-        (objects.index(o), places.index(p), s.nbytes())
+        (objects.index(o), places.index(p), _sized(s.nbytes()))
         for o, p, s in zip(objects, places, storages, strict=True)
     )
 
@@ -271,7 +304,7 @@ def _leaf(leaf: FakeTensor, tensors: Sequence[torch.Tensor]) -> _Leaf:
     return _MadeTensor(
         tuple(leaf.shape),
         leaf.stride(),
-        int(leaf.storage_offset()),
+        leaf.storage_offset(),
         leaf.dtype,
         fake_device(leaf),
         source,

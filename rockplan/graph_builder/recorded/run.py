@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.results import fake_device
 from rockplan.graph_builder.recorded.text import run_text
 from rockplan.graph_builder.recorded.view import RunView
@@ -28,6 +29,7 @@ from rockplan.values.interface import (
     OutputLeaf,
     Question,
 )
+from rockplan.values.sizes import STATIC, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,9 +74,9 @@ def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
     """
     of = torch._C.TensorBase
     return TensorSpec(
-        shape=tuple(map(int, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
-        stride=tuple(map(int, of.stride(tensor))),
-        offset=int(of.storage_offset(tensor)),
+        shape=tuple(map(known_number, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
+        stride=tuple(map(known_number, of.stride(tensor))),
+        offset=known_number(of.storage_offset(tensor)),
         dtype=str(of.dtype.__get__(tensor)),  # type: ignore[attr-defined]
         device=str(fake_device(tensor) if type(tensor) is FakeTensor else tensor.device),
         is_conj=of.is_conj(tensor),
@@ -108,7 +110,8 @@ class Capture:
     samples: value -> real tensor, for integer inputs and what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
     `lowering.buffer_copies`. kernels: those that calls name, see `fusion`. tiles: how the head is
-    tiled, see `tiling`. distributed, reads: as in Interface.
+    tiled, see `tiling`. distributed, reads: as in Interface. sizes: symbols of its sizes, if it is
+    for calls of several.
     """
 
     values: tuple[RecordedValue, ...]
@@ -130,6 +133,7 @@ class Capture:
     tiles: Tiles = NO_TILES
     distributed: tuple[tuple[int, Any], ...] = ()
     reads: AttributesRead = EVERYTHING
+    sizes: Sizes = STATIC
 
     @cached_property
     def view(self) -> RunView:

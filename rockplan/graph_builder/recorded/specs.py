@@ -12,6 +12,7 @@ from math import prod
 import torch
 
 from rockplan.values.graph import TensorSpec
+from rockplan.values.sizes import Size
 
 # The caching allocator of CUDA hands out multiples of this.
 CUDA_GRANULE_BYTES = 512
@@ -63,5 +64,10 @@ def _item_bytes(spec: TensorSpec) -> int:
 def allocated_bytes(size_bytes: int, device: str) -> int:
     """Return the bytes that the allocator of a device ('cuda:0', or its type) hands out for a
     storage of `size_bytes`."""
-    granule = CUDA_GRANULE_BYTES if device.startswith("cuda") else 1
-    return -(-size_bytes // granule) * granule
+    if not device.startswith("cuda"):
+        return size_bytes
+    rounded = -(-size_bytes // CUDA_GRANULE_BYTES) * CUDA_GRANULE_BYTES
+    if not isinstance(size_bytes, Size):
+        return rounded
+    granules = f"-(-({size_bytes.text}) // {CUDA_GRANULE_BYTES})"
+    return Size(rounded, f"{granules} * {CUDA_GRANULE_BYTES}")

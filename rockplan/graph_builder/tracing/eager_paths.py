@@ -20,6 +20,7 @@ from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
 
+from rockplan.graph_builder.operators.symbols import are_known
 from rockplan.graph_builder.tracing import addresses
 from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
@@ -301,7 +302,33 @@ WARNING_OF_COMPILED_MODULES = Patch(
     "a recording has hooks on every module, against which a compiled module warns when called",
 )
 
+
+def _upsample(original: Any, recording: RecordingAccess) -> Any:
+    def upsample(input: torch.Tensor, output_size: Any, *rest: Any) -> Any:
+        sizes = torch._C.TensorBase.shape.__get__(input)  # type: ignore[attr-defined]
+        if are_known((*sizes, *(output_size or ()))):
+            return original(input, output_size, *rest)
+        scales = rest[-1] or [None] * (len(sizes) - 2)
+        if output_size is None:
+            pairs = zip(sizes[2:], scales, strict=True)
+            output_size = [torch.sym_int(size * float(scale)) for size, scale in pairs]
+        operator = getattr(torch.ops.aten, original.__name__).default
+        return operator(input, [*output_size], *rest[:-1], *scales)
+
+    return upsample
+
+
+_UPSAMPLES = (
+    *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
+    *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
+    "_upsample_nearest_exact2d",
+)
+
 PATCHES: tuple[Patch, ...] = (
+    *(
+        Patch(torch._C._nn, name, _upsample, "in C++ it takes no symbols as sizes")
+        for name in _UPSAMPLES
+    ),
     Patch(
         "transformers",
         "is_fake_tensor",

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import (
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
@@ -226,7 +227,7 @@ class Recorder(TorchDispatchMode):
         storage = tensor.untyped_storage()
         ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
         self._alive.append(storage)
-        return RecordedValue(tensor_spec(tensor), ordinal, int(storage.nbytes()))
+        return RecordedValue(tensor_spec(tensor), ordinal, known_number(storage.nbytes()))
 
     def refuse(self, error: CaptureError) -> NoReturn:
         """Raise `error`, and remember it: a model that catches it, and continues in another way
@@ -432,7 +433,8 @@ class Recorder(TorchDispatchMode):
         if base is None or not isinstance(result, torch.Tensor):
             return result
         spec = self.values[base].spec
-        if tuple(result.shape) != spec.shape or result.stride() == spec.stride:
+        now = tensor_spec(result)
+        if now.shape != spec.shape or now.stride == spec.stride:
             return result
         empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
         kind = {"dtype": result.dtype, "device": result.device}
@@ -631,7 +633,7 @@ def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> A
         return reference(argument)
     if isinstance(argument, list | tuple):
         return tuple(_symbolic(item, reference) for item in argument)
-    return argument
+    return known_number(argument)
 
 
 OUTSIDE = (

@@ -7,7 +7,7 @@ is allocated, and the module, the sample and every generator are left exactly as
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +26,7 @@ from rockplan.graph_builder.tracing.backward import (
     refuse_gradients,
 )
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
+from rockplan.graph_builder.tracing.free_sizes import FreeSizes, Layout, StaticSizes
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
@@ -59,12 +60,14 @@ from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.reach import Reached
 from rockplan.python_state.snapshot import Snapshot
 from rockplan.values.interface import Assignment, Incoming, Precedent
+from rockplan.values.sizes import STATIC
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What is recorded: one call of `forward`, and the backward pass from `incoming`, as in
-    `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`."""
+    `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`. earlier: layouts
+    of arguments in another call; sizes that differ become symbols (`free_sizes`)."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -73,6 +76,7 @@ class Sample:
     incoming: Incoming | Precedent | None
     only_loss: bool
     foreign_rows: PatchSource
+    earlier: Mapping[int, Layout] | None = None
 
 
 def record(sample: Sample) -> Capture | Interrupted:
@@ -126,6 +130,9 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
             values = without_places(recorder, exchanged.questions)
             assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
     refuse_other_variants(recorder.values, recorder.calls)
+    kept = trees.tree_leaves((first.outputs, [one.value for one in assignments]))
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in kept):
+        raise StaticSizes("the forward keeps a size in Python, or returns it")
     return Capture(
         values=values,
         calls=tuple(recorder.calls),
@@ -143,6 +150,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         samples=recording.reader.samples(recorder),
         distributed=backward.specs_of(recorder, recording.stand_ins.fakes),
         reads=exchanged.forward.reading.found,
+        sizes=STATIC if recording.free is None else recording.free.sizes(),
     )
 
 
@@ -157,20 +165,25 @@ class _Recording:
     recorder: Recorder
     stand_ins: StandIns
     snapshot: Snapshot
+    free: FreeSizes | None
 
     @classmethod
     def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
         """Return the objects of a recording. Nothing is exchanged or run yet."""
+        free = None
+        if call.earlier is not None:
+            free = FreeSizes(trees.tree_leaves((call.args, call.kwargs)), call.earlier)
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
-            fake_mode = FakeTensorMode(allow_non_fake_inputs=True)
+            env = None if free is None else free.env
+            fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         # `recorded.results` caches results of distinct calls: a second cache would not be used.
         fake_mode.cache_enabled = False
         reader = ValueReader()
         recorder = Recorder(fake_mode, reader, leftovers)
-        stand_ins = StandIns(fake_mode, recorder)
+        stand_ins = StandIns(fake_mode, recorder, free)
         snapshot = Snapshot.of(call.module, call.forward, call.args, call.kwargs)
-        return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, snapshot)
+        return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, snapshot, free)
 
     def run_again(self, forward: ForwardCall) -> tuple[ForwardRun, Recorder]:
         """Run the forward once more. Returns that run and the recorder that has it."""

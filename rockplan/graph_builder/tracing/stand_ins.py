@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rockplan.graph_builder.tracing.free_sizes import FreeSizes
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
@@ -76,11 +77,14 @@ class StandIns:
     """Fake tensors for real ones, one for each object, sharing storages as the real ones do; for a
     DTensor a DTensor whose local tensor is fake.
 
-    real: id of a fake tensor -> the real tensor.
+    real: id of a fake tensor -> the real tensor; free: makes those that have symbols as sizes.
     """
 
-    def __init__(self, fake_mode: FakeTensorMode, recorder: Recorder) -> None:
+    def __init__(
+        self, fake_mode: FakeTensorMode, recorder: Recorder, free: FreeSizes | None = None
+    ) -> None:
         self._fake_mode = fake_mode
+        self._free = free
         self._recorder = recorder
         self._of: dict[int, torch.Tensor] = {}
         self._alive: list[torch.Tensor] = []
@@ -93,7 +97,8 @@ class StandIns:
         fake = self._of.get(id(tensor))
         if fake is None:
             source = tensor if tensor.is_leaf else tensor.detach()
-            fake = self._fake(source)
+            sized = None if self._free is None else self._free.fake(tensor, self._fake_mode)
+            fake = self._fake(source) if sized is None else sized
             if source is not tensor:
                 fake = leaf_like(fake, tensor)
             self._of[id(tensor)] = fake

@@ -338,7 +338,8 @@ def _users_attributes(attributes: Mapping[str, Any]) -> list[str]:
 
 def _is_own(name: str) -> bool:
     """Return whether fake tensors get an attribute of this name."""
-    return name in ("_fake_device", "_is_param", "_is_buffer", "persistent") or "_memo" in name
+    own = ("_fake_device", "_is_param", "_is_buffer", "persistent")
+    return name in own or "_memo" in name or "_capsule" in name
 
 
 @contextlib.contextmanager

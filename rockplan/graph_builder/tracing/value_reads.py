@@ -33,6 +33,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
+from rockplan.values.sizes import texts_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +150,7 @@ class ValueReader:
         with _disable_current_modes(), torch.no_grad():
             handed = _Handed(known, _bits(known).clone(), module, source)
         self._handed.append(handed)
-        if leaves:
+        if leaves or texts_in(tuple(c.call for c in calls)):
             # One object for all recorders, so that a second one has the same constants.
             snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
             kept = recorder.value(recorder.known_tensor(snapshot))
@@ -256,9 +257,9 @@ class ValueReader:
         draws: bool = False,
     ) -> None:
         """Add a guard to the recorder, unless it has the same: `read` after `calls` must give
-        `expected` from `leaves`. Without leaves and draws nothing can differ, and none is added.
+        `expected` from `leaves`. Without leaves, draws and sizes nothing can differ: none is added.
         draws: some calls draw; module, source: path and line that read."""
-        if not leaves and not draws:
+        if not (leaves or draws or texts_in((calls, read))):
             return
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)

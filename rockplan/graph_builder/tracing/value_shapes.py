@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.symbols import hints, known_number
 from rockplan.values.graph import Call, ValueRef
 
 _MASKS = (torch.bool, torch.uint8)
@@ -24,7 +25,7 @@ _ITEM = "aten._local_scalar_dense.default"
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class ShapeNumber:
     """One number that a shape depends on: `calls`, then `read`, which returns it."""
 
     calls: tuple[Call, ...]
@@ -40,7 +41,7 @@ class Rule:
     kwargs: dict[str, Any]
     deciding: tuple[torch.Tensor, ...]
 
-    def sizes(self, deciding: Sequence[int], free: int) -> tuple[Size, ...]:
+    def sizes(self, deciding: Sequence[int], free: int) -> tuple[ShapeNumber, ...]:
         """Return the numbers on which the shapes of the results depend, each with the calls that
         compute it. deciding: values of the deciding tensors; free: the first unused value."""
         name = facts.operator_name(self.operator)
@@ -49,18 +50,19 @@ class Rule:
         if count == name:
             return (self._by_result(name, refs[0], free),)
         item = Call(_ITEM, (ValueRef(free),), (), ())
-        return tuple(Size((Call(count, (ref,), (), (free,)),), item) for ref in refs)
+        counts = (Call(count, (ref,), (), (free,)) for ref in refs)
+        return tuple(ShapeNumber((call,), item) for call in counts)
 
-    def _by_result(self, name: str, ref: ValueRef, free: int) -> Size:
-        """Return the Size that is the length of the operator's own first result, without weights.
-        name: of the operator; ref: its argument; free: the first unused value."""
+    def _by_result(self, name: str, ref: ValueRef, free: int) -> ShapeNumber:
+        """Return the length of the operator's own first result, without weights. name: of the
+        operator; ref: its argument; free: the first unused value."""
         names = facts.argument_names(self.operator)
         arguments = dict(zip(names, self.args, strict=False)) | self.kwargs
         plain = {n: a for n, a in arguments.items() if n not in (names[0], "weights")}
         dim = plain.get("dim") or 0
         made = (free, *[None] * (len(self.operator._schema.returns) - 1))
         call = Call(name, (ref,), tuple(plain.items()), made)
-        return Size((call,), Call("aten.sym_size.int", (ValueRef(free), dim), (), ()))
+        return ShapeNumber((call,), Call("aten.sym_size.int", (ValueRef(free), dim), (), ()))
 
 
 def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
@@ -92,6 +94,9 @@ def result(
 
     with _disable_current_modes(), torch.no_grad():
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, known, (args, kwargs))
+        real_args, real_kwargs = pytree.tree_map_only(
+            torch.SymInt, lambda n: int(known_number(n)), (real_args, real_kwargs)
+        )
         value = operator(*real_args, **real_kwargs)
     if isinstance(value, torch.Tensor):
         return _like(value)
@@ -100,6 +105,6 @@ def result(
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new tensor of the same layout; a fake one under a FakeTensorMode."""
-    return torch.empty_strided(
-        tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device
-    )
+    of = torch._C.TensorBase
+    layout = hints(of.shape.__get__(tensor)), hints(of.stride(tensor))  # type: ignore[attr-defined]
+    return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)

@@ -1,0 +1,191 @@
+"""Open sizes: a call whose sizes are symbols -> a captured call for all sizes.
+
+takes: two kinds of call that differ in sizes alone, each captured as it is. returns: the second
+one, recorded once more with symbols for these sizes. guarantees: with the sizes of either call, the
+recorded program is that call's own, operator by operator: what Python decides by a size unseen
+(`isinstance(n, int)`, a shortcut at one size) shows as a difference, and raises StaticSizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any, TypeVar
+
+from rockplan.captures.captured_calls import CapturedCall, captured_call
+from rockplan.codegen.expressions import function_of
+from rockplan.errors import RockplanError
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing.free_sizes import Layout, StaticSizes
+from rockplan.options import Options
+from rockplan.runtime.open_program import Place
+from rockplan.runtime.program import ModuleCall, PlannedProgram
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    Takeover,
+    Value,
+    in_eager_order,
+)
+from rockplan.values.interface import Interface
+from rockplan.values.sizes import resized, text_of, texts_in
+
+
+def may_be_open(options: Options) -> bool:
+    """Return whether calls of other sizes can run the same code under these options."""
+    return not (options.tile or options.compile or options.host or options.in_flight > 1)
+
+
+def layouts_of(program: PlannedProgram) -> dict[int, Layout]:
+    """Return position of an argument's leaf -> shape and strides in the planned call."""
+    values = program.plan.graph.values
+    specs = ((position, values[v].spec) for position, v in program.interface.inputs)
+    return {position: (spec.shape, spec.stride) for position, spec in specs}
+
+
+def differing(layouts: Mapping[int, Layout], leaves: Sequence[Any]) -> Iterator[Place]:
+    """Yield where arguments differ from those of these layouts."""
+    for position, (shape, strides) in layouts.items():
+        tensor = leaves[position]
+        for axis, before, now in (
+            ("shape", shape, tensor.shape),
+            ("stride", strides, tensor.stride()),
+        ):
+            pairs = enumerate(zip(before, now, strict=True))
+            yield from ((position, axis, d) for d, (a, b) in pairs if a != b)
+
+
+def with_open_sizes(
+    call: ModuleCall,
+    source: CapturedCall,
+    known: PlannedProgram,
+    options: Options,
+    adjusted: Callable[[CDGraph], CDGraph],
+) -> CapturedCall:
+    """Return `call` captured with symbols in place of the sizes in which it differs from the call
+    of `known`. source: the same call captured as it is; adjusted: what is done to a graph
+    before it is planned. Raises StaticSizes, which says why not."""
+    try:
+        opened = captured_call(call, options, is_asked=False, earlier=layouts_of(known))
+    except StaticSizes:
+        raise
+    except RockplanError as error:
+        raise StaticSizes(f"with symbols the recording fails: {error}") from error
+    lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
+    _compare(_run_differences, lowered.run, source.lowered.run, "this call")
+    layouts = layouts_of(known)
+    at = tuple(symbol.of(layouts) for symbol in lowered.interface.sizes.symbols)
+    graph, interface = lowered.graph, lowered.interface
+    names = interface.sizes.names
+    texts = texts_in((graph, interface))
+    numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
+    if not all(function_of(names, interface.sizes.guards)(at)):
+        raise StaticSizes("a guard on the sizes of this call does not hold for the one before")
+    then = resized((in_eager_order(graph), interface), numbers)
+    planned = (in_eager_order(known.plan.graph), known.interface)
+    _compare(_program_differences, then, planned, "the call before")
+    same = tuple(replace(n, takes=_same_layouts(graph, n.takes)) for n in graph.nodes)
+    workspaces = tuple(n.workspace_bytes for n in in_eager_order(known.plan.graph).nodes)
+    lowered = replace(lowered, graph=replace(graph, nodes=same))
+    return replace(opened, lowered=lowered, earlier_workspaces=workspaces)
+
+
+_Form = TypeVar("_Form")
+
+
+def _compare(
+    differences: Callable[[_Form, _Form], Sequence[str]], opened: _Form, static: _Form, which: str
+) -> None:
+    different = differences(opened, static)
+    if different:
+        raise StaticSizes(f"with the sizes of {which} it is not its program: {different[0]}")
+
+
+def _run_differences(opened: Capture, static: Capture) -> list[str]:
+    """List in what two recorded runs differ; offsets of arguments do not count."""
+    of_constants = [g for g in opened.guards if g.inputs or g.buffers or g.constants or g.draws]
+    pairs = {
+        "guards": (tuple(of_constants), static.guards),
+        **{
+            name: (getattr(opened, name), getattr(static, name))
+            for name in ("parameters", "buffers", "inputs", "outputs", "gradients")
+        },
+        "questions": (opened.questions, static.questions),
+        "assignments": (opened.assignments, static.assignments),
+    }
+    found = [name for name, (a, b) in pairs.items() if a != b]
+    for number, (a, b) in enumerate(zip(opened.calls, static.calls, strict=False)):
+        if a != b:
+            found.append(f"call {number}, {a.call.op} in place of {b.call.op} at {b.source}")
+            break
+    if len(opened.calls) != len(static.calls):
+        found.append(f"{len(opened.calls)} calls in place of {len(static.calls)}")
+    inputs = {opened.values[v].storage: opened.values[v].spec.offset for _, v in opened.inputs}
+    given = {static.values[v].storage: static.values[v].spec.offset for _, v in static.inputs}
+    for number, (one, other) in enumerate(zip(opened.values, static.values, strict=False)):
+        moved = given.get(other.storage, 0) - inputs.get(one.storage, 0)
+        spec = replace(one.spec, offset=one.spec.offset + moved)
+        is_given = one.storage in inputs
+        if (spec, one.storage) != (other.spec, other.storage) or (
+            not is_given and one.storage_bytes != other.storage_bytes
+        ):
+            found.append(f"value {number}, {spec} in place of {other.spec}")
+            break
+    return found
+
+
+def _program_differences(
+    opened: tuple[CDGraph, Interface], static: tuple[CDGraph, Interface]
+) -> list[str]:
+    """List in what two lowered programs, in eager's order, differ beside prices, takeovers and the
+    offsets of arguments."""
+    (graph, interface), (other, planned) = opened, static
+    found = [
+        f"node {a.name} in place of {b.name} at {b.source}"
+        for a, b in zip(graph.nodes, other.nodes, strict=False)
+        if _unpriced(a) != _unpriced(b)
+    ]
+    if len(graph.nodes) != len(other.nodes):
+        found.append(f"{len(graph.nodes)} nodes in place of {len(other.nodes)}")
+    for a, b in zip(graph.values, other.values, strict=True):
+        moved = _offset(other, b) - _offset(graph, a)
+        if replace(a, spec=replace(a.spec, offset=a.spec.offset + moved)) != b:
+            found.append(f"value {a.name}, {a.spec} in place of {b.spec}")
+            break
+    names = ("outputs", "held", "handed", "dropped", "rng_state_bytes")
+    found += [name for name in names if getattr(graph, name) != getattr(other, name)]
+    kept = tuple(g for g in interface.guards if g.inputs or g.buffers or g.constants or g.draws)
+    mine = replace(interface, guards=kept, sizes=planned.sizes)
+    found += [
+        field.name
+        for field in fields(Interface)
+        if field.compare and getattr(mine, field.name) != getattr(planned, field.name)
+    ]
+    return found
+
+
+def _unpriced(node: ComputeNode) -> ComputeNode:
+    return replace(node, time_ns=0, workspace_bytes=0, takes=())
+
+
+def _offset(graph: CDGraph, value: Value) -> int:
+    """Return the offset of the argument that a value is part of; 0 for any other value."""
+    if graph.data[value.data].kind is not DataKind.INPUT:
+        return 0
+    return next(v.spec.offset for v in graph.values if v.data == value.data and v.view is None)
+
+
+def _same_layouts(graph: CDGraph, takes: Sequence[Takeover]) -> tuple[Takeover, ...]:
+    """Return the takeovers whose operands have the layouts of the results at every size, not just
+    at those of the captured call."""
+    layouts = {
+        v.data: (*map(text_of, (*v.spec.shape, *v.spec.stride, v.spec.offset)), v.spec.dtype)
+        for v in graph.values
+        if v.view is None
+    }
+    return tuple(
+        t
+        for t in takes
+        if all(layouts[o] == layouts[r] for o, r in zip(t.operands, t.results, strict=True))
+    )

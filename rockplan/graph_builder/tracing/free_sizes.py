@@ -1,0 +1,139 @@
+"""Free sizes: dimensions of arguments that are symbols while a forward is recorded.
+
+takes: how the arguments of an earlier call lay in memory, and those of this one. returns: fake
+tensors whose differing dimensions are SymInts of one ShapeEnv; afterwards the symbols and what must
+hold of them (`values.sizes`). guarantees: a choice by a size that PyTorch sees is a guard; one that
+it cannot see (`isinstance(n, int)`, `str(n)`) either makes the size a constant, or is found where
+the run is compared with static ones (`graph_builder.sized`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from rockplan.errors import CaptureError
+from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
+from rockplan.graph_builder.operators.symbols import printed
+from rockplan.values.sizes import Sizes, Symbol
+
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor."""
+
+LEAST, MOST = 2, 2**31
+"""Sizes 0 and 1 broadcast and end loops: calls with these are kinds of their own. Without an upper
+bound, `h[:, :]` would not be eager's alias."""
+
+
+class StaticSizes(CaptureError):
+    """The sizes in which two calls differ cannot be left open. fixed: those that the forward makes
+    constants, each as (leaf, axis, dimension); () if it is for another reason."""
+
+    def __init__(self, message: str, fixed: tuple[tuple[int, str, int], ...] = ()) -> None:
+        super().__init__(message)
+        self.fixed = fixed
+
+
+class FreeSizes:
+    """The symbols of one recording. leaves: of (args, kwargs); earlier: position of a tensor among
+    them -> its layout in another call; dimensions in which that differs become symbols, one for all
+    that are equal in both calls."""
+
+    def __init__(self, leaves: Sequence[Any], earlier: Mapping[int, Layout]) -> None:
+        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+        self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.items()}
+        self._of_pair: dict[object, Any] = {}
+        self._symbols: list[tuple[Symbol, Any]] = []
+
+    def fake(self, tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
+        """Return a fake tensor with symbols for a leaf; None if its sizes are those of the other
+        call."""
+        if id(tensor) not in self._earlier:
+            return None
+        position, before = self._earlier[id(tensor)]
+        now: Layout = (tuple(tensor.shape), tuple(tensor.stride()))
+        if before == now:
+            return None
+        if tensor.is_conj() or tensor.is_neg() or isinstance(tensor, torch.nn.Parameter):
+            raise StaticSizes("an argument of another size is a parameter or lazily changed")
+        pairs = enumerate(zip(before[0], now[0], strict=True))
+        shape = [self._size(position, "shape", d, *pair) for d, pair in pairs]
+        strides = self._strides(position, shape, before, now)
+        with mode:
+            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        return made.requires_grad_(tensor.requires_grad)
+
+    def _strides(
+        self, position: int, shape: Sequence[Any], before: Layout, now: Layout
+    ) -> list[Any]:
+        """Return strides: products of sizes where both calls have no gaps, else symbols."""
+        order = outermost_first(now[1])
+        dense = [dense_strides(sizes, order) for sizes, _ in (before, now)]
+        if dense == [before[1], now[1]]:
+            return list(dense_strides(shape, order))
+        pairs = enumerate(zip(before[1], now[1], strict=True))
+        return [self._size(position, "stride", d, *pair) for d, pair in pairs]
+
+    def _size(
+        self, position: int, axis: Literal["shape", "stride"], dimension: int, was: int, now: int
+    ) -> Any:
+        if was == now:
+            return now
+        if min(was, now) < LEAST:
+            raise StaticSizes("a size of 0 or 1 is a kind of its own")
+        pair = (axis, was, now)
+        if pair not in self._of_pair:
+            source = ConstantSource(f"leaf{position}_{axis}{dimension}")
+            symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
+            self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
+            made = self.env.create_symintnode(symbol, hint=now, source=source)
+            self._of_pair[pair] = made
+            place = Symbol(str(symbol), position, axis, dimension)
+            self._symbols.append((place, symbol))
+        return self._of_pair[pair]
+
+    def sizes(self) -> Sizes:
+        """Return the symbols, and the guards on them. Raises StaticSizes if the forward made
+        constants of some."""
+        fixed = [s for s, expr in self._symbols if self.env.replace(expr).is_number]
+        if fixed:
+            listed = ", ".join(s.place for s in fixed)
+            raise StaticSizes(
+                f"the forward is another one for each value of {listed}",
+                tuple((s.position, s.axis, s.dimension) for s in fixed),
+            )
+        if self.env.deferred_runtime_asserts:
+            raise StaticSizes("a size follows from values")
+        guards = dict.fromkeys(printed(guard.expr) for guard in self.env.guards)
+        return Sizes(tuple(symbol for symbol, _ in self._symbols), tuple(guards))
+
+
+@contextlib.contextmanager
+def texts_specialize() -> Iterator[None]:
+    """While active, a SymInt as text is its number, which makes it a constant: the text of a symbol
+    would be another one than in eager execution, and nothing would say so."""
+    before = {name: vars(torch.SymInt).get(name) for name in _TEXTS}
+    for name in _TEXTS:
+        setattr(torch.SymInt, name, _as_number(name))
+    try:
+        yield
+    finally:
+        for name, original in before.items():
+            if original is None:
+                delattr(torch.SymInt, name)
+            else:
+                setattr(torch.SymInt, name, original)
+
+
+_TEXTS = ("__str__", "__repr__", "__format__")
+
+
+def _as_number(name: str) -> Any:
+    return lambda number, *args: getattr(int(number), name)(*args)

@@ -1,0 +1,161 @@
+"""OpenProgram: what one program for calls of many sizes needs to know of a call.
+
+takes: leaves of a call's arguments. returns: its sizes, the peak of the program's schedule there,
+and whatever of the plan follows from sizes. guarantees: the peak is that of `simulate` at these
+sizes, or an upper bound of it; nothing of the call is allocated to find it, beside operators that
+run once to see what they take inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rockplan.codegen.expressions import function_of, loaded
+from rockplan.graph_builder.costs.open_workspaces import PREFIX, OpenWorkspaces, given_integers
+from rockplan.graph_builder.costs.scaled import with_scaled_times
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.oracles.peak_rows import PeakRows, peak_rows
+from rockplan.oracles.simulate import simulate
+from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.interface import Interface
+from rockplan.values.plan import Certificate, Plan, Status
+from rockplan.values.schedule import Schedule, keep_all
+from rockplan.values.sizes import resized, text_of, texts_in
+
+Place = tuple[int, str, int]
+"""Position of a leaf of the arguments, axis ('shape', 'stride') and dimension of a size."""
+
+Limits = tuple[int, int]
+"""Most bytes of (peak, what is saved between the phases)."""
+
+Numbers = Mapping[str, int | float]
+"""Expression -> its value at some sizes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OpenProgram:
+    """sizes_of: leaves of (args, kwargs), as `opened_key` describes them -> values of the symbols;
+    None for a call that the program is not for. rows, kept: of its schedule, and of eager's; few,
+    all: expressions that each call needs, and all of the graph."""
+
+    graph: CDGraph
+    interface: Interface
+    sizes_of: Callable[[Sequence[Any]], tuple[int, ...] | None]
+    rows: PeakRows
+    kept: PeakRows
+    workspaces: OpenWorkspaces
+    few: _Expressions
+    all: _Expressions
+
+    @classmethod
+    def of(
+        cls,
+        graph: CDGraph,
+        interface: Interface,
+        schedule: Schedule,
+        workspaces: OpenWorkspaces | None,
+    ) -> OpenProgram:
+        """Return what a schedule of `graph` needs to know. workspaces: of another schedule of the
+        same graph, whose measurements count here too."""
+        rows, names = peak_rows(graph, schedule), interface.sizes.names
+        eager = as_eager(graph)
+        kept = peak_rows(eager, keep_all(eager))
+        values = (graph.values[o.tangent].spec for o in interface.outputs if o.tangent is not None)
+        run = texts_in((interface.outputs, tuple(values)))
+        return cls(
+            graph,
+            interface,
+            sizes_reader(graph, interface),
+            rows,
+            kept,
+            workspaces or OpenWorkspaces.in_graph(graph),
+            _Expressions.of(names, (*run, *rows.texts, *kept.texts)),
+            _Expressions.of(names, texts_in((graph, interface))),
+        )
+
+    def fits(self, sizes: tuple[int, ...], leaves: Sequence[Any], limits: Limits) -> bool:
+        """Return whether a call of these sizes stays within `limits`. Operators run only if what is
+        known of them does not decide."""
+        least, most = self.workspaces.bounds(sizes)
+        numbers = self.few.at(sizes)
+        if not _are_within(self.rows.bytes_at({**numbers, **least}), limits):
+            return False
+        if most is not None and _are_within(self.rows.bytes_at({**numbers, **most}), limits):
+            return True
+        inside = self.measured(sizes, leaves)
+        return _are_within(self.rows.bytes_at({**numbers, **inside}), limits)
+
+    def least_bytes(self, rows: PeakRows, sizes: tuple[int, ...]) -> tuple[int, int]:
+        """Return (peak, saved) bytes of `rows` at these sizes, or a little less."""
+        return rows.bytes_at({**self.few.at(sizes), **self.workspaces.bounds(sizes)[0]})
+
+    def measured(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
+        """Return symbol -> bytes of the workspaces that have no expression."""
+        if not self.workspaces.of:
+            return {}
+        given = given_integers(self.graph, self.interface.inputs, leaves) if leaves else {}
+        return self.workspaces.measured(sizes, self.all.at(sizes), given)
+
+    def plan_at(self, plan: Plan, sizes: tuple[int, ...]) -> Plan:
+        """Return the plan of this program as one for a call of these sizes, with times scaled."""
+        graph = resized(self.graph, self.numbers(sizes, ()))
+        graph = with_scaled_times(graph, plan.graph, {n.index: n.index for n in graph.nodes})
+        eager = as_eager(graph)
+        unplanned, simulation = simulate(eager, keep_all(eager)), simulate(graph, plan.schedule)
+        return replace(
+            plan,
+            graph=graph,
+            graph_digest=graph_digest(graph),
+            peak_bytes=simulation.peak_bytes,
+            saved_bytes=simulation.saved_bytes,
+            time_ns=simulation.time_ns,
+            eager_peak_bytes=unplanned.peak_bytes,
+            eager_time_ns=unplanned.time_ns,
+            certificate=Certificate(Status.FEASIBLE, simulation.time_ns, graph.time_ns),
+        )
+
+    def numbers(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
+        """Return the value of every expression in the graph and the interface."""
+        return {**self.all.at(sizes), **self.measured(sizes, leaves)}
+
+
+def _are_within(needed: tuple[int, int], limits: Limits) -> bool:
+    return needed[0] <= limits[0] and needed[1] <= limits[1]
+
+
+@dataclass(frozen=True, slots=True)
+class _Expressions:
+    """Expressions that are evaluated together."""
+
+    texts: tuple[str, ...]
+    function: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+
+    @classmethod
+    def of(cls, names: Sequence[str], texts: Iterable[str]) -> _Expressions:
+        kept = tuple(t for t in dict.fromkeys(texts) if not t.startswith(PREFIX))
+        return cls(kept, function_of(names, kept))
+
+    def at(self, sizes: tuple[int, ...]) -> dict[str, int | float]:
+        return dict(zip(self.texts, self.function(sizes), strict=True))
+
+
+def sizes_reader(
+    graph: CDGraph, interface: Interface
+) -> Callable[[Sequence[Any]], tuple[int, ...] | None]:
+    """Return the function `OpenProgram.sizes_of`."""
+    sizes = interface.sizes
+    lines = ["def sizes(leaves):", "    try:"]
+    lines += [f"        {symbol.name} = {symbol.place}" for symbol in sizes.symbols]
+    checks = [f"{name} > 1" for name in sizes.names] + [f"({guard})" for guard in sizes.guards]
+    for position, value in interface.inputs:
+        spec = graph.values[value].spec
+        for where, numbers in (("shape", spec.shape), ("stride()", spec.stride)):
+            listed = "".join(f"{text_of(n)}, " for n in numbers)
+            checks.append(f"leaves[{position}].{where} == ({listed})")
+    lines.append(f"        is_for = {' and '.join(checks)}")
+    lines += ["    except (IndexError, ZeroDivisionError):", "        return None"]
+    lines.append(f"    return ({''.join(f'{n}, ' for n in sizes.names)}) if is_for else None")
+    made: Callable[[Sequence[Any]], tuple[int, ...] | None] = loaded(lines, "sizes")
+    return made

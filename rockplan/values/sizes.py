@@ -1,0 +1,133 @@
+"""Sizes: numbers of a captured program that follow from the sizes of its arguments.
+
+A `Size` is an int, that of the call which was captured, and carries the expression by which any
+other call has its own. So search, prices, digests and files see the captured call; only what runs
+or weighs other calls reads expressions. Arithmetic on a Size gives a plain int: what computes with
+sizes (`graph_builder.sized`) is compared with a static capture at a second size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any, Literal
+
+
+class Size(int):
+    """An integer of the captured call. text: Python expression of the symbols of its `Sizes`."""
+
+    text: str
+
+    def __new__(cls, number: int, text: str) -> Size:
+        made = super().__new__(cls, number)
+        made.text = text
+        return made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Size, (int(self), self.text)
+
+
+class Real(float):
+    """A floating-point number of the captured call, as `Size`."""
+
+    text: str
+
+    def __new__(cls, number: float, text: str) -> Real:
+        made = super().__new__(cls, number)
+        made.text = text
+        return made
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Real, (float(self), self.text)
+
+
+@dataclass(frozen=True, slots=True)
+class Symbol:
+    """A size that differs between calls. position: of the leaf of (args, kwargs) that has it;
+    axis, dimension: where in its shape or strides."""
+
+    name: str
+    position: int
+    axis: Literal["shape", "stride"]
+    dimension: int
+
+    def of(self, layouts: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
+        """Return the size in a call. layouts: leaf position -> (shape, strides)."""
+        shape, strides = layouts[self.position]
+        return (shape if self.axis == "shape" else strides)[self.dimension]
+
+    @property
+    def place(self) -> str:
+        """The Python expression that reads it from `leaves`."""
+        where = "shape" if self.axis == "shape" else "stride()"
+        return f"leaves[{self.position}].{where}[{self.dimension}]"
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """Which calls one program is for. symbols: sizes of a call, in the order in which generated
+    code takes them; guards: expressions of these that are true for each such call."""
+
+    symbols: tuple[Symbol, ...] = ()
+    guards: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(symbol.name for symbol in self.symbols)
+
+
+STATIC = Sizes()
+"""Of a program for calls of one size."""
+
+
+def text_of(number: int | float) -> str:
+    """Return a number as Python text: its expression, or itself."""
+    return number.text if isinstance(number, Size | Real) else repr(number)
+
+
+def texts_in(value: object) -> dict[str, None]:
+    """Return the expressions in nested tuples and dataclasses, each once, in order."""
+    found: dict[str, None] = {}
+    _collect(value, found)
+    return found
+
+
+def _collect(value: object, found: dict[str, None]) -> None:
+    if isinstance(value, Size | Real):
+        found[value.text] = None
+    elif isinstance(value, tuple):
+        for item in value:
+            if item.__class__ is not int and item.__class__ is not str:
+                _collect(item, found)
+    elif is_dataclass(value) and not isinstance(value, type):
+        for field in fields(value):
+            _collect(getattr(value, field.name), found)
+
+
+def resized(value: Any, known: Mapping[str, int | float]) -> Any:
+    """Return nested tuples and dataclasses with the numbers of another call. known: expression ->
+    its value there. What has no expression in it is returned as it is."""
+    if isinstance(value, Size):
+        return Size(int(known[value.text]), value.text)
+    if isinstance(value, Real):
+        return Real(float(known[value.text]), value.text)
+    if type(value) is tuple:
+        made = tuple([resized(item, known) if _may_hold(item) else item for item in value])
+        return made if any(map(_is_other, made, value)) else value
+    if is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for field in fields(value):
+            before = getattr(value, field.name)
+            after = resized(before, known) if _may_hold(before) else before
+            if after is not before:
+                changed[field.name] = after
+        return replace(value, **changed) if changed else value
+    return value
+
+
+def _may_hold(value: object) -> bool:
+    return value.__class__ not in (int, str, bool, float, type(None))
+
+
+def _is_other(a: object, b: object) -> bool:
+    return a is not b
