@@ -60,9 +60,9 @@ class Options:
     whole graph, evictions for the smallest budget and options of blocks have at most half of what
     is left when they begin; a smallest budget whose search was cut short is larger than with more
     time. Single passes over a schedule are not cut short, and what leads to a first schedule
-    (evictions, and blocks as far as they need no solver) runs after the deadline too. For `pareto` it is the limit
-    of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options of a kind of
-    block.
+    (evictions, and blocks as far as they need no solver) runs after the deadline too. For `pareto`
+    it is the limit of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options
+    of a kind of block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. If the original differs
     from run to run, CheckFailed if the planned module does not, else a warning. With `compile`, the

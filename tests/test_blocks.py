@@ -235,6 +235,13 @@ def test_calls_of_other_sizes_stay_within_what_their_block_has() -> None:
     assert max(kept) <= max(layer.plans[0].saved_bytes for layer in model.layers)
 
 
+def test_sizes_are_planned_before_training_where_none_may_be_later() -> None:
+    options = rockplan.Options(**QUICK, sizes={0: (16, 64)}, on_mismatch="error")
+    model, eager = solved(Stack().train(), "50%", options=options), Stack().train()
+    for rows in (48, 64, 16):
+        assert_trains_alike(model, eager, lambda m: m(batch(rows)))  # noqa: B023
+
+
 def test_a_larger_call_grows_in_proportion_of_a_share_and_not_of_bytes() -> None:
     of_share = solved(Stack().train(), "50%")
     with warnings.catch_warnings():

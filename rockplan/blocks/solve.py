@@ -43,7 +43,7 @@ from rockplan.blocks.kinds import (
 from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import arguments, check_options, group_of, largest_call
+from rockplan.captures.captured_calls import arguments, calls_of, check_options, group_of
 from rockplan.captures.sizes import SizedCall
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.dp.block_sequence import Others
@@ -65,14 +65,14 @@ from rockplan.python_state.distributed import is_distributed
 from rockplan.python_state.sharding import gathered, is_sharded
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
-from rockplan.runtime.planned_module import plan_in_place, take_out
+from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
 from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
 from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
 from rockplan.values.graph import DataKind
-from rockplan.values.interface import Incoming
+from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
 
@@ -103,7 +103,8 @@ def solve_blocks(
     `compare` finds. loss: computes the loss from the result of the model, for the measured steps;
     None: the model returns its loss, or the memory of the caller's loss is left out.
     Calls of other shapes are planned when they come, within what their block has of the budget;
-    with options.sizes the largest size of the sample is planned. What an earlier call planned of
+    with options.sizes the largest size of the sample is planned, and the sample and the smallest
+    before training if options.on_mismatch is not 'replan'. What an earlier call planned of
     this model is undone first, even if this call fails.
     Raises InvalidInput for blocks that overlap, that the sample does not reach, or that it calls
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
@@ -117,7 +118,7 @@ def solve_blocks(
         options = replace(options, group=None)
         if options.takes_smallest(step_budget):
             options = replace(options, on_infeasible="smallest")
-        call = largest_call(model, *without_history(*call_arguments), options)
+        call, *others = calls_of(model, *without_history(*call_arguments), options)
         named = named_blocks(model, blocks)
         if _is_divided(model):
             _refuse_others(agreed, model, named)
@@ -125,6 +126,8 @@ def solve_blocks(
         _plan_blocks(
             model, named, call, step_budget, loss, options, agreed, are_found=blocks is None
         )
+        for other in others if options.on_mismatch != "replan" else ():
+            _plan_ahead(model, other, loss)
     return model
 
 
@@ -162,6 +165,17 @@ def _plan_blocks(
             raise
     if programs.plan is not None:
         programs.switched_off = key_value_cache.switch_off(model)
+
+
+def _plan_ahead(model: nn.Module, call: SizedCall, loss: Loss | None) -> None:
+    """Plan the blocks for the sample in another size, each within its part of the budget."""
+    blocks = {path: block for path, block in model.named_modules() if is_in_place(block)}
+    with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
+        for path, given in sample_run(model, blocks, call.args, call.kwargs, loss).calls.items():
+            block, precedent = blocks[path], Precedent(latest_of(blocks[path]).incoming, False)
+            with under_autocast(given.autocast), gathered(block), given.as_called():
+                made = ModuleCall(block, given.args, given.kwargs, precedent)
+                add_program(block, given.args, given.kwargs, make_program_of(block)(made))
 
 
 def _is_divided(model: nn.Module) -> bool:

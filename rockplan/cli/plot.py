@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -104,7 +104,7 @@ _PICTURE_ENDINGS = (".svg", ".png")
 
 _ENDINGS = (".html", *_PICTURE_ENDINGS, ".json", ".dot")
 
-_ROUNDS = 5
+_ROUNDS = 3
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
 
 
@@ -143,7 +143,10 @@ def _drawn(
     series: tuple[pictures.Series, ...] = ()
     eager_measured = measured = None
     if PictureKind.CURVE in shown:
-        series += (pictures.curve_series(rockplan.pareto(**call, options=options)),)
+        # Drawn smaller than a hand: rough plans do.
+        quick = replace(options, without=("exchange", "descent"), time_limit_s=1.0)
+        quick = replace(quick, bound_time_limit_s=0.0)
+        series += (pictures.curve_series(rockplan.pareto(**call, options=quick)),)
     if PictureKind.CURVE in shown and measure:
         compared = rockplan.compare(**call, budgets=[budget], rounds=_ROUNDS, options=options)
         series += measured_series(compared)

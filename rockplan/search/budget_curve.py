@@ -13,7 +13,7 @@ from rockplan.search.planning import least_peak_of, plan_within, profile_source
 from rockplan.search.problem import Problem
 from rockplan.values.curve import Curve, CurvePoint, useful
 from rockplan.values.plan import Plan
-from rockplan.values.progress import report
+from rockplan.values.progress import part
 from rockplan.values.schedule import keep_all
 
 
@@ -23,15 +23,16 @@ def curve_of(problem: Problem, options: Options) -> Curve:
     are no faster than one with less memory are left out."""
     graph = problem.constrained
     least = least_peak_of(problem, options)
-    smallest = plan_within(problem, Budget(is_minimum=True), options, least)
+    with part(f"plan 1 of {POINTS}"):
+        smallest = plan_within(problem, Budget(is_minimum=True), options, least)
     least_bytes, most_bytes = smallest.budget_bytes, simulate(graph, keep_all(graph)).peak_bytes
     plans = [smallest]
     covered_bytes = most_bytes + 1
     for step in range(POINTS - 1, 0, -1):
-        report("looking along the curve", POINTS - step, POINTS)
         budget_bytes = round(least_bytes * (most_bytes / least_bytes) ** (step / (POINTS - 1)))
         if budget_bytes < covered_bytes:
-            plans.append(_settled(problem, budget_bytes, smallest, options, least))
+            with part(f"plan {POINTS - step + 1} of {POINTS}"):
+                plans.append(_settled(problem, budget_bytes, smallest, options, least))
             covered_bytes = plans[-1].budget_bytes
     return Curve(
         points=useful(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +31,17 @@ def report(stage: str, done: int = 0, total: int | None = None) -> None:
     listener = _listener.get()
     if listener is not None:
         listener(StageProgress(stage, done, total))
+
+
+@contextmanager
+def part(name: str) -> Iterator[None]:
+    """Inside the `with` block, what is reported in this context begins with `name`."""
+    listener = _listener.get()
+    if listener is None:
+        yield
+        return
+    with listening(lambda step: listener(replace(step, stage=f"{name}: {step.stage}"))):
+        yield
 
 
 def is_heard() -> bool:
