@@ -48,14 +48,12 @@ from benchmarks import python_state, zoo
 from benchmarks.timing import where
 from rockplan.graph_builder.tracing import (
     eager_paths,
-    host_random,
+    left_behind,
     recording,
-    repeated_calls,
-    stored_state,
     tensor_questions,
     value_reads,
 )
-from rockplan.python_state import given, holders, leftovers, object_slots, snapshot
+from rockplan.python_state import given, leftovers, surroundings, walk
 
 RESULTS = Path(__file__).parent / "results" / "mechanisms.jsonl"
 SMALL_S = 3.0
@@ -170,66 +168,6 @@ def _refused_if(function: Callable[..., Any], is_needed: Callable[[Any], bool]) 
     return off
 
 
-def of_kind(name: str, kind: object_slots.Kind) -> Mechanism:
-    """How objects hold others. It has done something where the user's holder of that kind is
-    written (exchanged, put back, given what a call leaves), was changed, or is compared."""
-
-    def by(called: Any, note: Note, is_one: Callable[[Any], bool]) -> Any:
-        def watch(*args: Any) -> Any:
-            if is_one(args[0]):
-                note()
-            return called(*args)
-
-        return watch
-
-    @contextlib.contextmanager
-    def watched(note: Note) -> Iterator[None]:
-        def changed(called: Any) -> Any:
-            def watch(self: Any) -> Iterator[Any]:
-                for one in called(self):
-                    if one[0].kind is kind and one[0].place.is_users:
-                        note()
-                    yield one
-
-            return watch
-
-        def surroundings(called: Any) -> Any:
-            def watch(*args: Any) -> Any:
-                result = called(*args)
-                if any(held.kind is kind and elements for held, elements in result.held):
-                    note()
-                return result
-
-            return watch
-
-        def is_one(held: Any) -> bool:
-            is_users = not isinstance(held, holders.Held) or held.place.is_users
-            return held.kind is kind and is_users
-
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(replaced(holders.Holder, "write", lambda f: by(f, note, is_one)))
-            stack.enter_context(replaced(snapshot.Snapshot, "changed", changed))
-            stack.enter_context(replaced(snapshot.Surroundings, "of", surroundings))
-            yield
-
-    def off(called: Any) -> Any:
-        return lambda value: [(o, own) for o, own in called(value) if own is not kind]
-
-    @contextlib.contextmanager
-    def left_out() -> Iterator[None]:
-        plain = {k: v for k, v in holders._PLAIN.items() if v is not kind}
-        before = dict(holders._PLAIN)
-        holders._PLAIN.clear()
-        holders._PLAIN.update(plain)
-        try:
-            with replaced(holders, "kinds_of", off):
-                yield
-        finally:
-            holders._PLAIN.update(before)
-
-    return Mechanism(f"holders: {name}", f"python_state.object_slots `{name}`", watched, left_out)
-
-
 def of_member(name: str) -> Mechanism:
     """What fake tensors answer for real ones when the user's code asks."""
 
@@ -303,7 +241,6 @@ def of_patch(number: int, row: Any) -> Mechanism:
 _Q = tensor_questions.Questions
 _READER = value_reads.ValueReader
 _LEFT = leftovers.Leftovers
-_KINDS = {n: v for n, v in vars(object_slots).items() if isinstance(v, object_slots.Kind)}
 
 
 def _is_stand_in(args: tuple[Any, ...], result: Any) -> bool:
@@ -315,24 +252,15 @@ def _is_contents(args: tuple[Any, ...], result: Any) -> bool:
 
 
 MECHANISMS: tuple[Mechanism, ...] = (
+    by_function("what a forward leaves behind", left_behind, "refusal", _is_there, lambda *_: None),
+    by_function("what the first call settles", walk, "_stays", _is_there, _no),
+    by_function("hooks of transformers", walk, "_is_hook_of_transformers", _is_there, _no),
     by_function(
-        "tables: one more run tells of what only the first stores",
-        *(recording, "_reached_after_another", _always, _nothing),
+        "arguments of checkpoints",
+        *(left_behind, "refuse_in_checkpoints", lambda a, r: bool(a[0]), _nothing),
     ),
     by_function(
-        "data that a call leaves",
-        *(stored_state, "assignments_of", _is_there),
-        _refused_if(stored_state.assignments_of, bool),
-    ),
-    by_function(
-        "a second run is compared", repeated_calls, "refuse_another_call", _always, _nothing
-    ),
-    by_function(
-        "changes that a cache hides", repeated_calls, "refuse_cached_changes", _always, _nothing
-    ),
-    by_function(
-        "constants that are written to",
-        *(repeated_calls, "refuse_fresh_constants", lambda a, r: bool(a[0]), _nothing),
+        "constants that are written to", left_behind, "refuse_fresh_constants", _always, _nothing
     ),
     by_function(
         "containers of the caller's",
@@ -346,13 +274,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
         "leftovers: in caches of functions", _LEFT, "_empty_function_caches", _always, _nothing
     ),
     by_function("leftovers: in closures of frames", _LEFT, "_empty_closures", _always, _nothing),
-    by_function("caches of functions", holders, "is_function_cache", _is_there, _no),
-    by_function("iterators", host_random, "_still", _always, lambda value, refuse: value),
-    by_function("generators of Python", host_random, "_moved", _is_there, lambda states: []),
-    by_function(
-        "arguments that are kept",
-        *(stored_state, "refuse_kept_arguments", lambda a, r: a[0].compares_objects, _nothing),
-    ),
+    by_function("iterators", recording, "is_iterator", _is_there, _no),
     by_function("questions: id", _Q, "_id", _is_stand_in, lambda self, value: id(value)),
     by_function("questions: of attributes", _Q, "_attribute", _always, _refused),
     by_function("questions: places in memory", _Q, "ask_place", lambda a, r: len(a) < 3, _nothing),
@@ -362,7 +284,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
     by_function("reads: whatever is drawn", value_reads, "_outcomes", _is_there, lambda c, r: ()),
     by_function("reads: of whole tensors", _READER, "read_all", _always, _refused),
     by_function("reads: shapes", _READER, "shaped", _always, _refused),
-    *(of_kind(name, kind) for name, kind in _KINDS.items()),
     *(
         of_patch(number, row)
         for number, row in enumerate(eager_paths.PATCHES)
@@ -450,7 +371,7 @@ def _recorded(names: Iterable[str]) -> Iterator[tuple[str, Callable[[], str]]]:
         try:
             case = zoo.make_case(name)
             capture(case.model, case.args, dict(case.kwargs))
-            snapshot.Surroundings.of(case.model, case.model.forward)
+            surroundings.Surroundings.of(case.model, case.model.forward)
         except NotBuilt:
             return "not built"
         except rockplan.RockplanError as error:

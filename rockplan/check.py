@@ -31,7 +31,7 @@ from rockplan.python_state.autocast import OFF, leaf_like, under_autocast
 from rockplan.python_state.distributed import distributed, local_of, local_shape
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
-from rockplan.python_state.snapshot import Snapshot
+from rockplan.python_state.walk import Walk, shown, walk_of
 from rockplan.runtime.hooks import hooks_aside
 from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import ABSENT, PlacedStrides, Strides
@@ -54,7 +54,7 @@ _STANDS_STILL = (
 @dataclass(frozen=True, slots=True)
 class _StepResult:
     """The results of one step. tensors: (name, value) of outputs, gradients, tensors of the caller,
-    generator states; data: (name, value now) of plain Python data that the step changed."""
+    generator states; data: (place, data now) of the first thing in Python that the step changed."""
 
     tensors: tuple[tuple[str, torch.Tensor | None], ...]
     data: tuple[tuple[str, Any], ...]
@@ -67,27 +67,27 @@ class _Given:
 
     call: ModuleCall
     forward: Callable[..., Any]
-    snapshot: Snapshot
+    walk: Walk
     tensors: tuple[tuple[str, Content], ...]
 
     @classmethod
     def of(cls, call: ModuleCall, forward: Callable[..., Any]) -> _Given:
-        """Take a snapshot of what a call of `forward` may change: content of parameters, buffers,
-        inputs and tensors it reaches, and what Python holds."""
+        """Note what a call of `forward` may change: content of parameters, buffers, inputs and
+        tensors it reaches, and what Python holds."""
         module, arguments = call.module, (call.args, call.kwargs)
-        snapshot = Snapshot.of(module, forward, *arguments)
+        walk = walk_of(module, forward, *arguments)
         named = itertools.chain(
             ((f"parameter {n}", p) for n, p in module.named_parameters()),
             ((f"buffer {n}", b) for n, b in module.named_buffers()),
             ((f"input {i}", leaf) for i, leaf in enumerate(trees.tree_leaves(arguments))),
-            ((str(place), value) for place, value in snapshot.reached.objects),
+            ((str(place), value) for place, value in walk.tensors()),
         )
         named_tensors: dict[int, tuple[str, torch.Tensor]] = {}
         for name, value in named:
             if is_copyable(value):
                 named_tensors.setdefault(id(value), (name, value))
         contents = tuple((n, content_of(t)) for n, t in named_tensors.values())
-        return cls(call, forward, snapshot, contents)
+        return cls(call, forward, walk, contents)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (name, content now) of each tensor, without a new copy of unchanged ones."""
@@ -105,7 +105,7 @@ class _Given:
         with (
             torch.random.fork_rng(cuda_devices(tensors)),
             _unsafe_preserve_version_counter(versioned),
-            self.snapshot.restored(),
+            self.walk.restored(),
         ):
             try:
                 yield
@@ -132,7 +132,6 @@ def check(
 
     def steps(forward: Callable[..., Any]) -> tuple[_StepResult, ...]:
         with given.restored(), _alone(call):
-            given.snapshot.begin()
             return tuple(_run(given, forward, starts) for _ in range(_STEPS))
 
     expected = steps(original)
@@ -193,7 +192,6 @@ def distance(
 
     def step(forward: Callable[..., Any], is_rounded: bool = False) -> NamedTensors:
         with given.restored(), _alone(call):
-            given.snapshot.begin()
             if is_rounded:
                 round_otherwise([content.tensor for _, content in given.tensors], dtypes)
             return dict(_run(given, forward, starts, _drawn).tensors)
@@ -314,7 +312,7 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
     try:
         given = _Given.of(call, forward)
         with given.restored():
-            own = with_stand_ins(forward, call.args, call.kwargs, _detached())
+            own = with_stand_ins(call.args, call.kwargs, _detached())
             forward(*own.args, **own.kwargs)
     except torch.OutOfMemoryError:
         return True
@@ -348,7 +346,7 @@ def _run(
     result that gets a gradient -> strides of this gradient. tangent: makes the gradient of a result
     in given strides; None: all ones."""
     call = given.call
-    arguments = with_stand_ins(given.forward, call.args, call.kwargs, _detached())
+    arguments = with_stand_ins(call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
     leaves, held = trees.tree_leaves((args, kwargs)), GivenCall.of(args, kwargs)
     differentiated: dict[str, torch.Tensor] = {
@@ -378,21 +376,13 @@ def _run(
             for device in cuda_devices(content.tensor for _, content in given.tensors)
         ),
     ]
-    changes = given.snapshot.changes().items()
-    data = tuple(
-        (str(given.snapshot.place_of(change)), v) for change, v in changes if not _is_tensor(v)
-    )
+    found = given.walk.difference(given.walk.again())
+    data = () if found is None else ((str(found.place), shown(found.now)),)
     return _StepResult(tuple(named), data)
 
 
 # Reentrant checkpoints refuse torch.autograd.grad, which leaves `.grad` of parameters as it is.
 _NOT_OF_A_STEP = (eager_paths.REENTRANT_CHECKPOINT,)
-
-
-def _is_tensor(value: Any) -> bool:
-    """True for a change to another tensor: each run may make its own (a weight that a hook
-    computes)."""
-    return isinstance(value, tuple) and value[:1] == ("a tensor",)
 
 
 def _ones(like: torch.Tensor, strides: Strides) -> torch.Tensor:

@@ -501,7 +501,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         for which in ("parameter", "buffer", "activation", "input")
     },
     "ties layers": (lambda: Replaces(False), SAMPLE, rockplan.UnsupportedModel, ["self.weight"]),
-    "makes a layer": (lambda: Replaces(True), SAMPLE, rockplan.UnsupportedModel, ["'c'", "once"]),
+    "makes a layer": (lambda: Replaces(True), SAMPLE, rockplan.UnsupportedModel, ["self.c ", "once"]),
     "layers in a plain list": (
         lambda: InPlainList(False),
         SAMPLE,
@@ -1324,7 +1324,7 @@ def test_draws_from_a_global_generator_are_refused(
 ) -> None:
     monkeypatch.setattr(DrawsFromGlobal, "__module__", f"{package}.layers")
     before = copy.deepcopy(RANDOM)
-    with pytest.raises(rockplan.UnsupportedModel, match="draws from RANDOM .a Generator"):
+    with pytest.raises(rockplan.UnsupportedModel, match=r"draws from .*RANDOM .a Generator"):
         rockplan.solve(DrawsFromGlobal(4, 4), SAMPLE, "100%")
     assert RANDOM.random() == before.random()
 
@@ -1367,36 +1367,32 @@ def state_of_changes(model: Any) -> Any:
 def test_counters_are_refused(change: Callable[[Any], int], name: str) -> None:
     model = Changes(change)
     before = state_of_changes(model)
-    with pytest.raises(rockplan.UnsupportedModel, match=rf"each call changes self\.{name}\b"):
+    with pytest.raises(rockplan.UnsupportedModel, match=rf"changes .*self\.{name}\b.* -> "):
         rockplan.solve(model, SAMPLE, "100%")
     assert state_of_changes(model) == before
 
 
 @pytest.mark.parametrize(
     ("change", "name"),
-    [(starts, "started"), (starts_from_nothing, "begun"), (goes_on, "mode")],
+    [
+        (starts, "started"),
+        (starts_from_nothing, "begun"),
+        (goes_on, "mode"),
+        (sets_before_it_reads, "n"),
+    ],
 )
 def test_a_first_call_that_differs_is_refused_until_it_has_been(
     change: Callable[[Any], int], name: str
 ) -> None:
     model = nn.Sequential(Changes(change))
     before = state_of_changes(model[0])
-    with pytest.raises(rockplan.UnsupportedModel, match=rf"'0'.*self\.{name},.*once.*then plan"):
+    with pytest.raises(rockplan.UnsupportedModel, match=rf"'0'.*self\.{name}.*once.*then plan"):
         rockplan.solve(model, SAMPLE, "100%")
     assert state_of_changes(model[0]) == before
     model(SAMPLE)
     planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
     for _ in range(2):
         assert torch.equal(planned(SAMPLE), model(SAMPLE))
-
-
-def test_data_that_makes_no_difference_is_planned() -> None:
-    model = Changes(sets_before_it_reads)
-    before = state_of_changes(model)
-    planned = rockplan.solve(model, SAMPLE, "100%")
-    assert state_of_changes(model) == before
-    for _ in range(2):
-        assert torch.equal(planned(SAMPLE), copy.deepcopy(model)(SAMPLE))
 
 
 def becomes(wanted: list[int]) -> Callable[[Any], None]:
@@ -1417,16 +1413,19 @@ class Leaves(nn.Linear):
         return super().forward(x) * len(self.held)
 
 
-@pytest.mark.parametrize("wanted", [[9, 2], [1, 2, 5, 4, 7], [1, 2, 3]], ids=len)
+@pytest.mark.parametrize("wanted", [[9, 2], [1, 2, 3]], ids=len)
 @pytest.mark.parametrize("kind", [list, set, collections.deque])
-def test_what_each_call_leaves_in_a_container_is_left(kind: type, wanted: list[int]) -> None:
+def test_what_a_call_leaves_in_a_container_is_there_when_planned(
+    kind: type, wanted: list[int]
+) -> None:
     model = Leaves(kind([1, 2, 3]), becomes(wanted))
+    if len(wanted) < 3:
+        with pytest.raises(rockplan.UnsupportedModel, match=r"changes self\.held"):
+            rockplan.solve(model, SAMPLE, "100%")
+        assert model.held == kind([1, 2, 3])
+        model(SAMPLE)
     planned: Any = rockplan.solve(model, SAMPLE, "100%")
-    assert model.held == kind([1, 2, 3]) and planned.held is model.held
-    for _ in range(2):
-        found = planned(SAMPLE)
-        assert planned.held == kind(wanted)
-        assert torch.equal(found, model(SAMPLE))
+    assert torch.equal(planned(SAMPLE), model(SAMPLE)) and model.held == kind(wanted)
 
 
 @pytest.mark.parametrize("which", ["parameter", "buffer", "activation", "input"])
@@ -1570,6 +1569,36 @@ def test_what_is_changed_inside_a_checkpoint_is_refused(body: str, is_reentrant:
     model.uses_checkpoint = False
     case = Case("advised", model, (x,), {}, lambda y: y.square().mean())
     train_side_by_side(case, solve_case(case, "min"), twin(case), steps=2)
+
+
+class SharesKeys(nn.Module):
+    """Layers of which every other one makes keys for those after it."""
+
+    def __init__(self, writes_inside: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.writes_inside = writes_inside
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shared: dict[str, torch.Tensor] = {}
+        for layer in self.layers:
+            if not self.writes_inside:
+                shared["key"] = layer(x)
+            x = checkpoint(self.step, layer, x, shared, use_reentrant=False)
+        return x.square().mean()
+
+    def step(self, layer: Any, x: torch.Tensor, shared: dict[str, torch.Tensor]) -> torch.Tensor:
+        if self.writes_inside:
+            shared["key"] = layer(x)
+        return x + shared["key"].tanh()
+
+
+@pytest.mark.parametrize("writes_inside", [False, True])
+def test_dictionaries_that_checkpoints_share_are_refused(writes_inside: bool) -> None:
+    with pytest.raises(
+        rockplan.UnsupportedModel, match=r"changes an argument\['key'\].*Leave the checkpoint out"
+    ):
+        rockplan.solve(SharesKeys(writes_inside), torch.randn(4, 8), "100%")
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])

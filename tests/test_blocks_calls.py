@@ -264,6 +264,9 @@ class Shifting(nn.Module):
 def test_blocks_that_note_how_they_were_called() -> None:
     model = Shifting()
     options = rockplan.Options(**QUICK)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"self\.shift .* once"):
+        rockplan.solve_blocks(model, X, "min", options=options)
+    model(X)
     rockplan.solve_blocks(model, X, "min", options=options)
     eager = Shifting()
     for one in (model.train(), eager.train()):

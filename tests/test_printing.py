@@ -145,7 +145,6 @@ def test_a_program_is_what_its_code_is_given_and_returns_and_the_code() -> None:
         mutated=(),
         guards=(),
         questions=(),
-        assignments=(),
         backward_ignores_autocast=True,
     )
     simulation = simulate(GRAPH, SCHEDULE)

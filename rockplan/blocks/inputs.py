@@ -12,7 +12,7 @@ so that it needs little memory. Blocks that are called alike share the arguments
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +27,8 @@ from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, autocast_state, leaf_like
 from rockplan.python_state.distributed import with_collectives_done
-from rockplan.python_state.holders import Held, same_elements
-from rockplan.python_state.object_slots import Element
-from rockplan.python_state.reach import reached
 from rockplan.python_state.sharding import sharded_modules
+from rockplan.python_state.walk import Root, Walk
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import original_forward
@@ -39,43 +37,22 @@ from rockplan.runtime.planned_state import original_forward
 @dataclass(frozen=True, slots=True)
 class SampleCall:
     """The call of a block. kind: the key of its programs; autocast: state during the call; held:
-    contents of its arguments, to which a model may add later (the features of dense
+    its arguments with their contents, to which a model may add later (the features of dense
     connections)."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     kind: Any
     autocast: Autocast
-    held: tuple[tuple[Held, list[Element]], ...]
+    held: Walk
 
     @contextlib.contextmanager
     def as_called(self) -> Iterator[None]:
         """While active, lists and objects among the arguments have the contents that they had in
         the call; afterwards those from before."""
-        since = [(held, held.elements) for held, _ in self.held]
-        _write(self.held)
-        try:
+        with self.held.again().restored():
+            self.held.restore()
             yield
-        finally:
-            _write(since)
-
-
-def _write(held: Iterable[tuple[Held, list[Element]]]) -> None:
-    """Make each holder hold these elements."""
-    for holder, elements in held:
-        if not same_elements(holder.kind.elements(holder.owner), elements):
-            holder.kind.write(holder.owner, elements)
-
-
-def _held_by(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[tuple[Held, list[Element]]]:
-    """Yield (holder, its elements) of the containers and objects among the arguments."""
-    for held in reached(nn.Module(), _nothing, args, kwargs).holders:
-        if held.place.is_callers:
-            yield held, held.elements
-
-
-def _nothing() -> None:
-    """Stand for a forward that reaches only its arguments."""
 
 
 @dataclass(slots=True)
@@ -120,7 +97,7 @@ def sample_run(
                 run.repeated.add(path)
             kind = kind_of_call(own, named)
             if kind not in shared:
-                held = tuple(_held_by(own, named))
+                held = Walk([Root("the arguments", (own, named), is_callers=True)])
                 shared[kind] = SampleCall(own, named, kind, autocast_state(), held)
             run.calls.setdefault(path, shared[kind])
             with _saving_nothing(path):

@@ -171,13 +171,12 @@ class BlockPrograms:
 
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
         """Return the program of a block of the same kind under this allowance, made for this block;
-        None if there is none, if interfaces differ, or if a call assigns Python attributes."""
+        None if there is none, or if interfaces differ."""
         known = self.known.get((*block.kind, allowance))
         interface = block.source.lowered.interface
-        # Assignments of a call belong to one block.
-        if known is None or interface.assignments or known.interface.assignments:
+        if known is None or known.interface != interface:
             return None
-        return _shared(known, block) if known.interface == interface else None
+        return _shared(known, block)
 
 
 def name_block_in(error: CaptureError, path: str) -> None:

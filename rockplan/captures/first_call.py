@@ -16,58 +16,53 @@ import torch
 
 from rockplan.captures.untouched import untouched
 from rockplan.python_state import trees
-from rockplan.python_state.holders import Held
-from rockplan.python_state.object_slots import Element
-from rockplan.python_state.snapshot import Snapshot
+from rockplan.python_state.elements import Access, Element, same_elements
+from rockplan.python_state.walk import Walk, walk_of
 from rockplan.runtime.planned_state import original_forward
 from rockplan.runtime.program import ModuleCall
 
 
 @contextlib.contextmanager
 def after_a_first_call(call: ModuleCall, refusal: Exception) -> Iterator[None]:
-    """Call the module for real, and run the `with` block with the tensors that its first call
-    stored in place (tables in caches). They are taken away again only if the block raises. Raises
-    `refusal` if the call fails, or if a second one returns other values."""
-    snapshot = Snapshot.of(call.module, original_forward(call.module), call.args, call.kwargs)
-    snapshot.begin()
-    stored = _stored_by_a_call(snapshot, call)
-    if stored is None:
+    """Call the module for real, and run the `with` block with what its first call left (tables in
+    caches) in place. It is taken away again only if the block raises. Raises `refusal` if the call
+    fails, or if a second one returns other values."""
+    walk = walk_of(call.module, original_forward(call.module), call.args, call.kwargs)
+    left = _left_by_a_call(walk, call)
+    if left is None:
         raise refusal
     try:
-        for held, elements in stored:
-            held.write(elements)
+        for owner, row, elements in left:
+            row.write(owner, elements)
         yield
     except BaseException:
-        snapshot.restore()
+        walk.restore()
         raise
 
 
-def _stored_by_a_call(
-    snapshot: Snapshot, call: ModuleCall
-) -> list[tuple[Held, list[Element]]] | None:
-    """Call the module for real twice, and leave everything as it was. Returns (holder, its elements
-    after the first call) for each object in which that call stored a tensor; None if a call fails
-    or the second one has other results."""
+_Left = list[tuple[Any, Access, list[Element]]]
+"""(object, how it is written, its elements after the first call) of each that the call changed"""
+
+
+def _left_by_a_call(walk: Walk, call: ModuleCall) -> _Left | None:
+    """Call the module for real twice, and leave everything as it was. Returns what the first call
+    changed; None if a call fails or the second one has other results."""
     forward, args, kwargs = original_forward(call.module), call.args, call.kwargs
     with untouched(call.module, args, kwargs) as run, torch.no_grad():
         try:
             with run.draws_restored():
                 first = trees.tree_leaves(forward(*args, **kwargs))
             run.put_back()
-            stored = [
-                (held, held.elements)
-                for held, start, now in snapshot.changed()
-                if any(_has_tensor(v) for k, v in now.items() if start.get(k) is not v)
-            ]
+            left: _Left = []
+            for n, (owner, row, before) in walk.holders():
+                now = row.read(owner)
+                if not walk.root_of(n).is_callers and not same_elements(now, before):
+                    left.append((owner, row, now))
             with run.draws_restored():
                 second = trees.tree_leaves(forward(*args, **kwargs))
-            return stored if _are_equal(first, second) else None
+            return left if _are_equal(first, second) else None
         except Exception:  # an error of the call itself: a training step will raise it, too
             return None
-
-
-def _has_tensor(value: Any) -> bool:
-    return any(isinstance(leaf, torch.Tensor) for leaf in trees.tree_leaves(value))
 
 
 def _are_equal(first: list[Any], second: list[Any]) -> bool:

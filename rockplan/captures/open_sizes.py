@@ -112,7 +112,6 @@ def _run_differences(opened: Capture, static: Capture) -> list[str]:
             for name in ("parameters", "buffers", "inputs", "outputs", "gradients")
         },
         "questions": (opened.questions, static.questions),
-        "assignments": (opened.assignments, static.assignments),
     }
     found = [name for name, (a, b) in pairs.items() if a != b]
     for number, (a, b) in enumerate(zip(opened.calls, static.calls, strict=False)):

@@ -19,7 +19,7 @@ from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput
 from rockplan.options import Options, SizeRange
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
-from rockplan.python_state.reach import named_arguments
+from rockplan.python_state.walk import named_arguments
 from rockplan.runtime.program import ModuleCall
 
 Shape = tuple[int, ...]

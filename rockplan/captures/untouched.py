@@ -21,7 +21,6 @@ from torch import nn
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 
 from rockplan.codegen.rng_replay import cuda_devices
-from rockplan.graph_builder.tracing import host_random
 from rockplan.graph_builder.tracing.writes import copied_on_write
 from rockplan.python_state import trees
 from rockplan.python_state.memory import (
@@ -31,9 +30,8 @@ from rockplan.python_state.memory import (
     is_copyable,
     put_back,
 )
-from rockplan.python_state.reach import Reached
 from rockplan.python_state.sharding import unsharded_gradients_aside
-from rockplan.python_state.snapshot import Snapshot
+from rockplan.python_state.walk import Root, Walk, is_generator, walk_of
 from rockplan.runtime.hooks import hooks_aside
 
 
@@ -69,17 +67,17 @@ def untouched(
     operators are watched, without the compiler, and a tensor is copied before the first write to
     it.
     """
-    snapshot = Snapshot.of(model, model.forward, (*args, loss), kwargs)
-    reached = (value for _, value in snapshot.reached.objects if isinstance(value, torch.Tensor))
+    walk = walk_of(model, model.forward, (*args, loss), kwargs)
+    reached = (tensor for tensor in walk.objects if isinstance(tensor, torch.Tensor))
     given = (*model.parameters(), *model.buffers(), *trees.tree_leaves((args, kwargs)), *reached)
     tensors = [*{id(t): t for t in given if isinstance(t, torch.Tensor)}.values()]
-    draws_restored = functools.partial(_draws_restored, cuda_devices(tensors), snapshot.reached)
+    draws_restored = functools.partial(_draws_restored, cuda_devices(tensors), walk)
     found: list[Content] = []
     if written is not None:
         known = {id(t): t for t in (*written, *model.buffers()) if is_copyable(t)}
         found += map(content_of, known.values())
     with contextlib.ExitStack() as stack:
-        stack.enter_context(snapshot.restored())
+        stack.enter_context(walk.restored())
         stack.enter_context(draws_restored())
         stack.enter_context(gradients_aside(tensors))
         stack.enter_context(unsharded_gradients_aside(model))
@@ -93,7 +91,8 @@ def untouched(
 
 
 @contextlib.contextmanager
-def _draws_restored(devices: list[int], reached: Reached) -> Iterator[None]:
+def _draws_restored(devices: list[int], walk: Walk) -> Iterator[None]:
     """Put the generators of PyTorch, Python and numpy back on exit."""
-    with torch.random.fork_rng(devices), host_random.restored(reached):
+    generators = Walk(Root("", value) for value in walk.objects if is_generator(type(value)))
+    with torch.random.fork_rng(devices), generators.restored():
         yield

@@ -2,7 +2,7 @@
 
 takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: those
 of `tracing.recording`. A recording ends at a call of an opaque function about which nothing is
-known yet; that call runs, and the recording starts anew.
+known yet; that call runs, and the recording starts anew. So it does after files were imported.
 What a Capture becomes: docs/model.md, Capture and lowering.
 """
 
@@ -17,7 +17,7 @@ from rockplan.graph_builder.foreign import dtensor, flex_attention, opaque_calls
 from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import Layout
-from rockplan.graph_builder.tracing.patches import Patch
+from rockplan.graph_builder.tracing.patches import Interrupted, Patch
 from rockplan.graph_builder.tracing.recording import Sample, record
 from rockplan.values.interface import Incoming, Precedent
 
@@ -44,10 +44,10 @@ def capture(
     call = forward or module.forward
     sample = Sample(module, call, args, kwargs, incoming, only_loss, _rows, earlier)
     before: UnknownCall | None = None
-    while isinstance(recorded := record(sample), UnknownCall):
-        recorded.find_out(before)
-        before = recorded
-    assert isinstance(recorded, Capture)
+    while isinstance(recorded := record(sample), Interrupted):
+        if isinstance(recorded, UnknownCall):
+            recorded.find_out(before)
+            before = recorded
     return recorded
 
 

@@ -15,6 +15,22 @@ def root_package(value: Any) -> str:
     return str(getattr(value, "__module__", None)).partition(".")[0]
 
 
+# Packages whose classes, functions and global variables are not the user's, wherever they lie. (An
+# `assert` in a test file calls pytest, which reaches all that is tested: 40,000 objects.)
+CLOSED = {"torch", "torchvision", "torchaudio", "numpy", "triton", "rockplan", "builtins"}
+CLOSED |= {"_pytest", *sys.stdlib_module_names} - {"__main__"}
+
+
+@functools.cache
+def is_library(name: str | None) -> bool:
+    """True if the module of that name is an installed one or of the standard library, not the
+    user's; False for None."""
+    if name is None:
+        return False
+    path = str(getattr(sys.modules.get(name), "__file__", None) or "")
+    return name.partition(".")[0] in CLOSED or "site-packages" in path or "dist-packages" in path
+
+
 @functools.cache
 def names_in(code: types.CodeType) -> frozenset[str]:
     """Return all names in `code` and its inner functions. String constants that are identifiers

@@ -33,8 +33,7 @@ from torch import nn
 
 from rockplan.libraries import key_value_cache
 from rockplan.python_state.code_names import root_package
-from rockplan.python_state.holders import is_small
-from rockplan.python_state.object_slots import slots, slots_held
+from rockplan.python_state.elements import is_small, slots, slots_held
 from rockplan.values.classes import once_for_each_class
 
 # Values that do not change. Classes compare by identity, as they should.
@@ -409,40 +408,3 @@ def _is_of_library(kind: type) -> bool:
         return False
     roots = [*map(root_package, kind.__mro__)]
     return "torch" in roots or roots[0] in sys.stdlib_module_names
-
-
-_NOTHING = object()
-
-
-def data_in(value: object) -> Any:
-    """Return the plain data that `value` is or holds: its contents without functions, without
-    objects that compare by identity, and without None. Returns None if nothing remains."""
-    contents = _data(_Reading(()).value(value, strict=False))
-    return None if contents is _NOTHING else contents
-
-
-def _data(frozen: Any) -> Any:
-    """Return the plain data among contents (as `_Reading.value` returns them), `_NOTHING` if there
-    is none."""
-    if frozen is None or isinstance(frozen, _Identity) or callable(frozen):
-        return _NOTHING
-    if isinstance(frozen, list):
-        return [contents for contents in map(_data, frozen) if contents is not _NOTHING]
-    if isinstance(frozen, tuple):  # (name, key or class; contents)
-        contents = _data(frozen[1])
-        return _NOTHING if contents is _NOTHING else (frozen[0], contents)
-    return frozen
-
-
-def is_plain(value: object) -> bool:
-    """True for immutable data and tuples of such data."""
-    return _is_value(value) or (type(value) is tuple and all(map(is_plain, value)))
-
-
-def copied(value: Any) -> Any:
-    """Return a copy of a collection and of the collections in it; any other value itself."""
-    if isinstance(value, dict):
-        return type(value)((k, copied(v)) for k, v in value.items())
-    if isinstance(value, list | deque | set):
-        return type(value)(map(copied, value))
-    return value

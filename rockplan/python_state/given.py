@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from rockplan.python_state import trees
-from rockplan.python_state.holders import same_elements
-from rockplan.python_state.object_slots import ITEMS, LIST, Element, Kind
+from rockplan.python_state.elements import ITEMS, LIST, Access, Element, same_elements
 from rockplan.values.interface import GivenLeaf
 
 
@@ -55,7 +54,7 @@ class GivenCall:
         numbers = {id(o): n for n, o in reversed([*enumerate(objects)])}
         containers = [(n, objects[n]) for n in sorted(numbers.values())]
         before = tuple(
-            (number, owner, _kind(owner).elements(owner))
+            (number, owner, _row(owner).read(owner))
             for number, owner in containers
             if isinstance(owner, dict | list)
         )
@@ -66,13 +65,13 @@ class GivenCall:
         arguments by position, and put the former ones back; `result` itself if it changed none."""
         contents: dict[int, Any] = {}
         for number, owner, before in self.before:
-            now = _kind(owner).elements(owner)
+            now = _row(owner).read(owner)
             if not same_elements(now, before):
                 found = {key: self._by_position(value) for key, value in now}
-                contents[number] = [*found.values()] if _kind(owner) is LIST else found
+                contents[number] = [*found.values()] if _row(owner) is LIST else found
         for number, owner, before in self.before:
             if number in contents:
-                _kind(owner).write(owner, before)
+                _row(owner).write(owner, before)
         return WithContents(self._by_position(result), contents) if contents else result
 
     def _by_position(self, node: Any) -> Any:
@@ -89,7 +88,7 @@ def _is_plain(leaf: Any) -> bool:
     return isinstance(leaf, trees.UNCHANGING) and not isinstance(leaf, torch.Tensor)
 
 
-def _kind(container: dict[Any, Any] | list[Any]) -> Kind:
+def _row(container: dict[Any, Any] | list[Any]) -> Access:
     return LIST if isinstance(container, list) else ITEMS
 
 
@@ -116,5 +115,5 @@ def returned(
         return result
     for number, content in result.contents.items():
         elements = content.items() if isinstance(content, dict) else enumerate(content)
-        _kind(objects[number]).write(objects[number], [*elements])
+        _row(objects[number]).write(objects[number], [*elements])
     return result.result

@@ -22,8 +22,15 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.holders import cached_in, kinds_of, tensors_in
-from rockplan.python_state.object_slots import CELL, Element, Kind
+from rockplan.python_state.elements import (
+    CELL,
+    Access,
+    Aspect,
+    Element,
+    cached_in,
+    row_of,
+    tensors_in,
+)
 
 _DEEPEST = 5
 """Most levels of tuples, views and the like between a tensor and a holder that can be changed."""
@@ -145,7 +152,7 @@ def _held_once(things: list[Any]) -> list[Any]:
 
 def _content(cell: types.CellType) -> object:
     """Return the content of a cell; of a dictionary, a tuple of its values."""
-    content = next((held for _, held in CELL.elements(cell)), None)
+    content = next((held for _, held in CELL.read(cell)), None)
     return tuple(content.values()) if type(content) is dict else content
 
 
@@ -165,7 +172,7 @@ def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
     All objects of a level are looked up at once: each look-up goes through every object of the
     process.
     """
-    taken: list[tuple[Any, Kind, Any]] = []
+    taken: list[tuple[Any, Access, Any]] = []
     level: list[object] = [*ours]
     seen = {id(ours), id(taken), *map(id, ours)}
     for _ in range(_DEEPEST + 1):
@@ -185,23 +192,25 @@ def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
         level = above
     if not taken:
         return None
-    owner, kind, key = taken[0]
-    return kind.named(_described(owner), key)
+    owner, row, key = taken[0]
+    return row.named(_described(owner), key)
 
 
-def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Kind, Any]]:
-    """Remove the objects of these identities from the holders of `referrer`. Return (referrer, row
-    of `object_slots`, key of the first object) for each holder that was changed."""
-    if isinstance(referrer, torch.Tensor | tuple | frozenset):
+def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Access, Any]]:
+    """Remove the objects of these identities from `referrer`. Return (referrer, row of `elements`,
+    key of the first object) for each part of it that was changed."""
+    row = None if isinstance(referrer, torch.Tensor) else row_of(type(referrer))
+    if row is None:
         return []
+    parts = [part for _, part in row.read(referrer) if type(part) is Aspect]
     dropped = []
-    for owner, kind in kinds_of(referrer):
-        elements = kind.elements(owner)
+    for owner, own in [(referrer, row), *((part.owner, part.row) for part in parts)]:
+        elements = own.read(owner)
         kept = [e for e in elements if not _is_one(e, identities)]
-        if len(kept) < len(elements):
+        if own.can_change and len(kept) < len(elements):
             key = next(e[0] for e in elements if _is_one(e, identities))
-            kind.write(owner, kept)
-            dropped.append((referrer, kind, key))
+            own.write(owner, kept)
+            dropped.append((referrer, own, key))
     return dropped
 
 

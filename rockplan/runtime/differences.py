@@ -16,7 +16,7 @@ import torch
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import cast_is_kept
 from rockplan.python_state.distributed import strides_of
-from rockplan.python_state.reach import named_arguments
+from rockplan.python_state.walk import named_arguments
 from rockplan.runtime.guards import (
     ModuleSignature,
     changed_attribute,

@@ -21,7 +21,7 @@ from rockplan.python_state.autocast import cast_is_kept, is_cast_once
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
 from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
-from rockplan.python_state.snapshot import Surroundings
+from rockplan.python_state.surroundings import Surroundings
 from rockplan.runtime.switches import switches_now
 from rockplan.values.interface import EVERYTHING, AttributesRead
 

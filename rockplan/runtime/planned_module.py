@@ -24,7 +24,7 @@ from rockplan.errors import BackwardError, at_users_line
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, with_collectives_done
-from rockplan.python_state.snapshot import Surroundings
+from rockplan.python_state.surroundings import Surroundings
 from rockplan.runtime.bound_program import matching, run
 from rockplan.runtime.call_checks import (
     CHECKPOINT,
@@ -45,7 +45,6 @@ from rockplan.runtime.planned_state import (
     PlanSettings,
     bind_now,
     original_forward,
-    put_assignments,
 )
 from rockplan.runtime.program import PlannedProgram
 from rockplan.runtime.replanning import Called, Situation, bound_program
@@ -162,9 +161,7 @@ class Planned(HasPlans):
         state.latest, state.has_run = bound.program, True
         state.watch.called()
         situation = Situation(self, call, bound, autocast_state(), function_modes())
-        result = run(bound, (args, kwargs), leaves, situation.replan)
-        state.leave(self, key, bound)
-        return result
+        return run(bound, (args, kwargs), leaves, situation.replan)
 
 
 def _surround(copied: Any, planned: Planned) -> None:
@@ -192,9 +189,7 @@ def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., A
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
-        result = run(bound, call, trees.tree_leaves(call), _no_other_plan)
-        put_assignments(module, program.interface.assignments)
-        return result
+        return run(bound, call, trees.tree_leaves(call), _no_other_plan)
 
     return forward
 

@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import functools
 import operator
-import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeGuard
 
 from torch import nn
 
 from rockplan.errors import InvalidInput
-from rockplan.python_state.contents import copied
-from rockplan.python_state.holders import holder_at
 from rockplan.runtime.bound_program import BoundProgram, bind
 from rockplan.runtime.guards import ModuleSignature, opened_key, signature_holds
 from rockplan.runtime.open_program import Limits, OpenProgram, Place
 from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
-from rockplan.values.interface import Address, Assignment, Precedent
+from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
 
 # One thread plans at a time: meanwhile tensors of the module and functions of libraries are
@@ -83,20 +80,6 @@ class PlannedState:
     is_off: bool = False
     warned: set[str] = field(default_factory=set)
     has_warned_of_original: bool = False
-
-    def leave(self, module: nn.Module, key: Any, bound: BoundProgram) -> None:
-        """Write what the call of `bound` leaves in Python objects, and bind its program also to the
-        module as it is then, for later calls, which find the written values. key: kind of the
-        call."""
-        written = bound.program.interface.assignments
-        if not written:
-            return
-        put_assignments(module, written)
-        if not any(
-            other.program is bound.program and signature_holds(other.signature)
-            for other in self.programs.get(key, ())
-        ):
-            self.programs.setdefault(key, []).append(bind_now(module, bound.program))
 
     def add(self, key: Any, bound: BoundProgram) -> None:
         """Add a program for calls of the kind `key`, as the preferred one. The sample's plan is
@@ -241,33 +224,6 @@ def _at(rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int) -> BoundPro
 def _is_of(rung: BoundProgram, sizes: tuple[int, ...]) -> bool:
     """Return whether the plan was made for a call that is nowhere larger than `sizes`."""
     return all(map(operator.le, rung.program.executable.sizes, sizes))
-
-
-def put_assignments(module: nn.Module, assignments: Iterable[Assignment]) -> None:
-    """Write into Python objects what the captured forward left there: for each assignment, its
-    value at its address. An address that leads nowhere any more is skipped."""
-    for one in assignments:
-        step, key = one.address[2][-1]
-        try:
-            holder = holder_at(_owner(module, one.address), step, key)
-        except (AttributeError, LookupError, TypeError):  # an object on the way was replaced
-            continue
-        holder.put(key, copied(one.value))
-
-
-def _owner(module: nn.Module, address: Address) -> Any:
-    """Return the object on which the last step of `address` ends: `address` is (kind of root, name
-    of a submodule or Python module or the object itself, steps of attributes and keys from
-    there)."""
-    kind, root, steps = address
-    owner: Any = root
-    if kind == "module":
-        owner = module.get_submodule(root)
-    elif kind == "file":
-        owner = sys.modules[root]
-    for step, name in steps[:-1]:
-        owner = getattr(owner, name) if step == "attribute" else owner[name]
-    return owner
 
 
 class HasPlans(nn.Module):

@@ -105,20 +105,6 @@ class Question:
     answer: object
 
 
-Address = tuple[str, Any, tuple[tuple[str, Any], ...]]
-"""Path to an element of Python state: a root, ('module', path of a submodule), ('file', name of an
-imported module) or ('class', the class), then steps: ('attribute', name), ('item', key,
-position or member)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """Data, no tensor, that each call stores at an address; `ABSENT` if the call removes it."""
-
-    address: Address
-    value: Any
-
-
 @dataclass(frozen=True, slots=True)
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
@@ -188,7 +174,6 @@ class Interface:
     mutated: tuple[int, ...]
     guards: tuple[Guard, ...]
     questions: tuple[Question, ...]
-    assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
     distributed: tuple[tuple[int, Any], ...] = ()
     reads: AttributesRead = field(default=EVERYTHING, compare=False)

@@ -33,7 +33,7 @@ from rockplan.graph_builder.foreign.opaque_functions import (
 from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, new_tensor, taken
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.python_state.reach import NOT_FOLLOWED
+from rockplan.python_state.walk import NOT_FOLLOWED
 
 LIBRARY = torch.library.Library(OPAQUE, "DEF")
 _DRAWS = (torch.Tag.nondeterministic_seeded,)

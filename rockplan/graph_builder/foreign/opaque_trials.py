@@ -36,7 +36,7 @@ from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.recorded.tensors import tensor_in, tensor_of
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.python_state.object_slots import EVERYBODYS, GENERATOR
+from rockplan.python_state.elements import EVERYBODYS, GENERATOR
 
 
 def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> OpaqueRun:
@@ -68,7 +68,7 @@ def find_out(call: OpaqueForward | OpaqueBackward, place: tuple[str, str]) -> Op
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Return the states of the generators of devices, Python and numpy. (Plans do not check the
     latter two, from which other threads draw as well.)"""
-    others = {name: GENERATOR.elements(one) for name, one in EVERYBODYS.items()}
+    others = {name: GENERATOR.read(one) for name, one in EVERYBODYS.items()}
     return {**generator_states(tensors), **others}
 
 
@@ -77,7 +77,7 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
     """While active, draws go on as usual; afterwards the generators of devices, Python and numpy
     have their states from before. call: names the CUDA devices."""
     devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
-    states = [(one, GENERATOR.elements(one)) for one in EVERYBODYS.values()]
+    states = [(one, GENERATOR.read(one)) for one in EVERYBODYS.values()]
     with torch.random.fork_rng(devices=sorted(devices)):
         try:
             yield

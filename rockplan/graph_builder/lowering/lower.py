@@ -218,7 +218,6 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
         mutated=tuple(map(of, changed)),
         guards=capture.guards,
         questions=capture.questions,
-        assignments=capture.assignments,
         backward_ignores_autocast=capture.backward_ignores_autocast,
         distributed=tuple((of(value), spec) for value, spec in capture.distributed),
         reads=capture.reads,

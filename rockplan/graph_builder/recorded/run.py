@@ -21,14 +21,7 @@ from rockplan.graph_builder.recorded.text import run_text
 from rockplan.graph_builder.recorded.view import RunView
 from rockplan.python_state import trees
 from rockplan.values.graph import Call, Kernel, Phase, TensorSpec
-from rockplan.values.interface import (
-    EVERYTHING,
-    Assignment,
-    AttributesRead,
-    Guard,
-    OutputLeaf,
-    Question,
-)
+from rockplan.values.interface import EVERYTHING, AttributesRead, Guard, OutputLeaf, Question
 from rockplan.values.sizes import STATIC, Sizes
 
 
@@ -124,7 +117,6 @@ class Capture:
     gradients: tuple[tuple[int, int | None], ...]
     guards: tuple[Guard, ...]
     questions: tuple[Question, ...]
-    assignments: tuple[Assignment, ...]
     backward_ignores_autocast: bool
     output_spec: trees.TreeSpec
     samples: dict[int, torch.Tensor]

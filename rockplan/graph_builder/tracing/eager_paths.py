@@ -112,7 +112,8 @@ def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
         before = len(recording.made())
         with recording.refusing_writes(
-            lambda: any(made.requires_grad for made in recording.made()[before:])
+            [*args, *kwargs.values()],
+            lambda: any(made.requires_grad for made in recording.made()[before:]),
         ):
             yield
 
@@ -132,7 +133,7 @@ class _Direct:
         tensors of the caller's raise."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
-        runs_again = self.recording.refusing_writes(lambda: has_gradient)
+        runs_again = self.recording.refusing_writes([function, *args], lambda: has_gradient)
         with torch.set_grad_enabled(has_gradient), runs_again:
             result = function(*args)
         if has_gradient:

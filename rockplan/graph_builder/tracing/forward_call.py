@@ -1,15 +1,11 @@
-"""ForwardCall: runs of the forward over fake tensors, in the state of eager execution.
-
-One recording runs it up to three times, each into a Recorder of its own: runs that do the same have
-equal `ForwardRun.done` and `ForwardRun.changes`.
-"""
+"""ForwardCall: a run of the forward over fake tensors, in the state of eager execution."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
@@ -17,21 +13,19 @@ from torch import nn
 from torch.nn.modules import module as module_hooks
 
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
-from rockplan.graph_builder.tracing import addresses, eager_paths, host_random, modes, patches
+from rockplan.graph_builder.tracing import addresses, eager_paths, left_behind, modes, patches
 from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
+from rockplan.graph_builder.tracing.host_random import DrawingLine
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.stand_ins import Arguments, StandIns
+from rockplan.graph_builder.tracing.stand_ins import Arguments
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
-from rockplan.python_state.contents import data_in
 from rockplan.python_state.given import GivenCall
-from rockplan.python_state.holders import Held
-from rockplan.python_state.reach import Reached, reached
-from rockplan.python_state.snapshot import Changes, Snapshot
+from rockplan.python_state.walk import Walk
 
 # Part of PyTorch's error when a kernel reads values of a fake tensor.
 _NO_VALUES = "data is not allocated yet"
@@ -41,47 +35,27 @@ _WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-pla
 
 @dataclass(frozen=True, slots=True)
 class ForwardRun:
-    """One run of the forward. done: calls, constants and result, equal for runs that do the same;
-    changes: of the plain data that Python holds; drawn: generators of libraries that drew."""
+    """One run of the forward. outputs, spec: leaves and structure of its result."""
 
     outputs: list[Any]
     spec: trees.TreeSpec
-    done: tuple[Any, ...]
-    changes: Changes
-    drawn: tuple[Held, ...] = ()
-
-    @classmethod
-    def of(
-        cls,
-        recorder: Recorder,
-        outputs: list[Any],
-        spec: trees.TreeSpec,
-        changes: Changes,
-        drawn: Sequence[Held],
-    ) -> ForwardRun:
-        """Return the description of a run that has just ended. outputs, spec: leaves and structure
-        of the result; changes: of Python's data; drawn: generators of libraries that drew."""
-        result = [recorder.value(o) if isinstance(o, torch.Tensor) else data_in(o) for o in outputs]
-        constants = [id(tensor) for _, tensor in recorder.constants]
-        done = (list(recorder.calls), constants, result, spec)
-        return cls(outputs, spec, done, changes, tuple(drawn))
 
 
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A forward with fake arguments. results_of_others: positions of argument leaves that are not
     autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`; reading:
-    notes which attributes are read."""
+    notes which attributes are read; checkpoints: what functions that eager runs again could reach
+    before their first run."""
 
     module: nn.Module
     forward: Callable[..., Any]
     arguments: Arguments
     results_of_others: Sequence[int]
     reader: ValueReader
-    snapshot: Snapshot
-    stand_ins: StandIns
     foreign_rows: PatchSource
     reading: ReadsNoted
+    checkpoints: list[Walk] = field(default_factory=list)
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
@@ -97,6 +71,7 @@ class ForwardCall:
             make_own=recorder.make_own,
             callers_writes=recorder.callers_writes,
             made=recorder.made,
+            checkpoints=self.checkpoints,
         )
         torch.clear_autocast_cache()
         with (
@@ -117,27 +92,26 @@ class ForwardCall:
         """Run the forward under `recorder`; return the run. Raises CaptureError for what a plan
         could not repeat."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
-        refuse = functools.partial(refuse_here, recorder)
-        paths, call = _module_paths(self.module, recorder), GivenCall.of(args, kwargs)
-        again = functools.partial(_call_module, self, args, kwargs)
-        draws = host_random.refused(
-            self.snapshot.reached, refuse, lambda: recorder.place()[0], again
-        )
-        with recorder, paths, draws as drawn:
+        call = GivenCall.of(args, kwargs)
+        with recorder, _module_paths(self.module, recorder):
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
+        left_behind.refuse_in_checkpoints(self.checkpoints)
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(call.with_contents(result))
         # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
         known = functools.partial(known_output, recorder)
         outputs = [*map(known, range(len(leaves)), leaves)]
         refuse_unwritten(recorder, outputs)
-        return ForwardRun.of(recorder, outputs, spec, self.snapshot.changes(), drawn)
+        return ForwardRun(outputs, spec)
 
-    def reached(self) -> Reached:
-        """Return what the forward can reach now."""
-        args, kwargs = self.arguments.args, self.arguments.kwargs
-        return reached(self.module, self.forward, args, kwargs, self.stand_ins.real)
+    def draw_again(self, recorder: Recorder, generator: Any) -> DrawingLine:
+        """Run the forward once more, to see which line of it draws from `generator`."""
+        with recorder, _module_paths(self.module, recorder):
+            line = DrawingLine(generator, lambda: recorder.place()[0])
+            args, kwargs = self.arguments.args, self.arguments.kwargs
+            line.find(functools.partial(_call_module, self, args, kwargs))
+        return line
 
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

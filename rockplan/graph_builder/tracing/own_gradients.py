@@ -61,12 +61,6 @@ def refuse_history(constants: Sequence[torch.Tensor]) -> None:
         raise NAMED["write into another tensor"].error(shape=tuple(tensor.shape))
 
 
-def refuse_switch(place: object) -> None:
-    """Raise if the run changed `requires_grad` of a tensor kept in `place` (None: of none)."""
-    if place is not None:
-        raise NAMED["requires_grad"].error(tensor=place)
-
-
 def refuse_of_result(output: torch.Tensor, position: int) -> None:
     """Raise if a result has a gradient of its own, which the caller would find in `.grad`."""
     if output.requires_grad and (output.is_leaf or output.retains_grad):

@@ -10,14 +10,17 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
 import torch
+from torch import nn
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.python_state.walk import Root, Walk
 
 
 class Interrupted(CaptureError):
@@ -36,7 +39,8 @@ class RecordingAccess:
     is_active: whether a call of an operator would be recorded now; stop: raise an error that ends
     the recording; place: path of the running module, and the user's source line; make_own: give
     tensors (grouped by storage) memory of their own if no plan writes into what they have;
-    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order.
+    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order;
+    checkpoints: gets what the function of each checkpoint that eager runs again could reach.
     """
 
     refuse: Callable[[str], NoReturn] = _nobody
@@ -47,15 +51,23 @@ class RecordingAccess:
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
     callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
     made: Callable[[], Sequence[torch.Tensor]] = lambda: ()
+    checkpoints: list[Walk] = field(default_factory=list)
 
     @contextlib.contextmanager
-    def refusing_writes(self, run_again: Callable[[], bool]) -> Iterator[None]:
+    def refusing_writes(
+        self, called: Sequence[Any], run_again: Callable[[], bool]
+    ) -> Iterator[None]:
         """While active, nothing is refused; at the end writes into tensors of the caller are, if
-        `run_again()` is true: eager would then run the same code again in the backward pass."""
+        `run_again()` is true: eager would then run the same code again in the backward pass.
+        called: function and arguments of that."""
         before = len(self.callers_writes())
+        with _disable_current_modes():
+            reached = Walk([Root("an argument", one) for one in called], stops=nn.Module)
         yield
-        written = self.callers_writes()[before:] if run_again() else ()
-        for call in written:
+        if not run_again():
+            return
+        self.checkpoints.append(reached)
+        for call in self.callers_writes()[before:]:
             place = f" in module '{call.module}'" if call.module else ""
             self.refuse(NAMED["write in a checkpoint"].text(operator=call.call.op, place=place))
 

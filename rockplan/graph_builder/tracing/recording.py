@@ -7,6 +7,7 @@ is allocated, and the module, the sample and every generator are left exactly as
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,10 +16,11 @@ import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import modes, own_gradients
+from rockplan.graph_builder.tracing import left_behind, modes, own_gradients
 from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
@@ -37,29 +39,15 @@ from rockplan.graph_builder.tracing.patches import Interrupted, PatchSource
 from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
-from rockplan.graph_builder.tracing.repeated_calls import (
-    refuse_another_call,
-    refuse_cached_changes,
-    refuse_changes,
-    refuse_fresh_constants,
-    written_constants,
-)
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
-from rockplan.graph_builder.tracing.stored_state import (
-    RunTensors,
-    assignments_of,
-    refuse_cached,
-    refuse_kept_arguments,
-    refuse_stored,
-)
 from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
+from rockplan.python_state.elements import replaced
 from rockplan.python_state.leftovers import Leftovers
-from rockplan.python_state.reach import Reached
-from rockplan.python_state.snapshot import Snapshot
-from rockplan.values.interface import Assignment, Incoming, Precedent
+from rockplan.python_state.walk import Root, Walk, is_iterator, roots_of_arguments, walk_of
+from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import STATIC
 
 
@@ -105,34 +93,41 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
     """Record forward and backward. leftovers: gets the tensors of the run, none of which must be
     left in Python. Raises CaptureError for what a plan could not repeat."""
     recording = _Recording.of(call, leftovers)
-    recorder, stand_ins, snapshot = recording.recorder, recording.stand_ins, recording.snapshot
+    recorder, stand_ins, found = recording.recorder, recording.stand_ins, recording.found
     with (
         modes.without_modes(),
-        snapshot.restored(),
+        found.restored(),
         stand_ins.without_history(),
         recorder.without_history(),
     ):
         exchanged = _exchanged(recording)
-        answers = exchanged.questions.answered(snapshot.reached.namespaces)
+        answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
         with exchanged.forward.as_in_eager(recorder), recording.fake_mode, answers:
-            snapshot.begin()
+            with _disable_current_modes():
+                before = _reached_now(recording, exchanged)
             first = exchanged.forward.run(recorder)
+            made = left_behind.RunTensors(recorder, recording.reader, stand_ins.real)
+            with _disable_current_modes():
+                after = before.again()
+                change = before.difference(after)
+            draw_again = functools.partial(exchanged.forward.draw_again, recorder)
+            refusal = None
+            if change is not None:
+                refusal = left_behind.refusal(change, before, after, made, draw_again)
             first, backward = _with_backward(recording, exchanged, first)
-            is_as_begun = snapshot.is_as_begun()
-            reached = snapshot.reached if is_as_begun else exchanged.forward.reached()
-            made = RunTensors(recorder, recording.reader, stand_ins.real)
-            if not is_as_begun:
-                another = functools.partial(_reached_after_another, recording, exchanged.forward)
-                refuse_stored(snapshot, reached, made, another)
-            refuse_cached(reached, made)
+            if refusal is not None and not sys.modules.keys() <= found.imported:
+                raise Interrupted("files were imported, which may be all that has changed")
+            if refusal is not None:
+                raise refusal
+            left_behind.refuse_cached(found, made)
+            left_behind.refuse_fresh_constants(found, recorder)
             recording.reader.refuse_another_call(recorder)
             ask_places(recorder, exchanged.questions)
             values = without_places(recorder, exchanged.questions)
-            assignments = _assignments(recording, exchanged.forward, first, is_as_begun)
     refuse_other_variants(recorder.values, recorder.calls)
-    kept = trees.tree_leaves((first.outputs, [one.value for one in assignments]))
+    kept = trees.tree_leaves(first.outputs)
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in kept):
-        raise StaticSizes("the forward keeps a size in Python, or returns it")
+        raise StaticSizes("the forward returns a size")
     return Capture(
         values=values,
         calls=tuple(recorder.calls),
@@ -144,7 +139,6 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         gradients=backward.gradient_values(recorder),
         guards=tuple(recorder.guards),
         questions=tuple(exchanged.questions.asked.values()),
-        assignments=assignments,
         backward_ignores_autocast=backward.ignores_autocast,
         output_spec=first.spec,
         samples=recording.reader.samples(recorder),
@@ -156,7 +150,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
 
 @dataclass(frozen=True, slots=True)
 class _Recording:
-    """The objects of one recording of `call`."""
+    """The objects of one recording of `call`. found: what its forward can reach."""
 
     call: Sample
     leftovers: Leftovers
@@ -164,7 +158,7 @@ class _Recording:
     reader: ValueReader
     recorder: Recorder
     stand_ins: StandIns
-    snapshot: Snapshot
+    found: Walk
     free: FreeSizes | None
 
     @classmethod
@@ -182,15 +176,8 @@ class _Recording:
         reader = ValueReader()
         recorder = Recorder(fake_mode, reader, leftovers)
         stand_ins = StandIns(fake_mode, recorder, free)
-        snapshot = Snapshot.of(call.module, call.forward, call.args, call.kwargs)
-        return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, snapshot, free)
-
-    def run_again(self, forward: ForwardCall) -> tuple[ForwardRun, Recorder]:
-        """Run the forward once more. Returns that run and the recorder that has it."""
-        another = Recorder(self.fake_mode, self.reader, self.leftovers)
-        self.stand_ins.make_known(another)
-        with forward.as_in_eager(another):
-            return forward.run(another), another
+        found = walk_of(call.module, call.forward, call.args, call.kwargs)
+        return cls(call, leftovers, fake_mode, reader, recorder, stand_ins, found, free)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +185,7 @@ class _Exchanged:
     """A call with stand-ins for all tensors of the caller.
 
     parameters, buffers, inputs: as in Capture; autograd: what it kept of the stand-ins before the
-    run; submodules: those before the run, by id.
+    run.
     """
 
     forward: ForwardCall
@@ -207,31 +194,35 @@ class _Exchanged:
     inputs: tuple[tuple[int, int], ...]
     questions: Questions
     autograd: tuple[own_gradients.AutogradState, ...]
-    submodules: dict[int, nn.Module]
 
 
 def _exchanged(recording: _Recording) -> _Exchanged:
     """Put stand-ins (fake tensors) in place of parameters, buffers and arguments, and begin to
     record; return the call with them."""
-    call, snapshot = recording.call, recording.snapshot
+    call, found = recording.call, recording.found
     recorder, stand_ins = recording.recorder, recording.stand_ins
-    submodules = {id(m): m for m in call.module.modules()}
     names = _tensor_names(call.module)
     leaves = enumerate(trees.tree_leaves((call.args, call.kwargs)))
     real_leaves = {i: leaf for i, leaf in leaves if isinstance(leaf, torch.Tensor)}
     callers = _callers_tensors(real_leaves, *names)
     _refuse_kinds(callers)
     registered = {id(t): t for pairs in names for _, t in pairs}
-    refuse_kept_arguments(snapshot.reached, real_leaves.values(), registered)
-    arguments = with_stand_ins(call.forward, call.args, call.kwargs, stand_ins.of)
+    left_behind.refuse_iterators(found)
+    left_behind.refuse_kept_arguments(found, (call.args, call.kwargs), registered)
+    arguments = with_stand_ins(call.args, call.kwargs, stand_ins.of)
     inputs = tuple((i, recorder.value(stand_ins.of(leaf))) for i, leaf in real_leaves.items())
-    snapshot.add(arguments.made)
     parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
     buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-    snapshot.exchange(stand_ins.of_registered(registered))
-    questions = Questions(
-        recording.fake_mode, stand_ins.real, functools.partial(refuse_here, recorder)
+    refuse = functools.partial(refuse_here, recorder)
+    of = stand_ins.of_registered(registered)
+    found.exchange(
+        lambda part: (
+            left_behind.NotAdvanced(refuse, type(part).__name__)
+            if is_iterator(type(part))
+            else replaced(part, of)
+        )
     )
+    questions = Questions(recording.fake_mode, stand_ins.real, refuse)
     for (role, key), (called, tensor) in callers.items():
         questions.name(stand_ins.of(tensor), called, role, key)
     autograd = own_gradients.kept({called: stand_ins.of(t) for called, t in callers.values()})
@@ -244,12 +235,10 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         arguments=arguments,
         results_of_others=[i for i, leaf in real_leaves.items() if not leaf.is_leaf],
         reader=recording.reader,
-        snapshot=snapshot,
-        stand_ins=stand_ins,
         foreign_rows=call.foreign_rows,
         reading=ReadsNoted(call.module),
     )
-    return _Exchanged(forward, parameters, buffers, inputs, questions, autograd, submodules)
+    return _Exchanged(forward, parameters, buffers, inputs, questions, autograd)
 
 
 def _with_backward(
@@ -270,43 +259,19 @@ def _with_backward(
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
     backward = recorded_backward(call.module, recorder, first.outputs, starts, targets)
     own_gradients.refuse_changes(exchanged.autograd)
-    own_gradients.refuse_switch(recording.snapshot.switched_tensor())
     own_gradients.refuse_none(backward.gradients)
     exchanged.questions.refuse_set(first.outputs)
-    _refuse_new_submodules(call.module, exchanged.submodules)
     return first, backward
 
 
-def _reached_after_another(recording: _Recording, forward: ForwardCall) -> Reached | None:
-    """Return what can be reached after one more run of the forward under a recorder of its own;
-    None if that run fails."""
-    try:
-        recording.run_again(forward)
-    except Exception:  # the forward may fail on stand-ins that it kept in the first run
-        return None
-    return forward.reached()
-
-
-def _assignments(
-    recording: _Recording, forward: ForwardCall, first: ForwardRun, is_as_begun: bool
-) -> tuple[Assignment, ...]:
-    """Return what each call leaves in Python: nothing, if everything is as it began
-    (`is_as_begun`). If something is left, or constants are written to, the forward runs again: only
-    that shows whether the next call would do the same. Raises CaptureError if it would not, or if a
-    container of the caller's has changed."""
-    snapshot = recording.snapshot
-    if not is_as_begun:
-        _refuse_callers_changes(snapshot)
-    refuse_changes(snapshot, first.changes, {} if is_as_begun else snapshot.changes())
-    written = written_constants(recording.recorder)
-    if first.changes:
-        refuse_cached_changes(snapshot, first.changes)
-    if first.changes or written or first.drawn:
-        second, another = recording.run_again(forward)
-        refuse_changes(snapshot, first.changes, second.changes)
-        refuse_another_call(snapshot, first, second)
-        refuse_fresh_constants(written, another)
-    return assignments_of(snapshot, first.changes)
+def _reached_now(recording: _Recording, exchanged: _Exchanged) -> Walk:
+    """Return what the forward can reach with stand-ins in place of tensors, these among it."""
+    call, arguments = recording.call, exchanged.forward.arguments
+    others = [Root("a tensor", t, is_callers=True) for t in recording.stand_ins.real.values()]
+    own = [root for root in recording.found.roots if not root.is_callers]
+    return Walk(
+        [*own, *roots_of_arguments(call.forward, arguments.args, arguments.kwargs), *others]
+    )
 
 
 def _tensor_names(
@@ -347,14 +312,3 @@ def _refuse_kinds(given: _CallersTensors) -> None:
         reason = why_not_planned(tensor, name)
         if reason is not None:
             raise UnsupportedModel(reason)
-
-
-def _refuse_new_submodules(module: nn.Module, before: dict[int, nn.Module]) -> None:
-    for path, m in module.named_modules():
-        if id(m) not in before:
-            raise NAMED["new submodule"].error(module_path=path, path=path)
-
-
-def _refuse_callers_changes(snapshot: Snapshot) -> None:
-    for place in snapshot.callers_changes():
-        raise NAMED["change of the caller's"].error(place=place.text)

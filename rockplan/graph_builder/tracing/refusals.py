@@ -72,6 +72,13 @@ PUT_INTO_A_DICTIONARY = (
     "pass `dict(batch)`)"
 )
 
+LEFT_OUT = (
+    "Leave the checkpoint out (`model.set_grad_checkpointing(False)`, "
+    "`model.gradient_checkpointing_disable()`, or what else the model has): a plan computes again "
+    "by itself"
+)
+"""Remedy for a checkpoint."""
+
 DECIDED = (
     "as a Python bool or number, or as a tensor of bools or integers (each such value is a kind of "
     "call, planned for once)"
@@ -383,9 +390,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "{operator}{place} changes a buffer or another tensor of the caller's (statistics of "
         "BatchNorm, vectors of spectral norm) inside of torch.utils.checkpoint, which eager does "
         "once more where it runs that again in the backward pass, and a plan does not",
-        "Leave the checkpoint out (`model.set_grad_checkpointing(False)`, "
-        "`model.gradient_checkpointing_disable()`, or what else the model has): a plan computes "
-        "again by itself, and the original without it changes these once, too",
+        f"{LEFT_OUT}, and the original without it changes these once, too",
+    ),
+    Refusal(
+        "state of a checkpoint",
+        When.FORWARD,
+        "the forward changes {place} ({former} -> {now}) of a torch.utils.checkpoint, in it or "
+        "later: eager runs its function again with what is there then, and a plan does not",
+        LEFT_OUT,
     ),
     Refusal(
         "values of a function of PyTorch",
@@ -613,9 +625,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "kept change",
-        When.FORWARD,
-        "{who} changes {place}, which a planned run could not do as it does",
-        "keep it outside of the module, or return it",
+        When.NEXT_CALL,
+        "{who} changes {place} ({former} -> {now}), which a planned run would not do",
+        "return it, or keep it outside of the module (a count also in a registered buffer); if "
+        f"only the first call does, {RUN_ONCE}",
     ),
     Refusal(
         "attribute of a fake tensor",
@@ -632,30 +645,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "return it",
     ),
     Refusal(
-        "attribute of a tensor",
-        When.FORWARD,
-        "the forward sets the attribute '{attribute}' of {tensor}, which a planned run would not "
-        "do",
-        "set it before the call, or keep it outside",
-    ),
-    Refusal(
         "question",
         When.FORWARD,
         "the forward asks {tensor} for `{name}` ({what}), which may be another at the next call of "
         "a planned module",
         "decide on it outside, and pass in what follows",
-    ),
-    Refusal(
-        "new submodule",
-        When.FORWARD,
-        "the forward adds the submodule '{path}', which a planned run would not do",
-        RUN_ONCE,
-    ),
-    Refusal(
-        "change of the caller's",
-        When.FORWARD,
-        "the forward changes {place}, which the caller has given, and a planned run would not",
-        PUT_INTO_A_DICTIONARY,
     ),
     Refusal(
         "opaque result",
@@ -763,24 +757,13 @@ REFUSALS: tuple[Refusal, ...] = (
         "a plan computes again by itself",
     ),
     Refusal(
-        "count",
-        When.NEXT_CALL,
-        "{of}: each call changes {place}, which would stand still in a planned run",
-        "keep a count outside of the module, or in a registered buffer",
-    ),
-    Refusal(
         "another next call",
         When.NEXT_CALL,
         "{of}: the forward changes {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
-        f"If only the first call is another one (values set by the first batch), {RUN_ONCE}",
-    ),
-    Refusal(
-        "cached change",
-        When.NEXT_CALL,
-        "{of}: the forward changes {place}, and calls {function}, whose results are cached "
-        "(functools): a planned run could not tell whether the next call changes it as well",
-        RUN_ONCE.capitalize(),
+        "Keep a position in a tensor: self.ring.index_copy_(0, self.at.reshape(1), value[None]) "
+        "in place of self.ring[int(self.at)] = value. If only the first call is another one "
+        f"(values set by the first batch), {RUN_ONCE}",
     ),
     Refusal(
         "fresh constant",

@@ -1,8 +1,7 @@
 """StandIns: fake tensors for tensors of the caller; Arguments: a call with them in its structure.
 
-takes: positional and keyword arguments. returns: the same with other tensors, and the containers
-that had to be rebuilt for that. guarantees: anything without tensors is the caller's own object;
-one object at two places stays one object.
+takes: positional and keyword arguments. returns: the same with other tensors. guarantees: anything
+without tensors is the caller's own object; one object at two places stays one object.
 """
 
 from __future__ import annotations
@@ -21,32 +20,21 @@ from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
 from rockplan.python_state.distributed import distributed, is_distributed, local_of, spec_of
-from rockplan.python_state.holders import Held, Place, kinds_of
-from rockplan.python_state.reach import named_arguments
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """Arguments of a call. made: containers rebuilt from those of the caller."""
-
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    made: list[Held]
 
 
 def with_stand_ins(
-    forward: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    of: Callable[[torch.Tensor], torch.Tensor],
+    args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments:
-    """Return the arguments of `forward(*args, **kwargs)`, each tensor `t` replaced by `of(t)`, with
-    the containers that had to be rebuilt for that."""
+    """Return the arguments of a call, each tensor `t` replaced by `of(t)`."""
     exchange = _Exchange(of)
-    named = named_arguments(forward, args, kwargs)
-    values = [exchange.value(v, Place(f"the argument '{n}'", is_callers=True)) for n, v in named]
-    by_name = dict(zip(kwargs, values[len(args) :], strict=True))
-    return Arguments(tuple(values[: len(args)]), by_name, exchange.made)
+    own = tuple(map(exchange.value, args))
+    return Arguments(own, {name: exchange.value(value) for name, value in kwargs.items()})
 
 
 @dataclass(slots=True)
@@ -55,22 +43,13 @@ class _Exchange:
 
     of: Callable[[torch.Tensor], torch.Tensor]
     known: dict[int, Any] = field(default_factory=dict)
-    made: list[Held] = field(default_factory=list)
 
-    def value(self, value: Any, place: Place) -> Any:
+    def value(self, value: Any) -> Any:
         if id(value) not in self.known:
-            self.known[id(value)] = self._new(value, place)
+            is_tensor = isinstance(value, torch.Tensor)
+            other = self.of(value) if is_tensor else trees.mapped(value, self.value)
+            self.known[id(value)] = other
         return self.known[id(value)]
-
-    def _new(self, value: Any, place: Place) -> Any:
-        """Return `value` with its tensors replaced, or itself; rebuilt containers go into
-        `made`."""
-        if isinstance(value, torch.Tensor):
-            return self.of(value)
-        other = trees.mapped(value, lambda child: self.value(child, place))
-        if other is not value:
-            self.made += [Held(owner, kind, place) for owner, kind in kinds_of(other)]
-        return other
 
 
 class StandIns:
@@ -138,9 +117,3 @@ class StandIns:
                     # Views cannot be detached.
                     with torch.no_grad(), contextlib.suppress(RuntimeError):
                         fake.detach_()
-
-    def make_known(self, recorder: Recorder) -> None:
-        """Register all stand-ins with another recorder, under the same values."""
-        for fake in self.fakes:
-            recorder.value(fake)
-        recorder.begin_forward()

@@ -55,14 +55,13 @@ _OF_STAND_INS = frozenset(
 class Questions:
     """What was asked. mode: of the stand-ins; real: id of a stand-in -> the real tensor; names: id
     of a stand-in -> (its name in messages, role, name or position), by which a planned call finds
-    the real tensor; asked: the questions so far; attributes: names in `__dict__` before the run."""
+    the real tensor; asked: the questions so far."""
 
     mode: FakeTensorMode
     real: Mapping[int, torch.Tensor]
     refuse: Callable[[str], NoReturn]
     names: dict[int, tuple[str, str, str | int]] = field(default_factory=dict)
     asked: dict[tuple[str, str | int, str], Question] = field(default_factory=dict)
-    attributes: dict[int, frozenset[str]] = field(default_factory=dict)
     stand_ins: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def name(self, stand_in: torch.Tensor, called: str, role: str, key: str | int) -> None:
@@ -71,7 +70,6 @@ class Questions:
         tensor. Raises CaptureError for an attribute that a fake tensor has of its own."""
         self.names.setdefault(id(stand_in), (called, role, key))
         self.stand_ins[id(stand_in)] = stand_in
-        self.attributes.setdefault(id(stand_in), frozenset(stand_in.__dict__))
         shadowed = self.real[id(stand_in)].__dict__.keys() & _OF_STAND_INS
         for attribute in sorted(shadowed):
             raise NAMED["attribute of a fake tensor"].error(tensor=called, attribute=attribute)
@@ -99,19 +97,13 @@ class Questions:
         self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
 
     def refuse_set(self, results: Sequence[Any]) -> None:
-        """Raise CaptureError if the forward has set an attribute of a caller's tensor or a
-        result."""
+        """Raise CaptureError if the forward has set an attribute of a result."""
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
                 for attribute in _users_attributes(result.__dict__):
                     raise NAMED["attribute of a result"].error(
                         attribute=attribute, position=position
                     )
-        for identity, (called, _, _) in self.names.items():
-            stand_in = self.stand_ins[identity]
-            for attribute in stand_in.__dict__.keys() - self.attributes[identity]:
-                if not _is_own(attribute):
-                    raise NAMED["attribute of a tensor"].error(tensor=called, attribute=attribute)
 
     def _members(self) -> Iterator[tuple[type, str, Any]]:
         """Yield (class, name, member) for each member of a class that is another meanwhile: the
