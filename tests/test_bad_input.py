@@ -501,7 +501,12 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         for which in ("parameter", "buffer", "activation", "input")
     },
     "ties layers": (lambda: Replaces(False), SAMPLE, rockplan.UnsupportedModel, ["self.weight"]),
-    "makes a layer": (lambda: Replaces(True), SAMPLE, rockplan.UnsupportedModel, ["self.c ", "once"]),
+    "makes a layer": (
+        lambda: Replaces(True),
+        SAMPLE,
+        rockplan.UnsupportedModel,
+        ["self.c ", "once"],
+    ),
     "layers in a plain list": (
         lambda: InPlainList(False),
         SAMPLE,

@@ -20,7 +20,7 @@ import re
 import sys
 import types
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -188,9 +188,9 @@ def is_iterator(kind: type) -> bool:
 class Walk:
     """What `roots` reach now. objects: each once, by number, the list of roots first; rows: how
     each is read and written, None for what compares by identity, as objects of `stops` do; held:
-    its elements; nodes: what it refers to, data by value and objects by number, and counted: the
-    elements that are in its node; met: (number of the object in which it was met first, position
-    among the elements there)."""
+    its elements; counted: positions of those that are compared; nodes: what these are, data by
+    value and objects by number; met: (number of the object in which it was met first, position of
+    the element there)."""
 
     def __init__(self, roots: Iterable[Root], stops: tuple[type, ...] | type = ()) -> None:
         self.roots, self.stops = [*roots], stops
@@ -198,10 +198,11 @@ class Walk:
         self.rows: list[Access | None] = [None]
         self.held: list[list[Element]] = [[]]
         self.nodes: list[list[Any]] = [[]]
-        self.counted: list[list[Element]] = [[]]
+        self.counted: list[Sequence[int]] = [()]
         self.met: list[tuple[int, int]] = [(-1, 0)]
         self.number = {id(self.roots): 0}
         self.names = {"forward"}
+        self._put_back_alone: set[int] = set()
         self._waiting: dict[str, list[tuple[Any, int, int]]] = defaultdict(list)
         for is_callers in (False, True):  # what is met elsewhere, too, is not the caller's alone
             for position, root in enumerate(self.roots):
@@ -220,8 +221,14 @@ class Walk:
         held = [] if row is None else row.read(value.owner if kind is Aspect else value)
         self.rows.append(row)
         self.held.append(held)
-        self.counted.append(_counted(value, held))
-        self.nodes.append(self._node(len(self.nodes)))
+        counted = _counted(value, held)
+        self.counted.append(counted)
+        is_compared = id(value) not in self._put_back_alone
+        self.nodes.append(self._node(len(self.nodes)) if is_compared else [])
+        for position in {*range(len(held))} - {*counted} if len(counted) < len(held) else ():
+            if type(held[position][1]) is list:
+                self._put_back_alone.add(id(held[position][1]))
+                self._meet(held[position][1], len(self.nodes) - 1, position)
         if kind is types.FunctionType:
             self._follow(names_in(value.__code__) - self.names)
 
@@ -232,7 +239,8 @@ class Walk:
             id(value) if row is None else id(row) if type(value) is Aspect else id(type(value))
         ]
         is_class = type(value) is Aspect and row is ON_CLASS
-        for position, element in enumerate(self.counted[at]):
+        for position in self.counted[at]:
+            element = self.held[at][position]
             for part in element:
                 kind = type(part)
                 if kind is str:
@@ -270,7 +278,7 @@ class Walk:
         steps = [] if key is None else [(self.rows[n], key)]
         while (start := self._named(n)) is None:
             n, position = self.met[n]
-            steps.append((self.rows[n], self.counted[n][position][0]))
+            steps.append((self.rows[n], self.held[n][position][0]))
         text = start.text
         for row, key in reversed(steps):
             text = text if row is None else row.named(text, key)
@@ -307,6 +315,8 @@ class Walk:
         """Return what is the first to differ in object `n`."""
         before, now = self._by_key(n), later._by_key(n)
         value = self.objects[n]
+        if isinstance(value, torch.Tensor) and value is not later.objects[n]:
+            return StateChange(self.place(n), value, value, later.objects[n])
         owner = value.owner if type(value) is Aspect else value
         nothing = (None, GONE, GONE)
         for key in {**before, **now}:
@@ -321,7 +331,8 @@ class Walk:
         element, the latter in the node)."""
         found: dict[Any, tuple[Any, Any, Any]] = {}
         codes = iter(self.nodes[n][1:])
-        for (key, value), code, of in zip(self.counted[n], codes, codes, strict=True):
+        held = (self.held[n][position] for position in self.counted[n])
+        for (key, value), code, of in zip(held, codes, codes, strict=True):
             number = 0
             while (code, number) in found:
                 number += 1
@@ -383,18 +394,19 @@ _METHODS = {types.FunctionType, staticmethod, classmethod, property, functools.c
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 
 
-def _counted(value: Any, held: list[Element]) -> list[Element]:
-    """Return the elements of an object that count in a comparison: not what PyTorch's hooks compute
-    before each call, nor what transformers settles in the first call, or makes again in each."""
+def _counted(value: Any, held: list[Element]) -> Sequence[int]:
+    """Return positions of the elements of an object that count in a comparison: not what PyTorch's
+    hooks compute before each call, nor what transformers settles in the first call, or makes again
+    in each."""
     if type(value) is OrderedDict:
-        return [e for e in held if not _is_hook_of_transformers(e[1])]
+        return [i for i, e in enumerate(held) if not _is_hook_of_transformers(e[1])]
     if type(value) is not Aspect or value.row is not ATTRIBUTES:
-        return held
+        return range(len(held))
     owner = value.owner
     names = {_MADE_AGAIN}
     if isinstance(owner, nn.Module) and owner._forward_pre_hooks:
         names |= computed_attributes(owner)
-    return [e for e in held if e[0] not in names and not _stays(owner, e)]
+    return [i for i, e in enumerate(held) if e[0] not in names and not _stays(owner, e)]
 
 
 def _added(held: list[Element], now: list[Element]) -> list[Element]:
