@@ -309,6 +309,9 @@ GONE = (
     ),
     Gone("patch: torch.nn.utils.parametrize._cache", "deleted: refused around a call"),
     Gone("data that each call overwrites", "deleted: such calls make one more kind"),
+    Gone("data that a call leaves", "deleted: refused, until it has been called once"),
+    Gone("a second run is compared", "deleted: refused, until it has been called once"),
+    Gone("changes that a cache hides", "deleted: refused, until it has been called once"),
 )
 
 
@@ -319,10 +322,10 @@ once, and then it is planned), the run with other data that told which data each
 (kinds of calls are more without it), tensors that a call puts into objects of the caller's
 other than dictionaries and lists (refused; a dictionary in their place is planned), answers to
 questions that nothing asks (refused), and calls in a block of parametrize.cached() (refused; in the
-forward it is planned). *Kept for a model*: data that a call leaves (sequence classifiers of
-transformers settle `config.problem_type` in their first call), containers of the caller's
-(sentence-transformers). *Kept, since without it something is silently wrong*: kinds of holders (of
-seven that was seen; each is some five lines), and what refuses another next call. *Kept for its
+forward it is planned). Then one walk over what the forward reaches, before and after it, came in
+place of holders, of second runs, and of the data that each call leaves. *Kept for a model*: what a
+first call settles (sequence classifiers of transformers set `config.problem_type`), containers of
+the caller's (sentence-transformers). *Kept for its
 time*: leftovers in closures of frames, without which each refusal looks through all objects there
 are. Not examined here: Triton's libraries, which need a GPU or `make cuda`.
 """

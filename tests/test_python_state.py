@@ -3,6 +3,7 @@ tensor left: one case of each kind that `benchmarks/python_state.py` draws."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib
 import sys
@@ -210,6 +211,24 @@ def test_is_planned_as_eager_or_refused(case: Case) -> None:
 
 def test_what_keeps_nothing_is_planned() -> None:
     assert examine(plain()).kind == "equal"
+
+
+@pytest.mark.parametrize("collects", [False, True])
+def test_a_classifier_settles_its_configuration_as_in_eager(collects: bool) -> None:
+    """Also where hooks of transformers collect what submodules return."""
+    transformers = pytest.importorskip("transformers")
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 16)
+    config = transformers.ViTConfig(
+        **sizes, num_attention_heads=2, num_hidden_layers=2, image_size=8, patch_size=4
+    )
+    model = transformers.ViTForImageClassification(config)
+    eager = copy.deepcopy(model)
+    call = {"pixel_values": torch.randn(2, 3, 8, 8), "labels": torch.tensor([0, 1])}
+    call["output_hidden_states"] = collects  # type: ignore[assignment]
+    planned: Any = rockplan.solve(model, call, "min", options=OPTIONS)
+    assert torch.equal(planned(**call).loss, eager(**call).loss)
+    assert model.config.problem_type == eager.config.problem_type == "single_label_classification"
+    assert not any(m._forward_hooks for m in model.modules())
 
 
 def nameless(x: torch.Tensor) -> torch.Tensor:

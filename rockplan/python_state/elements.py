@@ -111,8 +111,7 @@ def _one(
         else:
             clear(owner)
 
-    values = lambda owner: [("", value) for value in (read(owner),) if value is not _NOTHING]  # noqa: E731
-    return _row(values, write)
+    return _row(lambda owner: (("", v) for v in (read(owner),) if v is not _NOTHING), write)
 
 
 # Dictionaries, lists, sets
@@ -228,15 +227,15 @@ SLOTS = _each(
 
 
 def _of_class(kind: type) -> list[Element]:
-    """List what is on a class: the user's also has methods."""
+    """List the data on a class, and on the user's methods, too."""
     is_users = not is_library(kind.__module__)
-    return [
-        (name, value)
-        for name, value in vars(kind).items()
-        if not (name.startswith("__") and name.endswith("__"))
-        or (is_users and isinstance(value, types.FunctionType) and name not in _MAKING)
-        if is_users or not (callable(value) or hasattr(type(value), "__get__"))
-    ]
+
+    def counts(name: str, value: Any) -> bool:
+        if name.startswith("__") and name.endswith("__"):
+            return is_users and type(value) is types.FunctionType and name not in _MAKING
+        return is_users or not (callable(value) or hasattr(type(value), "__get__"))
+
+    return [element for element in vars(kind).items() if counts(*element)]
 
 
 _MAKING = ("__init__", "__new__", "__init_subclass__", "__del__")
