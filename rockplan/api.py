@@ -25,6 +25,7 @@ from rockplan.captures.captured_calls import (
     problems_of,
     refuse_without_effect,
 )
+from rockplan.captures.loss import beside_loss, loss_ratio
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError, at_users_line
@@ -88,6 +89,7 @@ def solve(
     optimizer: OptimizerLike = None,
     step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
+    loss: Callable[[Any], torch.Tensor] | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
     """Plan `model` under a budget; return a drop-in module that executes the plan.
@@ -108,17 +110,22 @@ def solve(
     a list of parameters, or a name ('adamw') as for `fit`; other budgets ignore it. With it,
     gradients are counted when they come; step says how the loop trains, such as that gradients add
     up.
+    loss: what the caller computes from the result before backward, a scalar: it is measured, and
+    the plan leaves it room in the budget, or the logger says what it takes above.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show what
     it executes. A planned module is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     if sample_input is None and sample_kwargs is None:
+        if loss is not None:
+            raise InvalidInput("loss= is measured on the result of a sample; pass one")
         wanted = AtFirstCall(parse_budget(budget), optimizer, step, options)
         return planned_modules.drop_in(unplanned(model), wanted.settings(model))
     with agreement(group_of(options), model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
-        return _solve(unplanned(model), args, kwargs, room, replace(options, group=None), agreed)
+        options = replace(options, group=None)
+        return _solve(unplanned(model), args, kwargs, room, options, agreed, loss)
 
 
 def _solve(
@@ -128,13 +135,14 @@ def _solve(
     room: Room,
     options: Options,
     agreed: Agreement,
+    loss: Callable[[Any], torch.Tensor] | None,
 ) -> nn.Module:
     """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
     the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
-            program, make = _first_program(first.of(model), room, options, agreed)
+            program, make = _first_program(first.of(model), room, options, agreed, loss)
         planned = _starting_with(program, model, first, make, options, room.budget.share)
         if agreed is not ALONE:  # each process has a sample of its own, which may be an end
             others.sort(key=lambda call: call.name == "sample")
@@ -143,17 +151,26 @@ def _solve(
 
 
 def _first_program(
-    call: ModuleCall, room: Room, options: Options, agreed: Agreement
+    call: ModuleCall,
+    room: Room,
+    options: Options,
+    agreed: Agreement,
+    loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
     """Return the program of the first call that is planned, and the function that makes further
     ones in the same room."""
     least: dict[Autocast, int] = {}
     program = _program_in(room, call, options, least, agreed)
+    ratio = 0.0
+    if loss is not None:
+        ratio = max(agreed.gathered("loss", loss_ratio(loss, program)).values())
+        program = _program_in(room, call, options, {}, agreed, ratio)
     advise(program, options)
     if options.reserve:
         _reserve(room, program, call)
     # Without `agreed`: in training one process may meet a new kind of call alone.
-    return program, functools.partial(_program_in, room, options=options, least=least)
+    made = functools.partial(_program_in, room, options=options, least=least, ratio=ratio)
+    return program, made
 
 
 @dataclass(eq=False)
@@ -225,13 +242,17 @@ def _program_in(
     options: Options,
     least: dict[Autocast, int],
     agreed: Agreement = ALONE,
+    ratio: float = 0.0,
 ) -> PlannedProgram:
     """Return the program of a call under the largest budget with which a step stays within `room`.
     least: autocast state -> bytes of the first such budget, which is added; a budget given as a
-    share never means less."""
+    share never means less; ratio: of the caller's loss (`loss_ratio`)."""
+
+    def new(budget: Budget) -> PlannedProgram:
+        return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
 
     def make(budget: Budget) -> PlannedProgram:
-        return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
+        return beside_loss(new(budget), ratio, new)
 
     state = autocast_state()
     program = room.filled(make, lambda p: (p.plan, p.interface), least.get(state, 0), agreed)

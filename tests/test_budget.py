@@ -6,9 +6,13 @@ import re
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import rockplan
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget
+from testing.training import QUICK
 
 
 @pytest.mark.parametrize(
@@ -81,3 +85,33 @@ def test_budgets_that_are_too_large(budget: Any) -> None:
 def test_the_largest_budgets(budget: Any) -> None:
     found = parse_budget(budget).within(2**40)
     assert found is not None and 2**40 < found < 2**63
+
+
+def test_a_loss_outside_has_room_in_the_budget(caplog: pytest.LogCaptureFixture) -> None:
+    layers = [k for _ in range(4) for k in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    model, x = nn.Sequential(*layers), torch.randn(128, 64)
+
+    def loss(y: torch.Tensor) -> torch.Tensor:
+        return y.square().mean()
+
+    def measured(budget: Any) -> tuple[int, int]:
+        """Return the bytes asked for, and those of a step."""
+        asked = rockplan.plan(model, x, budget, options=QUICK).budget_bytes
+        planned = rockplan.solve(model, x, budget, loss=loss, options=QUICK)
+        step = rockplan.peak_live_bytes(lambda: loss(planned(x)).backward())
+        return asked, step.peak_bytes
+
+    for budget in ("60%", "80%"):
+        asked, needed = measured(budget)
+        assert 0.9 * asked < needed <= asked
+    assert not caplog.messages
+    asked, needed = measured("min")
+    assert needed > asked
+    (said,) = re.findall(r"a step needs (\d+) bytes.* a budget of (\d+) bytes", caplog.text)
+    assert int(said[0]) == pytest.approx(needed, abs=16)
+    caplog.clear()
+    asked, needed = measured(int(said[1]))
+    assert needed <= asked and not caplog.messages
+    for wrong in (lambda y: y.no_such(), lambda y: y):
+        with pytest.raises(rockplan.InvalidInput, match="loss= does not run"):
+            rockplan.solve(model, x, "60%", loss=wrong, options=QUICK)
