@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -255,8 +255,10 @@ def sized_problem(
     its expressions."""
     if not isinstance(call.module, HasPlans) or _is_of_backward(call):
         return None
-    leaves = trees.tree_leaves((call.args, call.kwargs))
-    rungs = call.module._rockplan.rungs(kind_of_call(call.args, call.kwargs), leaves)
+    leaves, spec = trees.tree_flatten((call.args, call.kwargs))
+    state = call.module._rockplan
+    kind = kind_of_call(call.args, call.kwargs, state.unread.get(spec, frozenset()))
+    rungs = state.rungs(kind, leaves)
     if not rungs:
         return None
     # One that recomputes little is the best beginning.
@@ -301,8 +303,9 @@ def with_sizes_open(
     if not (may_be_open(options) and isinstance(call.module, HasPlans)) or _is_of_backward(call):
         return source
     state = call.module._rockplan
-    for known in _alike_but_for_sizes(state, call):
-        kind = opened_key(kind_of_call(call.args, call.kwargs))
+    key = kind_of_call(call.args, call.kwargs, source.run.unread)
+    for known in _alike_but_for_sizes(state, call, key):
+        kind = opened_key(key)
         try:
             return with_open_sizes(call, source, known, options, adjusted)
         except StaticSizes as reason:
@@ -315,10 +318,11 @@ def with_sizes_open(
     return source
 
 
-def _alike_but_for_sizes(state: PlannedState, call: ModuleCall) -> Iterator[PlannedProgram]:
-    """Yield programs for calls that differ from `call` in sizes alone, the latest first, as long as
-    nothing speaks against leaving these sizes open."""
-    key = kind_of_call(call.args, call.kwargs)
+def _alike_but_for_sizes(
+    state: PlannedState, call: ModuleCall, key: Any
+) -> Iterator[PlannedProgram]:
+    """Yield programs for calls that differ from `call`, whose kind is `key`, in sizes alone, the
+    latest first, as long as nothing speaks against leaving these sizes open."""
     kind = opened_key(key)
     leaves = trees.tree_leaves((call.args, call.kwargs))
     for other, bounds in reversed([*state.programs.items()]):

@@ -443,6 +443,80 @@ def test_attributes_that_are_not_read_make_no_kind(
     assert (len(made) > 1) is is_read
 
 
+class KeepsNumber(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, given: Any) -> torch.Tensor:
+        ctx.given = given
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        return gradient * to_two(ctx.given), None
+
+
+def to_two(given: Any) -> int:
+    return 2 if (given if isinstance(given, int) else len(given)) > 3 else 1
+
+
+# What a forward does with an argument (a number, a tensor), and whether it looks at it.
+LOOKS: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], bool]] = {
+    "computes": (lambda m, x, given: x * to_two(given), True),
+    "decides": (lambda m, x, given: x * 2 if to_two(given) == 2 else x, True),
+    "counts": (lambda m, x, given: sum((x for _ in range(to_two(given))), x), True),
+    "reads its text": (lambda m, x, given: x * len(str(given)), True),
+    "asks for its class, then for it": (
+        lambda m, x, given: x * to_two(given) if type(given) in (int, torch.Tensor) else x,
+        True,
+    ),
+    "keeps it for backward": (lambda m, x, given: KeepsNumber.apply(x, given), True),
+    "returns it": (lambda m, x, given: (x, given), True),
+    "passes it on": (lambda m, x, given: m.pass_on(x, given=given), False),
+    "asks whether it is there": (lambda m, x, given: x if given is not None else -x, False),
+    "asks what it is": (
+        lambda m, x, given: x if isinstance(given, int | torch.Tensor) else -x,
+        False,
+    ),
+}
+
+
+class Looks(nn.Module):
+    def __init__(self, look: Any) -> None:
+        super().__init__()
+        self.inner, self.look = nn.Linear(16, 16), [look]
+
+    def forward(self, x: torch.Tensor, given: Any = None) -> Any:
+        return self.look[0](self, torch.tanh(self.inner(x)), given)
+
+    def pass_on(self, x: torch.Tensor, **more: Any) -> torch.Tensor:
+        return x * 2
+
+
+@pytest.mark.parametrize("of", ["number", "tensor"])
+@pytest.mark.parametrize("name", LOOKS)
+def test_arguments_that_are_not_read_make_no_kind(
+    name: str, of: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    look, is_read = LOOKS[name]
+    torch.manual_seed(0)
+    model = Looks(look)
+    eager = copy.deepcopy(model)
+    made = count_programs(monkeypatch)
+    numbers: Any = (2, 3, 5, 2, 7, 4)
+    sizes = numbers if of == "number" else [torch.ones(n, dtype=torch.long) for n in numbers]
+    planned = rockplan.solve(model, (SAMPLE, sizes[0]), "min")
+    for given in sizes:
+
+        def use(m: Any, given: Any = given) -> Any:
+            result = m(SAMPLE, given)
+            first, *others = result if isinstance(result, tuple) else (result,)
+            mean_square(first).backward()
+            return first, *others
+
+        both(planned, eager, use, f"{name}: {given}")
+    # Sizes of tensors may be open, whether they are read or not.
+    assert len(made) <= 2 if not is_read else of == "tensor" or len(made) > 2
+
+
 class Cuts(nn.Module):
     """Runs over parts of its input, as long as another one says."""
 

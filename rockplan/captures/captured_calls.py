@@ -18,7 +18,7 @@ from rockplan.captures.first_call import after_a_first_call
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall, sized_calls
 from rockplan.codegen import rng_replay
-from rockplan.errors import InvalidInput, StoredByTheFirstCall
+from rockplan.errors import CaptureError, InvalidInput, StoredByTheFirstCall
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
@@ -275,9 +275,26 @@ def _recorded(
     """Record one call. If the module's first call stores tables and the original may be called for
     real (`may_run`), record it as a second call."""
     module, forward = call.module, original_forward(call.module)
-    record = functools.partial(
-        capture, module, call.args, call.kwargs, forward, call.incoming, only_loss, earlier
+    capture_call = functools.partial(
+        capture, module, call.args, call.kwargs, forward, call.incoming, only_loss
     )
+
+    def record() -> Capture:
+        """Record the call, and before with an eye on what may be unread, until no more of that is
+        read; the two runs have to do the same."""
+        watched, unread = None, call.unread
+        while unread and (watched is None or watched.unread != unread):
+            try:
+                unread = unread if watched is None else watched.unread
+                watched = capture_call(None, unread)
+            except CaptureError:
+                unread = frozenset()
+        run = capture_call(earlier)
+        if watched is None or not _do_the_same(watched, run):
+            return run
+        inputs = tuple((i, v) for i, v in run.inputs if i not in unread)
+        return replace(run, unread=unread, inputs=inputs)
+
     try:
         return record()
     except StoredByTheFirstCall as refusal:
@@ -286,6 +303,21 @@ def _recorded(
         first = refusal.with_traceback(None)
     with after_a_first_call(call, first):
         return record()
+
+
+def _do_the_same(one: Capture, other: Capture) -> bool:
+    """True if two runs of a call have the same operators on the same values; sizes of one of them
+    may be symbols."""
+
+    def done(run: Capture) -> list[Any]:
+        return [(c.call.op, c.reads, c.writes, c.call.results) for c in run.calls]
+
+    is_exact = not other.sizes.symbols
+    return (
+        (one.values, one.calls) == (other.values, other.calls)
+        if is_exact
+        else (done(one) == done(other))
+    )
 
 
 def _in_parts(

@@ -30,6 +30,7 @@ def capture(
     incoming: Incoming | Precedent | None = None,
     only_loss: bool = False,
     earlier: Mapping[int, Layout] | None = None,
+    unread: frozenset[int] = frozenset(),
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
 
@@ -38,11 +39,12 @@ def capture(
     from (`likely_starts`), with only_loss the loss. only_loss: of the result only scalars and the
     leaves that backward starts from are needed. earlier: position of a leaf of (args, kwargs) ->
     shape and strides that it had in another call: sizes that differ are symbols in the run, or
-    StaticSizes is raised.
+    StaticSizes is raised. unread: positions of leaves that are believed to be unread; the result
+    says which are.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     call = forward or module.forward
-    sample = Sample(module, call, args, kwargs, incoming, only_loss, _rows, earlier)
+    sample = Sample(module, call, args, kwargs, incoming, only_loss, _rows, earlier, unread)
     before: UnknownCall | None = None
     while isinstance(recorded := record(sample), Interrupted):
         if isinstance(recorded, UnknownCall):

@@ -7,7 +7,7 @@ this call; if not, why; if so, the results.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -105,7 +105,8 @@ class BoundProgram:
     def differences(self, now: DescribedCall, leaves: Sequence[Any]) -> tuple[Difference, ...]:
         """List the reasons why the program is not for the call `now`, whose arguments have
         `leaves`; reasons in values are looked for only if the arguments are alike."""
-        of_call = call_differences(now, self.program.call)
+        unread = self.program.interface.unread
+        of_call = call_differences(_without(now, unread), _without(self.program.call, unread))
         of_module = module_differences(self.signature)
         if of_call:  # the other comparisons suppose that arguments are alike
             return (*of_call, *of_module)
@@ -121,6 +122,12 @@ class BoundProgram:
             if not self._is_answered(asked, leaves):
                 reasons.append(Difference(f"`{asked.attribute}` of the {asked.role} {asked.key!r}"))
         return (*reasons, *_read_differences(self, leaves))
+
+
+def _without(call: DescribedCall, unread: frozenset[int]) -> DescribedCall:
+    """Return a call without the leaves that nothing reads."""
+    kept = (leaf for i, leaf in enumerate(call.leaves) if i not in unread)
+    return replace(call, leaves=tuple(kept)) if unread else call
 
 
 _SHARED = (

@@ -276,17 +276,28 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
     )
 
 
-def call_key(call: Any, leaves: Sequence[Any]) -> tuple[Any, ...]:
+PLAIN = (int, float, bool, str)
+"""Classes of plain values that a forward may leave unread."""
+
+
+def call_key(
+    call: Any, leaves: Sequence[Any], unread: frozenset[int] = frozenset()
+) -> tuple[Any, ...]:
     """Return the hashable key of the programs for a call: what describes its arguments, and
     PyTorch's global switches. call: (args, kwargs); leaves: theirs.
 
     Tensors count by description, other leaves by content, or by identity if they cannot be looked
-    into; it also counts which tensors, containers and objects occur twice.
+    into; it also counts which tensors, containers and objects occur twice. Of leaves at `unread`
+    positions the class alone counts.
     """
     first: dict[int, int] = {}
     parts: list[Any] = []
     for position, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
+        is_tensor = isinstance(leaf, torch.Tensor)
+        if position in unread and (is_tensor or type(leaf) in PLAIN):
+            same = first.setdefault(id(leaf), position) if is_tensor else None
+            parts.append((type(leaf), same))
+        elif is_tensor:
             parts.append((first.setdefault(id(leaf), position), *_input_key(leaf)))
         else:
             parts.append(described(leaf))

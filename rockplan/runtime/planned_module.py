@@ -69,6 +69,8 @@ _OWN_REGISTRIES = (
 )
 
 
+NOTHING: frozenset[int] = frozenset()
+
 # Attributes of a planned module that are read from its `PlannedState`.
 _OF_STATE = ("plan", "plans", "code")
 
@@ -149,7 +151,8 @@ class Planned(HasPlans):
         if any(map(is_awaited, leaves)):
             args, kwargs = with_collectives_done((args, kwargs))
             leaves = trees.tree_leaves((args, kwargs))
-        key = (input_spec, call_key((args, kwargs), leaves))
+        unread = state.unread.get(input_spec, NOTHING)
+        key = (input_spec, call_key((args, kwargs), leaves, unread))
         with without_default_device():
             bound = matching(state.programs.get(key, ()), leaves) or state.known_at(key, leaves)
         call = Called(key, args, kwargs, leaves)
@@ -225,11 +228,13 @@ def drop_in(module: nn.Module, settings: PlanSettings) -> HasPlans:
     return cast("HasPlans", planned)
 
 
-def kind_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def kind_of_call(
+    args: tuple[Any, ...], kwargs: dict[str, Any], unread: frozenset[int] = NOTHING
+) -> Any:
     """Return the key by which programs for this call are found, with PyTorch's switches as they are
-    now."""
+    now. unread: as for `call_key`."""
     leaves, input_spec = trees.tree_flatten((args, kwargs))
-    return input_spec, call_key((args, kwargs), leaves)
+    return input_spec, call_key((args, kwargs), leaves, unread)
 
 
 def add_program(

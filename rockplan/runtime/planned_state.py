@@ -60,9 +60,10 @@ class PlannedState:
     without sizes -> leaves, axes and dimensions that no program leaves open; None: all.
     infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
-    copy of; precedent: outputs that backward passes really started from, if not the assumed ones;
-    is_off: all calls run the original forward (`take_out`); warned: keys of warnings given, shared
-    by all blocks of a model.
+    copy of; unread, read: structure of the arguments -> positions of leaves that nothing looks at
+    in any planned call, and of those that something does; precedent: outputs that backward passes
+    really started from, if not the assumed ones; is_off: all calls run the original forward
+    (`take_out`); warned: keys of warnings given, shared by all blocks of a model.
     """
 
     original: type[nn.Module]
@@ -74,6 +75,8 @@ class PlannedState:
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     chosen: dict[Any, tuple[BoundProgram, BoundProgram]] = field(default_factory=dict)
     static: dict[Any, set[Place] | None] = field(default_factory=dict)
+    unread: dict[Any, frozenset[int]] = field(default_factory=dict)
+    read: dict[Any, frozenset[int]] = field(default_factory=dict)
     precedent: Precedent | None = None
     watch: Watch = field(default_factory=Watch)
     has_run: bool = False

@@ -152,13 +152,14 @@ def build_program(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModuleCall:
-    """One call of a module. incoming: what its backward pass starts from, as in
-    `graph_builder.capture`."""
+    """One call of a module. incoming, unread: what its backward pass starts from, and leaves that
+    are believed to be unread, as in `graph_builder.capture`."""
 
     module: nn.Module
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     incoming: Incoming | Precedent | None = None
+    unread: frozenset[int] = frozenset()
 
 
 MakeProgram = Callable[[ModuleCall], PlannedProgram]

@@ -48,6 +48,8 @@ from rockplan.runtime.differences import (
     module_differences,
 )
 from rockplan.runtime.guards import (
+    PLAIN,
+    call_key,
     module_signature,
     opened_key,
     signature_holds,
@@ -69,10 +71,10 @@ from rockplan.values.plan import format_bytes
 LOG = logging.getLogger("rockplan")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Called:
-    """A call of a planned module. key: its kind; leaves: of (args, kwargs), whose lists may have
-    grown since."""
+    """A call of a planned module. key: its kind, another one once more is known of what the forward
+    reads; leaves: of (args, kwargs), whose lists may have grown since."""
 
     key: Any
     args: tuple[Any, ...]
@@ -165,7 +167,8 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
     the budget and the original is to run (else InfeasibleBudget is raised). changes: how the call
     differs from the planned ones, for messages."""
     state = planned._rockplan
-    made = ModuleCall(planned, call.args, call.kwargs, state.precedent)
+    unread = _unread(planned, call)
+    made = ModuleCall(planned, call.args, call.kwargs, state.precedent, unread)
     try:
         program = _logged_program(made, changes)
     except InfeasibleBudget as error:
@@ -181,6 +184,7 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
             module_signature(planned, original_forward(planned), ())
         )
         return None
+    _note_read(planned, call, unread, program.interface.unread)
     known = (b for bounds in state.programs.values() for b in bounds)
     signature = known_signature(known, program)
     bound = bind(planned, original_forward(planned), program, signature)
@@ -190,6 +194,37 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
         return bound
     state.add(opened_key(call.key), bound)
     return state.at(call.key, bound, call.leaves, program.plan.budget_bytes)
+
+
+def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
+    """Return the positions of leaves that the forward of this call may not read: those of its
+    structure that no planned call reads; and, once calls have differed in one of them, all plain
+    values, and tensors that no operator reads."""
+    state, (spec, now) = planned._rockplan, call.key
+    unread, read = (of.get(spec, frozenset()) for of in (state.unread, state.read))
+    if state.rungs(call.key, call.leaves):  # nothing will be recorded
+        return unread
+    plain = {i for i, leaf in enumerate(call.leaves) if type(leaf) in PLAIN}
+    for (other_spec, then), bounds in state.programs.items():
+        if other_spec == spec and bounds:
+            is_open = then[:1] == ("open",)
+            may = (plain if is_open else plain | bounds[-1].program.interface.idle) - read - unread
+            if any(now[i] != then[i + is_open] for i in may):
+                return unread | may
+    return unread
+
+
+def _note_read(
+    planned: HasPlans, call: Called, asked: frozenset[int], unread: frozenset[int]
+) -> None:
+    """Note which of the leaves at the positions `asked` are `unread`; the kind of the call follows
+    from that."""
+    if not asked:
+        return
+    state, spec = planned._rockplan, call.key[0]
+    state.read[spec] = state.read.get(spec, frozenset()) | (asked - unread)
+    state.unread[spec] = unread
+    call.key = spec, call_key((call.args, call.kwargs), call.leaves, unread)
 
 
 _OTHER_OUTPUTS = Differences(
@@ -374,9 +409,16 @@ class Situation:
         results = self.bound.program.interface.results
         incoming = {i: s for i, s in zip(results, pattern, strict=True) if s is not None}
         with under_autocast(self.autocast), under_default_device(self.modes):
-            call = ModuleCall(module, *self._arguments(), incoming)
+            unread = self.bound.program.interface.unread
+            call = ModuleCall(module, *self._arguments(), incoming, unread)
             is_same = self._is_of_planned_outputs(pattern)
-            return _logged_program(call, _OTHER_STRIDES if is_same else _OTHER_OUTPUTS)
+            program = _logged_program(call, _OTHER_STRIDES if is_same else _OTHER_OUTPUTS)
+            if program.interface.unread != unread:
+                raise BackwardError(
+                    "this backward pass reads an argument that the forward and the planned one do "
+                    "not; name the outputs that backward starts from: Options(differentiated=...)"
+                )
+            return program
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return (args, kwargs) as they were in the call, with its leaves, even if the caller's

@@ -159,7 +159,9 @@ class Interface:
     its old content), see `graph_builder.lowering.buffer_copies`. mutated: residents whose memory
     the run changes.
     backward_ignores_autocast: the backward pass is the same under autocast as without.
-    reads: attributes that decide whether the run is still right.
+    reads: attributes that decide whether the run is still right. unread: positions of leaves of the
+    arguments of which it was shown that nothing looks at them; idle: of tensors that no operator
+    reads (Python may).
     distributed: values of DTensors (of each its local tensor) that the caller has, with the spec of
     their gradient, None without one. sizes: symbols of the sizes of calls that it is for.
     """
@@ -184,6 +186,9 @@ class Interface:
         specs = ((position, graph.values[value].spec) for position, value in self.inputs)
         layouts = {position: (spec.shape, spec.stride) for position, spec in specs}
         return tuple(int(symbol.of(layouts)) for symbol in self.sizes.symbols)
+
+    unread: frozenset[int] = field(default=frozenset(), compare=False)
+    idle: frozenset[int] = field(default=frozenset(), compare=False)
 
     @property
     def results(self) -> tuple[int, ...]:

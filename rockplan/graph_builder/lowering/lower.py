@@ -222,6 +222,8 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
         distributed=tuple((of(value), spec) for value, spec in capture.distributed),
         reads=capture.reads,
         sizes=capture.sizes,
+        unread=capture.unread,
+        idle=capture.idle,
     )
 
 

@@ -14,6 +14,7 @@ from torch.nn.modules import module as module_hooks
 
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, left_behind, modes, patches
+from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched
 from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.host_random import DrawingLine
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
@@ -44,9 +45,9 @@ class ForwardRun:
 @dataclass(frozen=True, slots=True)
 class ForwardCall:
     """A forward with fake arguments. results_of_others: positions of argument leaves that are not
-    autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`; reading:
-    notes which attributes are read; checkpoints: what functions that eager runs again could reach
-    before their first run."""
+    autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`; reading,
+    watched: note which attributes, and which of some arguments, are read; checkpoints: what
+    functions that eager runs again could reach before their first run."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -55,6 +56,7 @@ class ForwardCall:
     reader: ValueReader
     foreign_rows: PatchSource
     reading: ReadsNoted
+    watched: ArgumentsWatched
     checkpoints: list[Walk] = field(default_factory=list)
 
     @contextlib.contextmanager
@@ -82,6 +84,7 @@ class ForwardCall:
             modes.without_logs_of_fake_tensors(),
             patches.patched((*eager_paths.PATCHES, *self.foreign_rows()), access),
             self.reading.noted(),
+            self.watched.active(),
         ):
             try:
                 yield
@@ -119,7 +122,8 @@ def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any
     rockplan, with a remedy."""
     results_of_others = call.results_of_others
     try:
-        return call.forward(*args, **kwargs)
+        args, kwargs = call.watched.replaced(args, kwargs)
+        return call.watched.returned(call.forward(*args, **kwargs))
     except RockplanError:
         raise
     except Exception as error:

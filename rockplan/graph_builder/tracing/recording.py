@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import left_behind, modes, own_gradients
+from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, idle
 from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
@@ -55,7 +56,8 @@ from rockplan.values.sizes import STATIC
 class Sample:
     """What is recorded: one call of `forward`, and the backward pass from `incoming`, as in
     `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`. earlier: layouts
-    of arguments in another call; sizes that differ become symbols (`free_sizes`)."""
+    of arguments in another call; sizes that differ become symbols (`free_sizes`). unread: positions
+    of leaves of the arguments that are believed to be unread."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -65,6 +67,7 @@ class Sample:
     only_loss: bool
     foreign_rows: PatchSource
     earlier: Mapping[int, Layout] | None = None
+    unread: frozenset[int] = frozenset()
 
 
 def record(sample: Sample) -> Capture | Interrupted:
@@ -145,6 +148,10 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         distributed=backward.specs_of(recorder, recording.stand_ins.fakes),
         reads=exchanged.forward.reading.found,
         sizes=STATIC if recording.free is None else recording.free.sizes(),
+        unread=exchanged.forward.watched.unread()
+        - exchanged.questions.inputs_asked
+        - {position for guard in recorder.guards for _, position in guard.inputs},
+        idle=idle(exchanged.inputs, {v for c in recorder.calls for v in c.reads}),
     )
 
 
@@ -237,6 +244,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         reader=recording.reader,
         foreign_rows=call.foreign_rows,
         reading=ReadsNoted(call.module),
+        watched=ArgumentsWatched(call.unread, found.objects),
     )
     return _Exchanged(forward, parameters, buffers, inputs, questions, autograd)
 

@@ -132,6 +132,11 @@ class Questions:
                 yield owner, name, self._refused(name, what)
         yield type(nn.Parameter), "__instancecheck__", self._is_a()
 
+    @property
+    def inputs_asked(self) -> frozenset[int]:
+        """Positions of the leaves of the arguments that were asked for anything."""
+        return frozenset(int(key) for role, key, _ in self.asked if role == "input")
+
     def asked_for_places(self) -> list[torch.Tensor]:
         """Return stand-ins whose place in memory was asked for."""
         asked = {(role, key) for role, key, attribute in self.asked if attribute in PLACE}
