@@ -231,6 +231,21 @@ def test_a_classifier_settles_its_configuration_as_in_eager(collects: bool) -> N
     assert not any(m._forward_hooks for m in model.modules())
 
 
+def test_what_is_refused_settles_nothing() -> None:
+    transformers = pytest.importorskip("transformers")
+
+    class Settles(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.config.problem_type, self.count = "regression", self.count + 1
+            return super().forward(x)
+
+    model = Settles(4, 4)
+    model.config, model.count = transformers.PretrainedConfig(problem_type=None), 0
+    with pytest.raises(rockplan.UnsupportedModel, match=r"self\.count"):
+        rockplan.solve(model, torch.ones(2, 4), "min", options=OPTIONS)
+    assert (model.config.problem_type, model.count) == (None, 0)
+
+
 def nameless(x: torch.Tensor) -> torch.Tensor:
     return x * 2
 

@@ -247,7 +247,7 @@ class Walk:
                     node.append(part)
                 elif id(kind) in PLAIN:
                     node.append((kind, repr(part) if kind in (float, complex) else part))
-                elif is_class and kind in _METHODS and not self._is_followed(element[0]):
+                elif is_class and id(kind) in _METHODS and not self._is_followed(element[0]):
                     node.append(("method", id(part)))
                     self._waiting[element[0]].append((part, at, position))
                 else:
@@ -339,15 +339,16 @@ class Walk:
             found[code, number] = key, value, of
         return found
 
-    def restore(self) -> None:
+    def restore(self, is_refused: bool = False) -> None:
         """Make every object hold what it held, and empty caches of functions that have grown. Files
         that were imported meanwhile may have registered things, which no later import does again:
-        what is new in what files hold stays then, but for tensors."""
+        what is new in what files hold stays then, but for tensors; unless is_refused, so does what
+        libraries settle in a first call."""
         has_imported = not sys.modules.keys() <= self.imported
         for n, (owner, row, held) in self.holders():
             now = row.read(owner)
             if not same_elements(now, held):
-                stays = [element for element in now if _stays(owner, element)]
+                stays = [e for e in now if _stays(owner, e) and not is_refused]
                 if has_imported and self.place(n).is_of_files:
                     stays = _added(held, now)
                 row.write(owner, [*held, *stays])
@@ -360,8 +361,10 @@ class Walk:
         """Restore on exit, also after an exception."""
         try:
             yield
-        finally:
-            self.restore()
+        except BaseException:
+            self.restore(is_refused=True)
+            raise
+        self.restore()
 
     def exchange(self, of: Callable[[Any], Any]) -> None:
         """Replace each element e by `of(e)`, where that is another object."""
@@ -390,7 +393,8 @@ class Walk:
                 yield self.place(n), value
 
 
-_METHODS = {types.FunctionType, staticmethod, classmethod, property, functools.cached_property}
+_OF_CODE = (types.FunctionType, staticmethod, classmethod, property, functools.cached_property)
+_METHODS = frozenset(map(id, _OF_CODE))
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 
 
