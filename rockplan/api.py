@@ -157,8 +157,6 @@ def _first_program(
     agreed: Agreement,
     loss: Callable[[Any], torch.Tensor] | None = None,
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
-    """Return the program of the first call that is planned, and the function that makes further
-    ones in the same room."""
     least: dict[Autocast, int] = {}
     program = _program_in(room, call, options, least, agreed)
     ratio = 0.0
@@ -230,8 +228,6 @@ def _starting_with(
     options: Options,
     share: float | None = None,
 ) -> nn.Module:
-    """Return the planned module that starts with the program of a call, and makes those of other
-    kinds of call by `make`. share: the budget, if it is one."""
     settings = _settings(make, options, share)
     return planned_modules.planned_module(model, program, call.args, call.kwargs, settings)
 
@@ -270,7 +266,6 @@ def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:
-    """Plan further calls before training."""
     for call in calls:
         with call.named_in_errors():
             program = make(call.of(planned))
@@ -312,7 +307,6 @@ def plan(
 
 
 def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:
-    """Return a function: plan -> (plan, interface of the variant that it is for)."""
     interfaces = {variant.run.tiles.parts: variant.lowered.interface for variant in source.variants}
     return lambda made: (made, interfaces[made.graph.tiles])
 

@@ -420,8 +420,6 @@ def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepRes
 
 
 def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
-    """Return a sentence about the first difference between two steps (tensors, then what changed in
-    Python), None if there is none."""
     for (name, a), (_, b) in zip(actual.tensors, expected.tensors, strict=True):
         if a is None or b is None:
             if a is not b:
@@ -440,5 +438,4 @@ def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | str:
 
 
 def _is_unmade(tensor: torch.Tensor) -> bool:
-    """True for a result that the plan does not compute (`Options(only_loss=True)`)."""
     return isinstance(tensor, UnmadeResult)

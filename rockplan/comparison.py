@@ -96,8 +96,6 @@ class Comparison:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    """Return the texts of a row of the printed table: name, peak, predicted peak, overhead,
-    quartiles of it, remark; '' for what was not measured."""
 
     def size(amount_bytes: int | None) -> str:
         return "" if amount_bytes is None else format_bytes(amount_bytes)
@@ -234,8 +232,6 @@ def _makers(
     compile_budgets: Sequence[float],
     options: Options,
 ) -> dict[str, Callable[[], nn.Module]]:
-    """Return for each variant to compare, by name, eager first, a function that returns a copy of
-    the model, with the same parameters, that runs so."""
 
     def planned(budget: OneBudget) -> nn.Module:
         copied = wrap.sharing_copy(model)
@@ -358,8 +354,6 @@ def device_of(model: nn.Module) -> torch.device:
 def _row(
     name: str, module: nn.Module, peak_bytes: int, outcome: _StepOutcome, expected: _StepOutcome
 ) -> Row:
-    """Return the row of a variant that ran, not yet timed: its peak, how gradients and buffers
-    differ from those of eager, and what its plan predicted."""
     row = Row(
         name,
         peak_bytes=peak_bytes,

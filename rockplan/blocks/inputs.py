@@ -161,14 +161,12 @@ def _without_history(leaf: Any) -> Any:
 
 
 def _reshard(model: nn.Module) -> None:
-    """Free gathered parameters, as `fully_shard` would after a backward pass (there is none)."""
     for module in sharded_modules(model):
         module.reshard()
 
 
 @contextlib.contextmanager
 def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    """While active, the module's forward, inside of its hooks, is `forward`; then its own."""
     before = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

@@ -168,7 +168,6 @@ def _plan_blocks(
 
 
 def _plan_ahead(model: nn.Module, call: SizedCall, loss: Loss | None) -> None:
-    """Plan the blocks for the sample in another size, each within its part of the budget."""
     blocks = {path: block for path, block in model.named_modules() if is_in_place(block)}
     with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
         for path, given in sample_run(model, blocks, call.args, call.kwargs, loss).calls.items():
@@ -527,7 +526,6 @@ class _Job:
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
-        """Return the kind of `block`: its graph, measured, and a first family of options for it."""
         problem = block_problem(block, self.options)
         graph = problem.graph
         incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
@@ -598,7 +596,6 @@ class _Job:
 
 
 def _reasons(left: Left) -> str:
-    """Return each reason once, with the first block that it holds for and the number of others."""
     paths: dict[str, list[str]] = {}
     for path, why in left:
         paths.setdefault(why, []).append(path)
@@ -632,7 +629,6 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
 
 
 def _check_options(options: Options) -> None:
-    """Raise InvalidInput for options that do not apply to blocks, or are not valid at all."""
     check_options(options)
     for name in ("differentiated", "released", "only_loss", "keep", "recompute", "tile"):
         if getattr(options, name):

@@ -56,7 +56,6 @@ def loss_ratio(loss: Callable[[Any], torch.Tensor], program: PlannedProgram) -> 
 
 
 def _result(program: PlannedProgram, position: int) -> Any:
-    """Return a random tensor, or the literal, in place of a leaf of the result."""
     leaf = program.interface.outputs[program.interface.outputs[position].first]
     if leaf.value is None:
         return leaf.literal
@@ -69,7 +68,6 @@ def _result(program: PlannedProgram, position: int) -> Any:
 
 
 def _gradient_bytes(plan: Plan) -> int:
-    """Return the bytes of the gradients that come from the loss."""
     own = (d for d in plan.graph.data if d.kind is DataKind.TANGENT and d.name != CALLER_LOSS)
     return sum(d.size_bytes for d in own)
 

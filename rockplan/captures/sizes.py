@@ -167,7 +167,6 @@ def _listed(tensors: dict[str, torch.Tensor]) -> str:
 
 
 def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Shape:
-    """Return the shape of a tensor in the call `which` (as in `SizedCall.name`)."""
     sizes = [*tensor.shape]
     if which != "sample":
         for dimension, one in ranges.items():
@@ -178,8 +177,6 @@ def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Sh
 def _resized_once(
     resized: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    """Return `tensor` repeated or cut to `shape`; itself if it has that shape. One tensor that is
-    given several times stays one: `resized` has the results so far."""
     if tensor.shape == shape:
         return tensor
     key = (id(tensor), shape)

@@ -119,8 +119,6 @@ class _Drawing:
 
 
 def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
-    """Return which pictures need measurements or other budgets, of those in a file with the ending
-    `suffix`: memory over time, the curve, both or none. picture: what an image file shows."""
     match suffix:
         case ".html":
             return frozenset({PictureKind.MEMORY, PictureKind.CURVE})
@@ -134,8 +132,6 @@ def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
 def _drawn(
     subject: Subject, budget: str, shown: frozenset[PictureKind], measure: bool, options: Options
 ) -> _Drawing:
-    """Plan a model for `budget`, and add what the pictures `shown` need: plans for other budgets,
-    and with `measure` measured memory and times."""
     from rockplan.comparison import measured_series, measured_timelines
 
     call = subject.call
@@ -157,8 +153,6 @@ def _drawn(
 
 
 def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, str]:
-    """Write a drawing to `path` in the form of its ending. Returns the file, which may have another
-    ending, and a remark on why it has ('' for none). picture: which one an image shows."""
     lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
     note = ""
     content: str | bytes
@@ -178,8 +172,6 @@ def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, st
 
 
 def _picture(drawing: _Drawing, picture: PictureKind, kind: pictures.Format) -> pictures.Picture:
-    """Return one picture of a plan as the content of an image file, or DOT text where Graphviz is
-    missing. kind: "svg" or "png"."""
     plan = drawing.plan
     match picture:
         case PictureKind.MEMORY:

@@ -264,7 +264,6 @@ def _cached_schedules(
 
 
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
-    """Return the bytes alive during each event; 0 for frees."""
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     return [step.during_bytes if isinstance(event, Compute) else 0 for event, step in steps]
 
@@ -281,6 +280,5 @@ def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
 
 
 def _output_bytes(graph: CDGraph) -> int:
-    """Return the bytes of what the forward returns."""
     sizes = GraphView(graph).sizes
     return sum(sizes[d] for d in graph.outputs)

@@ -261,13 +261,10 @@ def _squeeze_all(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 
 def _start_limits(limits: Limits) -> Limits:
-    """Return limits with the effort for one of several starts."""
     return replace(limits, squeeze=replace(limits.squeeze, effort=limits.squeeze.start))
 
 
 def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
-    """Return `schedule` or one with a smaller peak found by the local search, without the
-    re-executions that this peak does not need."""
     lower = squeezed(graph, schedule, deadline=limits.deadline, limits=limits.squeeze)
     # Leaving something out may lower the peak as well.
     while not limits.is_over:
@@ -280,6 +277,5 @@ def _squeezed(graph: CDGraph, schedule: Schedule, limits: Limits) -> Schedule:
 
 
 def _half_way(limits: Limits) -> float:
-    """Return the deadline of one stage, which leaves half of the time to later stages."""
     now = time.process_time()
     return now + max(limits.deadline - now, 0.0) / 2

@@ -154,7 +154,6 @@ class ParetoSearch:
 
     @property
     def _solve_limit_s(self) -> float:
-        """Seconds for one corner: a quarter of the remaining time."""
         return max(self.deadline - clock_s(self.settings.solver), 0.0) / 4
 
 
@@ -192,7 +191,6 @@ def search_corners(problem: CDGraph, settings: Settings) -> ParetoSearch:
 
 
 def _covers(outer: Corner, inner: Corner) -> bool:
-    """True if `inner` is within `outer`."""
     return inner[0] <= outer[0] and inner[1] <= outer[1]
 
 
@@ -235,7 +233,6 @@ def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
 
 
 def _least(search: ParetoSearch, axis: int) -> int:
-    """Return what every schedule needs on this axis, at least."""
     assert search.model is not None
     if axis == 1:
         return search.model.saved.constant_bytes
