@@ -309,13 +309,16 @@ def with_sizes_open(
         try:
             return with_open_sizes(call, source, known, options, adjusted)
         except StaticSizes as reason:
-            places = state.static.setdefault(kind, set())
-            if reason.fixed and places is not None:
-                places.update(reason.fixed)
-            else:
-                state.static[kind] = None
-            _LOGGER.info("each size of such calls is planned by itself: %s", reason)
+            places, tries = state.static.get(kind, (frozenset(), 0))
+            tries = tries + 1 if reason.is_of_pair else TRIES
+            state.static[kind] = places.union(reason.fixed), tries
+            if reason.fixed or tries == TRIES:
+                _LOGGER.info("each size of such calls is planned by itself: %s", reason)
     return source
+
+
+TRIES = 3
+"""Pairs of calls that are compared, if what speaks against the first ones is their sizes."""
 
 
 def _alike_but_for_sizes(
@@ -326,8 +329,8 @@ def _alike_but_for_sizes(
     kind = opened_key(key)
     leaves = trees.tree_leaves((call.args, call.kwargs))
     for other, bounds in reversed([*state.programs.items()]):
-        static = state.static.get(kind, set())
-        if static is None:
+        static, tries = state.static.get(kind, (frozenset(), 0))
+        if tries >= TRIES:
             return
         if other == key or other[1][:1] == ("open",) or opened_key(other) != kind:
             continue

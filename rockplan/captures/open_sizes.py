@@ -81,7 +81,8 @@ def with_open_sizes(
     texts = texts_in((graph, interface))
     numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
     if not all(function_of(names, interface.sizes.guards)(at)):
-        raise StaticSizes("a guard on the sizes of this call does not hold for the one before")
+        message = "the forward decides by these sizes, and otherwise than for the call before"
+        raise StaticSizes(message, is_of_pair=True)
     then = resized((in_eager_order(graph), interface), numbers)
     planned = (in_eager_order(known.plan.graph), known.interface)
     _compare(_program_differences, then, planned, "the call before")

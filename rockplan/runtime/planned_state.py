@@ -57,7 +57,7 @@ class PlannedState:
     programs: key of a kind of call (`kind_of_call`) -> its programs, the preferred one last; those
     for many sizes under the key without sizes (`opened_key`). chosen: key of a kind of call -> (one
     of these, itself at the sizes of the kind), for those that were called last; static: keys
-    without sizes -> leaves, axes and dimensions that no program leaves open; None: all.
+    without sizes -> (places of sizes that no program leaves open, pairs of calls tried in vain).
     infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
     copy of; unread, read: structure of the arguments -> positions of leaves that nothing looks at
@@ -74,7 +74,7 @@ class PlannedState:
     programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     chosen: dict[Any, tuple[BoundProgram, BoundProgram]] = field(default_factory=dict)
-    static: dict[Any, set[Place] | None] = field(default_factory=dict)
+    static: dict[Any, tuple[frozenset[Place], int]] = field(default_factory=dict)
     unread: dict[Any, frozenset[int]] = field(default_factory=dict)
     read: dict[Any, frozenset[int]] = field(default_factory=dict)
     precedent: Precedent | None = None

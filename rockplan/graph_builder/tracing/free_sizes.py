@@ -34,11 +34,17 @@ bound, `h[:, :]` would not be eager's alias."""
 
 class StaticSizes(CaptureError):
     """The sizes in which two calls differ cannot be left open. fixed: those that the forward makes
-    constants, each as (leaf, axis, dimension); () if it is for another reason."""
+    constants, each as (leaf, axis, dimension); is_of_pair: other sizes may be open."""
 
-    def __init__(self, message: str, fixed: tuple[tuple[int, str, int], ...] = ()) -> None:
+    def __init__(
+        self,
+        message: str,
+        fixed: tuple[tuple[int, str, int], ...] = (),
+        is_of_pair: bool = False,
+    ) -> None:
         super().__init__(message)
         self.fixed = fixed
+        self.is_of_pair = is_of_pair or bool(fixed)
 
 
 class FreeSizes:

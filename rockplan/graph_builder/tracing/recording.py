@@ -6,6 +6,7 @@ is allocated, and the module, the sample and every generator are left exactly as
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 from collections.abc import Callable, Mapping
@@ -29,7 +30,12 @@ from rockplan.graph_builder.tracing.backward import (
     refuse_gradients,
 )
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
-from rockplan.graph_builder.tracing.free_sizes import FreeSizes, Layout, StaticSizes
+from rockplan.graph_builder.tracing.free_sizes import (
+    FreeSizes,
+    Layout,
+    StaticSizes,
+    texts_specialize,
+)
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
@@ -102,6 +108,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         found.restored(),
         stand_ins.without_history(),
         recorder.without_history(),
+        contextlib.nullcontext() if recording.free is None else texts_specialize(),
     ):
         exchanged = _exchanged(recording)
         answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
