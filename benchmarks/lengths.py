@@ -1,15 +1,13 @@
-"""Training with batches of many lengths: seconds of 30 steps with 20 lengths, planned and eager.
+"""Training on batches of ever new sizes: seconds of all steps, planned and eager, side by side.
 
-    python -m benchmarks.lengths [tiny second ...]
+    python -m benchmarks.lengths [--steps 100] [MODEL ...]
 
-Every length that is new costs planning, which the training waits for. Each row is a process of its
-own that trains a module planned for the longest batch under 60 % of what eager needs there, and
-the eager one, on the same batches; losses and gradients are compared bit by bit. The first plan is
-made before the clock starts: its seconds have a column of their own. CPU seconds, on one thread,
-since machines are shared.
-
-Rows of earlier commits stay: run the command there again to have a row of it. Writes
-benchmarks/results/lengths.jsonl and lengths.md.
+Each row is a process of its own, in which a module that is planned for its first batch and the
+eager one take turns at the same steps with AdamW; each batch has a size drawn at random. Losses are
+compared bit by bit at each step, parameters at the end, and at five sizes the measured peak with
+the plan's. CPU seconds on one thread, since machines are shared: planning in training is among
+them.
+Writes benchmarks/results/lengths.jsonl and lengths.md.
 """
 
 from __future__ import annotations
@@ -26,44 +24,18 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import rockplan
 from benchmarks.timing import where
+from rockplan.values import progress
 from testing import models
-from testing.models import Case
 
 RESULTS = Path(__file__).parent / "results"
-BUDGET = "60%"
 STEPS, LENGTHS = 30, 20
-
-CASES: dict[str, tuple[Callable[[int], Case], int]] = {
-    "tiny": (lambda n: models.llama(layers=4, width=64, vocabulary=256, batch=4, length=n), 160),
-    "tiny-gpt2": (lambda n: models.gpt2(layers=4, width=64, batch=4, length=n), 160),
-    "second": (
-        lambda n: models.llama(layers=12, width=256, vocabulary=1024, batch=4, length=n),
-        512,
-    ),
-}
-"""With the longest length; the shortest is two thirds of it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """CPU seconds of all steps; ms of one: `eager_ms` in the median, and the median of those with a
-    length that is new. ratio: planned to eager."""
-
-    model: str
-    commit: str
-    where: str
-    eager_s: float
-    planned_s: float
-    first_plan_s: float
-    eager_ms: float
-    new_length_ms: float
-    ratio: float
 
 
 def lengths_of(longest: int) -> list[int]:
@@ -73,80 +45,264 @@ def lengths_of(longest: int) -> list[int]:
     return known + drawn.choices(known, k=STEPS - LENGTHS)
 
 
-def step_s(module: nn.Module, case: Case, length: int) -> tuple[float, torch.Tensor]:
-    """CPU seconds of a step on the first tokens of the batch, and its loss."""
-    kwargs = {name: t[:, :length].contiguous() for name, t in case.kwargs.items()}
-    module.zero_grad()
-    started = time.process_time()
-    loss = case.loss(module(*case.args, **kwargs))
-    loss.backward()
-    return time.process_time() - started, loss.detach()
+@dataclass(frozen=True, slots=True)
+class Varied:
+    """A model, how a call of some sizes looks, and how sizes are drawn."""
+
+    model: nn.Module
+    call: Callable[..., dict[str, Tensor]]
+    sizes: Callable[[random.Random], tuple[int, ...]]
+    budget: str = "70%"
 
 
-def measured(name: str) -> Row:
+def padded(rng: random.Random, batch: int = 4, longest: int = 384) -> int:
+    """The longest of a batch of log-normal lengths, as a collator pads it."""
+    return max(min(longest, max(8, int(rng.lognormvariate(4.5, 0.6)))) for _ in range(batch))
+
+
+def with_mask(case: models.Case) -> Callable[..., dict[str, Tensor]]:
+    ids = case.kwargs["input_ids"]
+
+    def call(n: int) -> dict[str, Tensor]:
+        mask = torch.ones(ids.shape[0], n, dtype=torch.long)
+        mask[0, n // 2 :] = 0
+        own = ids[:, :n].contiguous()
+        labels = own.masked_fill(mask == 0, -100)
+        return {"input_ids": own, "attention_mask": mask, "labels": labels}
+
+    return call
+
+
+def decoder(budget: str) -> Varied:
+    case = models.llama(layers=4, width=64, vocabulary=256, batch=4, length=384)
+    return Varied(case.model, with_mask(case), lambda rng: (padded(rng),), budget)
+
+
+def gpt2() -> Varied:
+    case = models.gpt2(layers=4, width=64, batch=4, length=384)
+    cut: Any = lambda n: {k: t[:, :n].contiguous() for k, t in case.kwargs.items()}  # noqa: E731
+    return Varied(case.model, cut, lambda rng: (padded(rng),))
+
+
+def bert() -> Varied:
+    case = models.bert(layers=4, width=64, batch=4, length=384)
+    return Varied(case.model, with_mask(case), lambda rng: (padded(rng),))
+
+
+def t5() -> Varied:
+    case = models.t5(layers=2, width=64, batch=4, length=384)
+
+    def call(n: int, m: int) -> dict[str, Tensor]:
+        ids = case.kwargs["input_ids"]
+        return {"input_ids": ids[:, :n].contiguous(), "labels": ids[:, :m].contiguous()}
+
+    return Varied(case.model, call, lambda rng: (padded(rng), padded(rng, longest=128)))
+
+
+class Messages(nn.Module):
+    """GraphSAGE: the mean of what comes along the edges, four times."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.own = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+        self.sent = nn.ModuleList(nn.Linear(width, width) for _ in range(4))
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        one = torch.ones(edges.shape[1], 1)
+        count = x.new_zeros(x.shape[0], 1).index_add(0, edges[1], one).clamp(min=1)
+        for own, sent in zip(self.own, self.sent, strict=True):
+            arrived = torch.zeros_like(x).index_add(0, edges[1], x[edges[0]]) / count
+            x = (own(x) + sent(arrived)).relu()
+        return x.square().mean()
+
+
+def graphs(nodes: int) -> Varied:
+    def call(n: int, m: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(n, 64), "edges": torch.randint(0, n, (2, m))}
+
+    def sizes(rng: random.Random) -> tuple[int, int]:
+        n = rng.randint(nodes // 2, nodes)
+        return n, int(n * rng.uniform(3, 6))
+
+    return Varied(Messages(), call, sizes, "90%")
+
+
+def images() -> Varied:
+    case = models.unet(levels=3, width=8, batch=2, size=64)
+
+    def call(height: int, width: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, 3, height, width)}
+
+    even: Any = lambda rng: (8 * rng.randint(4, 16), 8 * rng.randint(4, 16))  # noqa: E731
+    return Varied(case.model, call, even, "90%")
+
+
+def mixture() -> Varied:
+    import transformers
+
+    config = transformers.MixtralConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        use_cache=False,
+    )
+    model = transformers.MixtralForCausalLM(config).train()
+
+    def call(n: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 256, (4, n))
+        return {"input_ids": ids, "labels": ids}
+
+    return Varied(model, call, lambda rng: (padded(rng),), "80%")
+
+
+CASES: dict[str, Callable[[], Varied]] = {
+    "Llama, masks, everything kept": lambda: decoder("100%"),
+    "Llama, masks, 60 %": lambda: decoder("60%"),
+    "GPT-2, dropout": gpt2,
+    "BERT, masks": bert,
+    "T5, two lengths": t5,
+    "Mixtral": mixture,
+    "U-net, images of many sizes": images,
+    "GraphSAGE, 1500 to 3000 nodes": lambda: graphs(3000),
+    "GraphSAGE, 150 to 300 nodes": lambda: graphs(300),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Seconds of all steps, and ms of one in the median. new_ms: of steps with a new size, from the
+    second on; plans: schedules, one for the first batch among them; captures: of calls in training;
+    gap: the most that a measured peak was below the predicted one, as a share."""
+
+    model: str
+    where: str
+    steps: int
+    sizes: int
+    eager_s: float
+    planned_s: float
+    second_s: float
+    eager_ms: float
+    new_ms: float
+    plans: int
+    captures: int
+    gap: float
+
+    @property
+    def ratio(self) -> float:
+        return self.planned_s / self.eager_s
+
+
+def measured(name: str, steps: int) -> Row:
     """Train both modules of a case in this process."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    make, longest = CASES[name]
-    case = make(longest)
-    eager = copy.deepcopy(case.model)
-    started = time.process_time()
+    rng = random.Random(0)
+    varied = CASES[name]()
+    eager = copy.deepcopy(varied.model)
     options = rockplan.Options(cache=False)
-    planned = rockplan.solve(
-        case.model, case.args, BUDGET, sample_kwargs=case.kwargs, options=options
+    first = varied.call(*varied.sizes(rng))
+    planned: Any = rockplan.solve(
+        varied.model, (), varied.budget, sample_kwargs=first, options=options
     )
-    first_plan_s = time.process_time() - started
-    for module in (eager, planned):
-        step_s(module, case, longest)
-    eager_s, planned_s = [], []
-    for step, length in enumerate(lengths_of(longest)):
+    modules = (eager, planned)
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3) for m in modules]
+    taken: tuple[list[float], list[float]] = ([], [])
+    captured, met = 0, set()
+    new: list[float] = []
+    gap = 0.0
+    for step in range(steps):
+        sizes = varied.sizes(rng)
+        call = varied.call(*sizes)
         losses = []
-        for module, seconds in ((eager, eager_s), (planned, planned_s)):
+        stages: list[str] = []
+        for module, optimizer, seconds in zip(modules, optimizers, taken, strict=True):
             torch.manual_seed(step)
-            taken_s, loss = step_s(module, case, length)
-            seconds.append(taken_s)
-            losses.append(loss)
-        assert torch.equal(*losses)
-        for a, b in zip(eager.parameters(), planned.parameters(), strict=True):
-            assert a.grad is not None and b.grad is not None and torch.equal(a.grad, b.grad)
+            started = time.process_time()
+            with progress.listening(lambda said, to=stages: to.append(said.stage)):
+                optimizer.zero_grad()
+                result = module(**call)
+                loss = getattr(result, "loss", result)
+                loss = loss if loss.dim() == 0 else loss.square().mean()
+                loss.backward()
+                optimizer.step()
+            seconds.append(time.process_time() - started)
+            losses.append(loss.detach())
+        assert torch.equal(*losses), (name, step, sizes)
+        captured += "capturing the model" in stages
+        if step and sizes not in met:
+            new.append(taken[1][-1])
+        met.add(sizes)
+        if step % max(steps // 5, 1) == 1:
+            gap = max(gap, gap_of(planned, call))
+    pairs = zip(eager.parameters(), planned.parameters(), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs), name
     return Row(
         model=name,
-        commit=where().partition(",")[0],
-        where=where().partition(", ")[2],
-        eager_s=round(sum(eager_s), 2),
-        planned_s=round(sum(planned_s), 2),
-        first_plan_s=round(first_plan_s, 1),
-        eager_ms=round(1e3 * median(eager_s), 1),
-        new_length_ms=round(1e3 * median(planned_s[:LENGTHS]), 1),
-        ratio=round(sum(planned_s) / sum(eager_s), 2),
+        where=where(),
+        steps=steps,
+        sizes=len(met),
+        eager_s=round(sum(taken[0]), 2),
+        planned_s=round(sum(taken[1]), 2),
+        second_s=round(max(taken[1][:2]), 2),
+        eager_ms=round(1e3 * median(taken[0]), 1),
+        new_ms=round(1e3 * median(new), 1),
+        plans=len(planned.plans),
+        captures=captured,
+        gap=gap,
     )
+
+
+def gap_of(planned: Any, call: dict[str, Tensor]) -> float:
+    """By how much less than predicted a step needs, as a share of it; raises if it needs more."""
+    buffers = copy.deepcopy(dict(planned.named_buffers()))
+
+    def step() -> None:
+        result = planned(**call)
+        loss = getattr(result, "loss", result)
+        (loss if loss.dim() == 0 else loss.square().mean()).backward()
+
+    peak_bytes, _ = rockplan.peak_live_bytes(step, 1)
+    plan = planned.plan
+    assert peak_bytes <= plan.peak_bytes <= plan.budget_bytes
+    planned.zero_grad()
+    with torch.no_grad():
+        for name, buffer in planned.named_buffers():
+            buffer.copy_(buffers[name])
+    return round(1 - peak_bytes / plan.peak_bytes, 4)
 
 
 def report(rows: list[Row]) -> str:
     lines = [
         "# Lengths",
         "",
-        f"`python -m benchmarks.lengths`: {STEPS} steps with {LENGTHS} lengths of batches, planned "
-        f"for the longest under {BUDGET} of eager's peak, in CPU seconds on one thread; gradients "
-        "equal to eager's bit by bit. A step with a new length plans for it.",
+        "`python -m benchmarks.lengths`: training with AdamW on batches of sizes drawn at random, "
+        "planned and eager in turns, CPU seconds on one thread, planning in training among them; "
+        "planned for the first batch. Losses of each step and all parameters at the end equal "
+        "eager's bit by bit; no measured peak was above the plan's, which was within its budget.",
         "",
-        "| model | commit | eager s | planned s | times eager | first plan s | eager step ms | "
-        "step with a new length ms | in steps of eager |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| model | steps | sizes | eager s | planned s | times eager | slowest step s | eager step "
+        "ms | step with a new size ms | in steps of eager | captures | schedules | peak below the "
+        "prediction by at most |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
-        f"| {r.model} | {r.commit} | {r.eager_s:.2f} | {r.planned_s:.2f} | {r.ratio:.2f} | "
-        f"{r.first_plan_s:.1f} | {r.eager_ms:.1f} | {r.new_length_ms:.0f} | "
-        f"{r.new_length_ms / r.eager_ms:.1f} |"
+        f"| {r.model} | {r.steps} | {r.sizes} | {r.eager_s:.2f} | {r.planned_s:.2f} | "
+        f"{r.ratio:.2f} | {r.second_s:.1f} | {r.eager_ms:.1f} | {r.new_ms:.1f} | "
+        f"{r.new_ms / r.eager_ms:.2f} | {r.captures} | {r.plans} | {r.gap:.2%} |"
         for r in rows
     ]
     lines += ["", "Where and when:", "", *dict.fromkeys(f"- {r.where}" for r in rows)]
     return "\n".join(lines) + "\n"
 
 
-def in_own_process(name: str) -> Row:
+def in_own_process(name: str, steps: int) -> Row:
     command = [sys.executable, "-W", "ignore", "-m", "benchmarks.lengths", "--here", name]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    command += ["--steps", str(steps)]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr}")
@@ -156,19 +312,20 @@ def in_own_process(name: str) -> Row:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("models", nargs="*", default=list(CASES), metavar="MODEL")
+    parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(asdict(measured(arguments.here))))
+        print(json.dumps(asdict(measured(arguments.here, arguments.steps))))
         return
     path = RESULTS / "lengths.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    found = {(r.model, r.commit): r for r in (Row(**json.loads(line)) for line in lines)}
+    found = {r.model: r for r in (Row(**json.loads(line)) for line in lines)}
     for name in arguments.models:
-        row = in_own_process(name)
+        row = in_own_process(name, arguments.steps)
         print(json.dumps(asdict(row), indent=1), flush=True)
-        found[row.model, row.commit] = row
-        rows = [r for n in CASES for (model, _), r in found.items() if model == n]
+        found[row.model] = row
+        rows = [found[n] for n in CASES if n in found]
         path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
         (RESULTS / "lengths.md").write_text(report(rows))
 
