@@ -146,7 +146,7 @@ class Reasons(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
-        if message.startswith("each size"):
+        if message.startswith("sizes of such calls"):
             self.found.append(message.partition(": ")[2])
 
 

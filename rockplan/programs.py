@@ -313,7 +313,7 @@ def with_sizes_open(
             tries = tries + 1 if reason.is_of_pair else TRIES
             state.static[kind] = places.union(reason.fixed), tries
             if reason.fixed or tries == TRIES:
-                _LOGGER.info("each size of such calls is planned by itself: %s", reason)
+                _LOGGER.info("sizes of such calls are planned each by itself: %s", reason)
     return source
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.oracles.simulate import simulate
+from rockplan.runtime.planned_state import programs_of
+from rockplan.values.sizes import resized
 from testing import models
 from testing.models import Case
 from testing.training import train_side_by_side
@@ -151,3 +156,128 @@ def test_one_program_runs_all_sizes(name: str, is_tight: bool) -> None:
         for module in (planned, eager):
             module.zero_grad()
     assert captured == [False, True, *[False] * (len(sizes) - 2)]
+
+
+class Treats(nn.Module):
+    """`treat` decides by the number of rows."""
+
+    def __init__(self, treat: Callable[[Tensor, int], Tensor]) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8))
+        self.treat = treat
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.treat(self.layers(x), x.shape[0]).square().mean()
+
+
+# What Python does with a size of which a program for all sizes would know nothing.
+UNSEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "its class": lambda h, n: h * 2 if isinstance(n, int) else h * 3,
+    "its text": lambda h, n: h * len(f"{n:b}"),
+    "a table": lambda h, n: h * {5: 2.0, 9: 3.0}.get(n, 1.0),
+    "a loop": lambda h, n: sum((h[i : i + 4].sum() for i in range(0, n, 4)), h.sum()),
+    "values": lambda h, n: h * sum(torch.arange(n).tolist()),
+}
+SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "a bound": lambda h, n: h * 2 if n > 30 else h * 3,
+    "one number": lambda h, n: h * 2 if n == 9 else h * 3,
+    "a part": lambda h, n: h[: n // 2 + 1] / n**0.5,
+    "padding": lambda h, n: nn.functional.pad(h, (0, 0, 0, -n % 8)),
+    "a shortcut": lambda h, n: h[:17],
+}
+
+
+@pytest.mark.parametrize("name", [*UNSEEN, *SEEN])
+def test_what_decides_by_a_size_stays_right(name: str) -> None:
+    torch.manual_seed(0)
+    model = Treats((UNSEEN | SEEN)[name])
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), "100%", options=OPTIONS)
+    for n in (9, 17, 5, 40, 33, 17, 64):
+        train_side_by_side(case_of(model, {"x": torch.randn(n, 8)}), planned, eager, steps=1)
+    opened = [program.open for program in programs_of(planned)]
+    assert any(opened) is (name in SEEN)
+
+
+def test_a_size_that_is_constant_leaves_others_free() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor, images: Tensor) -> Tensor:
+            summed = sum(self.layer(image).mean(0) for image in images.unbind())
+            return (self.layer(x) + summed).square().mean()
+
+    torch.manual_seed(0)
+    model = Both()
+    eager = copy.deepcopy(model)
+
+    def call(rows: int, images: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(rows, 8), "images": torch.randn(images, 4, 8)}
+
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=call(5, 2), options=OPTIONS)
+    captured = []
+    for rows, images in [(7, 3), (9, 3), (11, 3), (6, 2), (8, 2), (40, 3), (12, 2)]:
+        case = case_of(model, call(rows, images))
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        planned.zero_grad()
+        train_side_by_side(case, planned, eager, steps=1)
+    assert captured == [True, True, False, True, True, False, False]
+
+
+def test_rows_say_what_a_simulation_finds() -> None:
+    build, sizes, _ = MODELS["llama"]
+    torch.manual_seed(0)
+    model, call = build()
+    planned: Any = rockplan.solve(model, (), "min", sample_kwargs=call(*sizes[0]), options=OPTIONS)
+    case_of(model, call(*sizes[1])).step(planned)
+    (program,) = (p for p in programs_of(planned) if p.open is not None)
+    for batch, length in [(2, 2), (3, 17), (6, 96), (5, 33)]:
+        numbers = program.open.numbers((batch, length), ())
+        simulation = simulate(resized(program.plan.graph, numbers), program.plan.schedule)
+        found = program.open.rows.bytes_at(numbers)
+        assert found == (simulation.peak_bytes, simulation.saved_bytes)
+
+
+@pytest.mark.parametrize("how", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_copies_run_all_sizes(how: Callable[[Any], Any]) -> None:
+    build, sizes, share = MODELS["bert"]
+    torch.manual_seed(0)
+    model, call = build()
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, (), share, sample_kwargs=call(*sizes[0]), options=OPTIONS)
+    case_of(model, call(*sizes[1])).step(planned)
+    planned.zero_grad()
+    copied = how(planned)
+    case = case_of(model, call(*sizes[2]))
+    assert "capturing the model" not in heard(lambda: case.step(copied))
+    copied.zero_grad()
+    train_side_by_side(case, copied, eager, steps=2)
+
+
+def test_blocks_and_loaded_plans_run_all_sizes(tmp_path: Path) -> None:
+    build, sizes, _ = MODELS["gpt2"]
+    for is_of_blocks in (True, False):
+        torch.manual_seed(0)
+        model, call = build()
+        eager = copy.deepcopy(model)
+        sample = call(4, 90)
+        if is_of_blocks:
+            planned: Any = rockplan.solve_blocks(
+                model, (), "100%", sample_kwargs=sample, options=OPTIONS
+            )
+        else:
+            solved = rockplan.solve(model, (), "70%", sample_kwargs=sample, options=OPTIONS)
+            rockplan.save_plan(solved, tmp_path / "plan.json")
+            planned = rockplan.load(
+                model, (), tmp_path / "plan.json", sample_kwargs=sample, options=OPTIONS
+            )
+        captured = []
+        for size in ((4, 90), *sizes[:2], *sizes[3:4]):
+            case = case_of(model, call(*size))
+            stages = heard(lambda case=case, planned=planned: case.step(planned))
+            captured.append("capturing the model" in stages)
+            planned.zero_grad()
+            train_side_by_side(case, planned, eager, steps=1)
+        assert captured == [False, True, False, False]

@@ -100,7 +100,8 @@ def _compare(
 ) -> None:
     different = differences(opened, static)
     if different:
-        raise StaticSizes(f"with the sizes of {which} it is not its program: {different[0]}")
+        message = f"with the sizes of {which} it is not its program: {different[0]}"
+        raise StaticSizes(message, is_of_pair=True)
 
 
 def _run_differences(opened: Capture, static: Capture) -> list[str]:
@@ -166,7 +167,7 @@ def _program_differences(
 
 
 def _unpriced(node: ComputeNode) -> ComputeNode:
-    return replace(node, time_ns=0, workspace_bytes=0, takes=())
+    return replace(node, time_ns=0, workspace_bytes=0, takes=(), source="")
 
 
 def _offset(graph: CDGraph, value: Value) -> int:
