@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.codegen.expressions import function_of
-from rockplan.errors import RockplanError
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import Layout, StaticSizes
 from rockplan.options import Options
@@ -67,11 +66,21 @@ def with_open_sizes(
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
     try:
-        opened = captured_call(call, options, is_asked=False, earlier=layouts_of(known))
+        return _with_open_sizes(call, source, known, options, adjusted)
     except StaticSizes:
         raise
-    except RockplanError as error:
+    except Exception as error:  # symbols are PyTorch's own: whatever fails, the static program runs
         raise StaticSizes(f"with symbols the recording fails: {error}") from error
+
+
+def _with_open_sizes(
+    call: ModuleCall,
+    source: CapturedCall,
+    known: PlannedProgram,
+    options: Options,
+    adjusted: Callable[[CDGraph], CDGraph],
+) -> CapturedCall:
+    opened = captured_call(call, options, is_asked=False, earlier=layouts_of(known))
     lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
     _compare(_run_differences, lowered.run, source.lowered.run, "this call")
     layouts = layouts_of(known)
