@@ -249,7 +249,7 @@ def test_compare() -> None:
 
 
 def test_compare_where_no_budget_works() -> None:
-    words = ("compare", MLP, "--rounds", "1", "-b", "100")
+    words = ("compare", MLP, "--rounds", "1", "-b", "1KB")
     assert "below the minimum" in run(*words, code=ExitCode.INFEASIBLE)
     assert "below the minimum" in run(*words, "-b", "50%")
     assert "does not parse" in errors(*words, "-b", "much", code=ExitCode.USAGE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -281,3 +282,29 @@ def test_blocks_and_loaded_plans_run_all_sizes(tmp_path: Path) -> None:
             planned.zero_grad()
             train_side_by_side(case, planned, eager, steps=1)
         assert captured == [False, True, False, False]
+
+
+def test_sizes_beyond_the_budget_are_refused() -> None:
+    torch.manual_seed(0)
+    model = Treats(SEEN["a part"])
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), 4000, options=OPTIONS)
+    planned(torch.randn(13, 8)).backward()
+    for n in (500, 14, 600):
+        if n > 100:
+            with pytest.raises(rockplan.InfeasibleBudget, match=f"x: {n}x8"):
+                planned(torch.randn(n, 8))
+        else:
+            planned(torch.randn(n, 8)).backward()
+    assert all(plan.peak_bytes <= 4000 for plan in planned.plans)
+
+
+def test_sizes_in_a_range_mismatch_nothing() -> None:
+    torch.manual_seed(0)
+    model = Treats(SEEN["padding"])
+    options = replace(OPTIONS, sizes={0: (4, 40)}, on_mismatch="error")
+    planned: Any = rockplan.solve(model, {"x": torch.randn(12, 8)}, "100%", options=options)
+    eager = copy.deepcopy(model)
+    for n in (40, 4, 31, 8):
+        train_side_by_side(case_of(model, {"x": torch.randn(n, 8)}), planned, eager, steps=1)
+    with pytest.raises(rockplan.StalePlan):
+        planned(x=torch.randn(12, 8).double())
