@@ -174,8 +174,9 @@ CASES: dict[str, Callable[[], Varied]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Seconds of all steps, and ms of one in the median. new_ms: of steps with a new size, from the
-    second on; plans: schedules, one for the first batch among them; captures: of calls in training;
+    """Seconds of all steps, and ms of one in the median. second_s: of the slower of the first two
+    steps, which records with symbols; after: all later ones, in times of eager; new_ms: of steps
+    with a new size, from the second on; plans: schedules, one for the first batch among them; captures: of calls in training;
     gap: the most that a measured peak was below the predicted one, as a share."""
 
     model: str
@@ -185,6 +186,7 @@ class Row:
     eager_s: float
     planned_s: float
     second_s: float
+    after: float
     eager_ms: float
     new_ms: float
     plans: int
@@ -248,6 +250,7 @@ def measured(name: str, steps: int) -> Row:
         eager_s=round(sum(taken[0]), 2),
         planned_s=round(sum(taken[1]), 2),
         second_s=round(max(taken[1][:2]), 2),
+        after=round(sum(taken[1][2:]) / sum(taken[0][2:]), 3),
         eager_ms=round(1e3 * median(taken[0]), 1),
         new_ms=round(1e3 * median(new), 1),
         plans=len(planned.plans),
@@ -284,14 +287,14 @@ def report(rows: list[Row]) -> str:
         "planned for the first batch. Losses of each step and all parameters at the end equal "
         "eager's bit by bit; no measured peak was above the plan's, which was within its budget.",
         "",
-        "| model | steps | sizes | eager s | planned s | times eager | slowest step s | eager step "
-        "ms | step with a new size ms | in steps of eager | captures | schedules | peak below the "
+        "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
+        "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | captures | schedules | peak below the "
         "prediction by at most |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r.model} | {r.steps} | {r.sizes} | {r.eager_s:.2f} | {r.planned_s:.2f} | "
-        f"{r.ratio:.2f} | {r.second_s:.1f} | {r.eager_ms:.1f} | {r.new_ms:.1f} | "
+        f"{r.ratio:.2f} | {r.second_s:.1f} | {r.after:.3f} | {r.eager_ms:.1f} | {r.new_ms:.1f} | "
         f"{r.new_ms / r.eager_ms:.2f} | {r.captures} | {r.plans} | {r.gap:.2%} |"
         for r in rows
     ]
