@@ -176,8 +176,9 @@ CASES: dict[str, Callable[[], Varied]] = {
 class Row:
     """Seconds of all steps, and ms of one in the median. second_s: of the slower of the first two
     steps, which records with symbols; after: all later ones, in times of eager; new_ms: of steps
-    with a new size, from the second on; plans: schedules, one for the first batch among them; captures: of calls in training;
-    gap: the most that a measured peak was below the predicted one, as a share."""
+    with a new size, from the second on;
+    plans: schedules, one for the first batch among them; captures: of calls in training; gap: the
+    most that a measured peak was below the predicted one, as a share."""
 
     model: str
     where: str
@@ -288,8 +289,8 @@ def report(rows: list[Row]) -> str:
         "eager's bit by bit; no measured peak was above the plan's, which was within its budget.",
         "",
         "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
-        "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | captures | schedules | peak below the "
-        "prediction by at most |",
+        "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | "
+        "captures | schedules | peak below the prediction by at most |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
