@@ -79,7 +79,7 @@ def rows_of(name: str, size: int) -> Iterator[Row]:
     changes = scheduled_changes(plan.graph, plan.schedule, gradients)
     named = dict(case.model.named_parameters())
     for optimizer, make in OPTIMIZERS.items():
-        trained = {n: named[n] for n in gradients.values()}
+        trained = {n: named[n] for n in gradients}
         steps = optimizer_steps(make, trained, metered=True)
         said = timeline_of({}, Passes(changes, changes), steps)
         predicted = []

@@ -109,7 +109,7 @@ class Steps:
         graph, schedule = self.scheduled(way)
         interface = programs_of(self.planned)[0].interface
         named = dict(self.case.model.named_parameters(remove_duplicate=False))
-        trained = {name: named[name] for name in first_gradients(graph, interface).values()}
+        trained = {name: named[name] for name in first_gradients(graph, interface)}
         steps = optimizer_steps(optimizer, trained)
         passes = passes_of(graph, schedule, interface, steps)
         return replayed_steps(*timeline_of({}, passes, steps).steps)

@@ -29,7 +29,6 @@ from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
 from rockplan.options import Options
-from rockplan.python_state import trees
 from rockplan.python_state.distributed import own_bytes
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
@@ -249,11 +248,9 @@ def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep
     if optimizer is None or not trained:
         return _Coming()
     steps = optimizer_steps(optimizer, trained, step=step)
-    states = optimizer.state if isinstance(optimizer, torch.optim.Optimizer) else {}
-    held = trees.tree_leaves([states[p] for p in trained.values() if p in states])
-    held_bytes = _blocks(own_bytes(t) for t in held if isinstance(t, torch.Tensor))
     inside_bytes = max(map(_beside_state, steps.each.values()), default=0)
-    return _Coming(max(_state_bytes(steps) - held_bytes, 0), _beside_state(steps), inside_bytes)
+    coming_bytes = max(_state_bytes(steps) - steps.held_bytes, 0)
+    return _Coming(coming_bytes, _beside_state(steps), inside_bytes)
 
 
 def _state_bytes(steps: OptimizerSteps) -> int:

@@ -73,8 +73,8 @@ def test_what_stays_is_alive_in_later_steps(seed: int) -> None:
         for takeover in taken_over(graph, schedule).values()
         for operand in takeover.operands
     }
-    stays = {d: str(d) for d in graph.handed if d not in taken}
-    kept_bytes = sum(graph.data[d].size_bytes for d in stays)
+    stays = {str(d): d for d in graph.handed if d not in taken}
+    kept_bytes = sum(graph.data[d].size_bytes for d in stays.values())
     first = scheduled_changes(graph, schedule, stays)
     assert most_alive(first)[1] == kept_bytes
     later = scheduled_changes(graph, schedule, {})

@@ -278,7 +278,7 @@ def predicted_row(way: str, expandable: bool) -> dict[str, Any]:
     for number, tensor in enumerate(resident):
         assert model.allocate(number, tensor.nbytes)
     graph, schedule = plan.graph, plan.schedule
-    stays = {data: str(data) for data in graph.handed}
+    stays = {str(data): data for data in graph.handed}
     cublas_bytes = gpu(torch.device("cuda")).cublas_bytes
     first = scheduled_changes(graph, schedule, stays, cublas_bytes)
     later = scheduled_changes(graph, schedule, {})

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable, Hashable, Iterable, Mapping
+import re
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput
 from rockplan.fitting.changes import Holding, MemoryChange, left_alive
@@ -44,7 +46,8 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 class OptimizerSteps:
     """Memory changes of an optimizer. state_bytes: kept from step to step; first, later: of a step
     that makes the state, and of one that finds it; before: of memory that is allocated before the
-    first forward pass.
+    first forward pass, held_bytes of it by the caller's optimizer already. kept: names of
+    parameters whose gradients its `zero_grad` does not let go of.
 
     each: of optimizers that step in backward, by the name of their parameter; then there is no
     other step.
@@ -55,6 +58,8 @@ class OptimizerSteps:
     first: tuple[MemoryChange, ...] = ()
     later: tuple[MemoryChange, ...] = ()
     before: tuple[MemoryChange, ...] = ()
+    held_bytes: int = 0
+    kept: frozenset[str] = frozenset()
     each: Mapping[str, OptimizerSteps] = field(default_factory=dict)
 
 
@@ -89,20 +94,39 @@ def optimizer_steps(
             for name, parameter in parameters.items()
         }
         return _in_backward(each)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    with mode:
+    # One tracker for all: what a step replaces was made by the one before, or with the optimizer.
+    tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = {name: _fake(shards.part(p)) for name, p in parameters.items()}
-        made = _optimizer_over(given, parameters, fakes)
-        on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
-        _choose_foreach(made, on_cuda)
-        before, scaler = _scaler(fakes) if step.grad_scaler else ([], None)
-        parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda)
-        steps = [_changes_of_step(parts, metered) for _ in range(2)]
-    kept = left_alive(steps[0])
-    first = tuple(map(_with_owner(kept), steps[0]))
-    state_bytes = sum(change.size_bytes for change in (*kept.values(), *before))
-    name = _name(optimizer, made)
-    return OptimizerSteps(name, state_bytes, first, tuple(steps[1]), tuple(before))
+        for name, fake in fakes.items():
+            tracker.know(fake, ("parameter", name), Holding.PARAMETERS)
+        held: list[MemoryChange] = []
+        with tracker:
+            if isinstance(given, torch.optim.Optimizer):
+                made, own = _over_fakes(given, parameters, fakes, mode)
+                held = [tracker.know(t, ("held", n), Holding.OPTIMIZER) for n, t in enumerate(own)]
+            else:
+                made = _made_by(given, fakes)
+            on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
+            _choose_foreach(made, on_cuda)
+            scaler = _scaler(fakes) if step.grad_scaler else None
+        gc.collect()
+        built = left_alive((*held, *tracker.changes))
+        parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda, tracker)
+        first = parts.changes()
+        kept = parts.emptied()
+        later = parts.changes()
+    after = left_alive((*built.values(), *first))
+    lasting = {*built, *after, *left_alive((*after.values(), *later))}
+    return OptimizerSteps(
+        _name(optimizer, made),
+        sum(change.size_bytes for change in after.values()),
+        _with_owner(lasting, first),
+        _with_owner(lasting, later),
+        _with_owner(lasting, built.values()),
+        sum(change.size_bytes for change in held),
+        kept,
+    )
 
 
 def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
@@ -113,27 +137,18 @@ def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a fake parameter like `parameter` (of a DTensor, like the part of this rank) with a
-    gradient. One on the meta device becomes one on the CPU."""
+    """Return a fake parameter like `parameter` (of a DTensor, like the part of this rank). One on
+    the meta device becomes one on the CPU."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     device = torch.device("cpu") if own.is_meta else own.device
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
-    fake = torch.nn.Parameter(made)
-    fake.grad = torch.empty_like(made)
-    return fake
+    return torch.nn.Parameter(made)
 
 
-def _optimizer_over(
-    optimizer: Factory | torch.optim.Optimizer,
-    parameters: Mapping[str, torch.Tensor],
-    fakes: Mapping[str, torch.Tensor],
-) -> torch.optim.Optimizer:
-    """Make the optimizer (by a function, or like one of the caller's) over the fake parameters.
-    Raises InvalidInput if it cannot be made."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        return _over_fakes(optimizer, parameters, fakes)
+def _made_by(make: Factory, fakes: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
+    """Make the optimizer over the fake parameters. Raises InvalidInput if it cannot be made."""
     try:
-        made = optimizer([*fakes.values()])
+        made = make([*fakes.values()])
     except Exception as error:  # the caller's function may raise anything
         raise InvalidInput(
             f"the optimizer cannot be made: {type(error).__name__}: {error}. It is called with the "
@@ -159,21 +174,43 @@ def _over_fakes(
     optimizer: torch.optim.Optimizer,
     parameters: Mapping[str, torch.Tensor],
     fakes: Mapping[str, torch.Tensor],
-) -> torch.optim.Optimizer:
-    """Return a copy of the caller's optimizer without its state, in whose groups `fakes` stand for
-    those `parameters` that it has, by name. Raises InvalidInput if it has none of them."""
+    mode: FakeTensorMode,
+) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
+    """Return (copy of the caller's optimizer, in which `fakes` stand for `parameters`, by name, and
+    fake tensors for all others; those of them that are no parameters). Raises InvalidInput if it
+    has none of the parameters, or cannot be copied."""
+    parts = [optimizer]
+    for part in parts:  # optimizers inside of it (SAM, Lookahead), which come last
+        leaves = trees.tree_leaves(vars(part))
+        parts += [o for o in leaves if isinstance(o, torch.optim.Optimizer) and o not in parts]
+    leaves = [leaf for part in parts for leaf in trees.tree_leaves(vars(part))]
+    grouped = {id(p) for group in optimizer.param_groups for p in group["params"]}
     memo: dict[int, Any] = {id(p): fakes[name] for name, p in parameters.items()}
-    groups = []
-    for group in optimizer.param_groups:
-        own = [memo[id(p)] for p in group["params"] if id(p) in memo]
-        others = {key: copy.deepcopy(v) for key, v in group.items() if key != "params"}
-        groups.append({**others, "params": own})
-    made: Any = copy.copy(optimizer)
-    made.state = type(optimizer.state)(dict)
-    made.param_groups = [group for group in groups if group["params"]]
-    if not made.param_groups:
+    if grouped.isdisjoint(memo):
         raise InvalidInput("the optimizer has none of the parameters that have gradients")
-    return made  # type: ignore[no-any-return]
+    own: dict[int, torch.Tensor] = {}
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
+            with _disable_current_modes():
+                memo[id(leaf)] = fake = mode.from_tensor(leaf)
+            if id(leaf) not in grouped:
+                own.setdefault(fake.untyped_storage()._cdata, fake)
+    memo |= {id(part): type(part).__new__(type(part)) for part in parts}
+    for part in reversed(parts):
+        facts = {name: fact for name, fact in vars(part).items() if not _IS_HOOK(name)}
+        try:
+            memo[id(part)].__setstate__(copy.deepcopy(facts, memo))
+        except Exception as error:  # what others hold in an optimizer
+            raise InvalidInput(
+                f"{type(part).__name__} cannot be copied, to step over fake tensors: "
+                f"{type(error).__name__}: {str(error).splitlines()[0]}. Pass a function from "
+                "parameters to the optimizer"
+            ) from error
+    return memo[id(optimizer)], [*own.values()]
+
+
+_IS_HOOK = re.compile("step$|_optimizer_").match
+"""Attributes that call what is the caller's: hooks, and the `step` that schedulers put there."""
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
@@ -197,67 +234,57 @@ class _Stepping:
     scaler: torch.amp.GradScaler | None
     clips: bool
     on_cuda: bool
+    tracker: Tracker
 
-    def run(self) -> None:
-        """Run one step over the fake parameters: unscale gradients, clip them, step, update the
-        scaler; what is not used is left out."""
-        if self.scaler is not None:
-            self.scaler.unscale_(self.optimizer)
-        if self.clips:
-            foreach = True if self.on_cuda else None
-            torch.nn.utils.clip_grad_norm_([*self.fakes.values()], 1.0, foreach=foreach)
-        # Not `scaler.step`, which would read whether gradients are finite.
-        self.optimizer.step()
-        if self.scaler is not None:
-            self.scaler.update()
+    def changes(self) -> list[MemoryChange]:
+        """Run one step over the fake parameters, each with a gradient, and return its allocations
+        and frees: unscale gradients, clip them, step, update the scaler; what is not used is left
+        out. Raises InvalidInput if it does not run so."""
+        for name, fake in self.fakes.items():
+            if fake.grad is None:
+                fake.grad = torch.empty_like(fake)
+            self.tracker.know(fake.grad, ("gradient", name), Holding.GRADIENTS)
+        begin = len(self.tracker.changes)
+        try:
+            with self.tracker:
+                if self.scaler is not None:
+                    self.scaler.unscale_(self.optimizer)
+                if self.clips:
+                    foreach = True if self.on_cuda else None
+                    torch.nn.utils.clip_grad_norm_([*self.fakes.values()], 1.0, foreach=foreach)
+                # Not `scaler.step`, which would read whether gradients are finite.
+                self.optimizer.step()
+                if self.scaler is not None:
+                    self.scaler.update()
+        except Exception as error:  # optimizers of others fail in their own ways
+            raise InvalidInput(
+                f"a step of {type(self.optimizer).__name__} does not run over fake tensors, by "
+                f"which its memory is known: {type(error).__name__}: {str(error).splitlines()[0]}"
+            ) from error
+        return self.tracker.changes[begin:]
+
+    def emptied(self) -> frozenset[str]:
+        """Call `zero_grad`; return the names of parameters that have a gradient still."""
+        self.optimizer.zero_grad()
+        return frozenset(name for name, fake in self.fakes.items() if fake.grad is not None)
 
 
-def _scaler(
-    fakes: Mapping[str, torch.Tensor],
-) -> tuple[list[MemoryChange], torch.amp.GradScaler]:
-    """Return (changes, scaler): a GradScaler that has scaled a loss on the device of `fakes`, and
-    the allocations that it keeps since."""
+def _scaler(fakes: Mapping[str, torch.Tensor]) -> torch.amp.GradScaler:
+    """Return a GradScaler that has scaled a loss on the device of `fakes`."""
     device = next(iter(fakes.values())).device
     scaler = torch.amp.GradScaler(device.type)
-    with Tracker(Holding.OPTIMIZER) as tracker:
-        scaler.scale(torch.zeros((), device=device))
-    gc.collect()
-    return [*left_alive(tracker.changes).values()], scaler
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
 
 
-def _changes_of_step(parts: _Stepping, metered: bool) -> list[MemoryChange]:
-    """Run one optimizer step over fake tensors and return its allocations and frees. metered: with
-    temporary memory inside of operators. Raises InvalidInput if it does not run so."""
-    optimizer, fakes = parts.optimizer, parts.fakes
-    tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
-    for name, fake in fakes.items():
-        tracker.know(fake, ("parameter", name), Holding.PARAMETERS)
-        assert fake.grad is not None
-        tracker.know(fake.grad, ("gradient", name), Holding.GRADIENTS)
-    for number, leaf in enumerate(trees.tree_leaves([*optimizer.state.values()])):
-        if isinstance(leaf, torch.Tensor):
-            tracker.know(leaf, ("state", number), Holding.OPTIMIZER)
-    try:
-        with tracker:
-            parts.run()
-    except Exception as error:  # optimizers of others fail in their own ways
-        raise InvalidInput(
-            f"a step of {type(optimizer).__name__} does not run over fake tensors, by which its "
-            f"memory is known: {type(error).__name__}: {str(error).splitlines()[0]}"
-        ) from error
-    return tracker.changes
-
-
-def _with_owner(kept: Mapping[Hashable, MemoryChange]) -> Callable[[MemoryChange], MemoryChange]:
-    """Return a function that gives changes among `kept` (by key) the optimizer as their owner, and
-    returns others as they are."""
-
-    def owned(change: MemoryChange) -> MemoryChange:
-        if kept.get(change.key) is not change:
-            return change
-        return MemoryChange(change.key, change.size_bytes, Holding.OPTIMIZER)
-
-    return owned
+def _with_owner(
+    lasting: Container[Hashable], changes: Iterable[MemoryChange]
+) -> tuple[MemoryChange, ...]:
+    """Return `changes` with the optimizer as the owner of what a step leaves (keys `lasting`)."""
+    return tuple(
+        change._replace(owner=Holding.OPTIMIZER) if change.key in lasting else change
+        for change in changes
+    )
 
 
 def _name(optimizer: OptimizerLike, made: torch.optim.Optimizer) -> str:

@@ -21,16 +21,16 @@ from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.schedule import Compute, Free, Schedule, Waits
 
-Gradients = Mapping[int, str]
-"""Storage of a gradient -> name of the parameter that keeps it as its first `.grad`."""
+Gradients = Mapping[str, int]
+"""Name of a parameter -> storage of what becomes its first `.grad`."""
 
 _ORDER = (Owner.STORAGE, Owner.COPY, Owner.GENERATOR, Owner.WORKSPACE)
 
 
-def first_gradients(graph: CDGraph, interface: Interface) -> dict[int, str]:
-    """Return the storage of each parameter's first gradient -> its name. (Autograd adds later ones
-    to it.)"""
-    return {data[0]: name for name, data in all_gradients(graph, interface).items()}
+def first_gradients(graph: CDGraph, interface: Interface) -> dict[str, int]:
+    """Return name of a parameter -> storage of its first gradient. (Autograd adds later ones to
+    it.)"""
+    return {name: data[0] for name, data in all_gradients(graph, interface).items()}
 
 
 def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, ...]]:
@@ -60,22 +60,26 @@ def scheduled_changes(
     schedule: Schedule,
     gradients: Gradients,
     workspace_bytes: int = 0,
-    inside: Mapping[tuple[int, ...], Sequence[MemoryChange]] | None = None,
+    inside: Mapping[str, tuple[Sequence[int], Sequence[MemoryChange]]] | None = None,
     before: Mapping[int, Sequence[MemoryChange]] | None = None,
 ) -> tuple[MemoryChange, ...]:
     """Return the allocations and frees of one forward and backward by `schedule`, in order.
 
-    gradients: storage -> name of the parameter, of those that stay; others are added to existing
-    ones, and freed. What the caller holds of the result is freed at the end. workspace_bytes:
-    memory that the first product of forward, and that of backward (another thread), allocates and
-    keeps (`Gpu.cublas_bytes`). inside: changes of optimizers that step when the last of these
-    gradients is handed over; then the gradients are freed. Of several gradients handed over at
-    once, autograd decides which is taken first: here all exist until the last optimizer has
-    stepped. before: position of an event -> further changes before it.
+    gradients: of parameters that keep them (of several with one storage, the others keep copies);
+    others are added to existing ones, and freed. What the caller holds of the result is freed at
+    the end. workspace_bytes: memory that the first product of forward, and that of backward
+    (another thread), allocates and keeps (`Gpu.cublas_bytes`). inside: name of a parameter ->
+    (storages of its gradients, changes of its optimizer, which steps when the last of them is
+    handed over; then they are freed). Of several gradients handed over at once, autograd decides
+    which is taken first: here all exist until the last optimizer has stepped. before: position of
+    an event -> further changes before it.
     """
     begun: dict[int, list[MemoryChange]] = defaultdict(list)
     ended: dict[int, list[MemoryChange]] = defaultdict(list)
     closed: dict[int, int] = {}
+    keeping = defaultdict[int, list[str]](list)
+    for name, data in gradients.items():
+        keeping[data].append(name)
     found = sorted(lifetimes(graph, schedule), key=lambda f: _ORDER.index(f.owner))
     heirs = _heirs(graph, schedule, found)
     for number in sorted({*range(len(found))} - {*heirs.values()}):
@@ -83,20 +87,20 @@ def scheduled_changes(
         while number in heirs:
             number = heirs[number]
             last = found[number]
-        name = gradients.get(last.index) if last.owner is Owner.STORAGE else None
-        key = ("lifetime", number) if name is None else ("gradient", name)
+        names = keeping[last.index] if last.owner is Owner.STORAGE else []
+        key = ("gradient", names[0]) if names else ("lifetime", number)
         change = MemoryChange(key, first.size_bytes, _owner(graph, last))
         begun[first.opens].append(change)
-        if name is None:
+        if not names:
             ended[last.closes].append(change.freed)
+        for name in names[1:]:
+            ended[last.closes].append(change._replace(key=("gradient", name)))
         if last.owner is Owner.STORAGE:
             closed[last.index] = last.closes
-    for handed, changes in (inside or {}).items():
+    for name, (handed, changes) in (inside or {}).items():
         last_moment = max(closed[data] for data in handed)
         ended[last_moment] += changes
-        gone = MemoryChange(
-            ("gradient", gradients[handed[0]]), graph.data[handed[0]].size_bytes, Holding.GRADIENTS
-        )
+        gone = MemoryChange(("gradient", name), graph.data[handed[0]].size_bytes, Holding.GRADIENTS)
         ended[_end_of_frees(schedule, last_moment)].append(gone.freed)
     for position in _first_products(graph, schedule) if workspace_bytes else ():
         change = MemoryChange(("products", position), workspace_bytes, Holding.WORKSPACES)

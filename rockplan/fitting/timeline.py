@@ -34,8 +34,9 @@ from rockplan.values.schedule import Schedule
 @dataclass(frozen=True, slots=True)
 class Passes:
     """Changes of forward and backward. first: parameters have no `.grad`; later: they have, and
-    gradients are added to it; () if they never have. again: as first, but optimizers that step in
-    backward have their state; None if none steps there."""
+    gradients are added to it; () if they never have. again: the first of a later step, where it is
+    another one: optimizers that step in backward have their state, parameters that no optimizer has
+    their gradients."""
 
     first: tuple[MemoryChange, ...]
     later: tuple[MemoryChange, ...]
@@ -69,11 +70,13 @@ def passes_of(
         return Passes(*both)
     if not optimizer.each:
         sums = sums_of_gradients(graph, schedule, interface) if is_eager else {}
-        return Passes(made(gradients, before=sums), made({}) if adding else ())
+        emptied = {name: d for name, d in gradients.items() if name not in optimizer.kept}
+        again = made(emptied, before=sums) if optimizer.kept else None
+        return Passes(made(gradients, before=sums), made({}) if adding else (), again)
     handed = all_gradients(graph, interface)
 
     def stepping(changes: Mapping[str, tuple[MemoryChange, ...]]) -> tuple[MemoryChange, ...]:
-        return made(gradients, inside={handed[name]: own for name, own in changes.items()})
+        return made(gradients, inside={name: (handed[name], own) for name, own in changes.items()})
 
     first = stepping({name: steps.first for name, steps in optimizer.each.items()})
     again = stepping({name: steps.later for name, steps in optimizer.each.items()})
@@ -189,8 +192,9 @@ def timeline_of(
         *_accumulated(passes, accumulate, has_gradients=False),
         *optimizer.first,
     )
+    kept = {("gradient", name) for name in optimizer.kept}
     gradients = [c for c in left_alive(first).values() if c.owner is Holding.GRADIENTS]
-    emptied = tuple(c.freed for c in gradients) if set_to_none else ()
+    emptied = tuple(c.freed for c in gradients if c.key not in kept) if set_to_none else ()
     if passes.again is not None:
         passes = replace(passes, first=passes.again)
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)

@@ -37,9 +37,14 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._metered = metered
         self._known: dict[int, weakref.ref[Any]] = {}
 
-    def know(self, tensor: torch.Tensor, key: Hashable, owner: Holding) -> None:
-        """Note that `tensor` exists already; its memory is given back when it dies."""
-        self._watch(tensor.untyped_storage(), MemoryChange(key, _bytes_of(tensor), owner))
+    def know(self, tensor: torch.Tensor, key: Hashable, owner: Holding) -> MemoryChange:
+        """Note that `tensor` exists already, and return its allocation; its memory is given back
+        when it dies."""
+        change = MemoryChange(key, _bytes_of(tensor), owner)
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._known:
+            self._watch(storage, change)
+        return change
 
     def _watch(self, storage: Any, change: MemoryChange) -> None:
         """Append the free of `change` to the changes when the UntypedStorage `storage` dies."""

@@ -5,18 +5,41 @@ takes: a priced CDGraph. returns: a graph and a legal Schedule of it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, as_eager, in_eager_order, producers
+from rockplan.values.graph import CDGraph, ComputeNode, in_eager_order, producers
 from rockplan.values.order import remade
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all, with_frees
 
 
+def as_autograd_runs(graph: CDGraph) -> CDGraph:
+    """Return `graph` as autograd executes it: in its order, every result in a storage of its own
+    but the sum of gradients of one tensor, which it makes in place, in no function: what comes last
+    in one, of results that go nowhere else or are not all its own."""
+    graph = in_eager_order(graph)
+    function_of = {data: node.function for node in graph.nodes for data in node.writes}
+    uses = Counter(data for node in graph.nodes for data in node.reads)
+    ends = {one.index for one, other in pairwise(graph.nodes) if one.function != other.function}
+
+    def eager(node: ComputeNode) -> ComputeNode:
+        is_added = [c.op for c in node.calls] == ["aten.add.Tensor"] and len(node.reads) == 2
+        is_gone = all(uses[data] == 1 for data in node.reads)
+        of = {function_of.get(data) for data in node.reads}
+        is_last = node.function > 0 and node.index in ends
+        if is_added and is_last and (is_gone or of != {node.function}):
+            return replace(node, function=0)
+        return replace(node, takes=()) if node.takes else node
+
+    return replace(graph, nodes=tuple(map(eager, graph.nodes)))
+
+
 def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
     """Run every node once, in eager's order."""
-    eager = as_eager(graph)
+    eager = as_autograd_runs(graph)
     return eager, _freed_as_eager_does(eager, keep_all(eager))
 
 
@@ -31,7 +54,7 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
     """Return (graph as eager runs it, schedule of a step with `torch.utils.checkpoint` on each of
     `blocks`, paths of modules): what the backward of a block reads of its forward is re-executed
     before that backward begins, and what that reads is held until it ends."""
-    eager = as_eager(graph)
+    eager = as_autograd_runs(graph)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
     path_of = {n.index: block_of(n, blocks) for n in eager.nodes}
@@ -78,25 +101,37 @@ def _held(
 
 
 def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Return `schedule` with the inputs of a backward function freed only when all of it has run,
-    as autograd does. One function is taken to be consecutive nodes of one line of a module, none of
-    which reads what another makes."""
+    """Return `schedule` with what a backward function reads freed only when all of it has run, as
+    autograd does. One in C++ keeps temporaries until it has the result of their expression: one
+    that something else reads, while no temporary waits for another expression."""
     boundary = schedule.forward_length
+    computed = [e.node for e in schedule.events[boundary:] if isinstance(e, Compute)]
+    nodes = [graph.nodes[node] for node in computed]
+    function_of = {data: node.function for node in nodes for data in node.writes}
+    leaving = {d for n in nodes for d in n.reads if function_of.get(d) != n.function}
+    leaving |= {*graph.handed, *graph.held}
     events: list[Event] = [*schedule.events[:boundary]]
     waiting: list[Event] = []
-    made: set[int] = set()
-    line = ("", "")
+    temporary: list[Event] = []
+    alive: set[int] = set()
+    node = None
     for event in schedule.events[boundary:]:
         if isinstance(event, Free):
-            (events if event.data in made else waiting).append(event)
+            is_own = node is not None and function_of.get(event.data) == node.function
+            is_at_once = is_own and node is not None and node.function <= 0
+            (events if is_at_once else temporary if is_own else waiting).append(event)
+            alive.discard(event.data)
             continue
-        node = graph.nodes[event.node]
-        if (node.module, node.source) != line or not made.isdisjoint(node.reads):
-            events += waiting
-            waiting, made, line = [], set(), (node.module, node.source)
-        made.update(node.writes)
+        before, node = node, graph.nodes[event.node]
+        if before is None or not node.function or before.function != node.function:
+            events += (*temporary, *waiting)
+            waiting, temporary, alive = [], [], set()
+        elif not alive and not leaving.isdisjoint(before.writes):
+            events += temporary
+            temporary = []
+        alive |= {*node.writes} - leaving
         events.append(event)
-    return Schedule((*events, *waiting), boundary)
+    return Schedule((*events, *temporary, *waiting), boundary)
 
 
 def block_of(node: ComputeNode, blocks: Iterable[str]) -> str:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Any
 
@@ -271,6 +271,7 @@ class ComputeNode:
     queue: where it takes that time (`oracles.clock`). optional: a schedule may leave it out; it
     then makes again what required nodes make too (copies in).
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
+    function: of autograd, which eager runs at once (`RecordedCall`); unknown to plan files.
     """
 
     index: int
@@ -289,6 +290,7 @@ class ComputeNode:
     source: str = ""
     queue: Queue = Queue.COMPUTE
     optional: bool = False
+    function: int = field(default=0, compare=False, repr=False)
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
         """Return the calls of one execution. again: a re-execution; takeover: if it uses one."""

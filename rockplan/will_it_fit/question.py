@@ -331,7 +331,7 @@ class FitQuestion:
         """Return the memory over time of two training steps whose forward and backward run this
         schedule. is_eager: it stands for what PyTorch does."""
         gradients = first_gradients(graph, call.interface)
-        steps = self.steps(gradients.values())
+        steps = self.steps(gradients)
         adding = self.step.accumulate > 1 or not self.step.set_to_none
         passes = passes_of(
             graph,
@@ -377,7 +377,7 @@ class FitQuestion:
         smallest = self.replayed(call)
         gradients = first_gradients(call.graph, call.interface)
         alive_bytes = sum(map(sum, self.resident.values())) + sum(call.input_sizes)
-        left_bytes = usable_bytes - alive_bytes - self.steps(gradients.values()).state_bytes
+        left_bytes = usable_bytes - alive_bytes - self.steps(gradients).state_bytes
         least_bytes = simulate(*smallest).peak_bytes
         usual_bytes = simulate(*self.unpaged.replayed(call)).peak_bytes if self.unpaged else 0
         for tries in range(TRIES, 0, -1):

@@ -25,7 +25,7 @@ from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.shards import FSDP2, Shards
 from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.fitting.ways import compiled_whole, kept_whole, per_block
+from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, per_block
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles.simulate import simulate
@@ -33,7 +33,7 @@ from rockplan.runtime.planned_state import unplanned
 from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
-from rockplan.values.graph import CDGraph, as_eager, in_eager_order
+from rockplan.values.graph import CDGraph, in_eager_order
 from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.answer import Fit, FitRow
 from rockplan.will_it_fit.captured_sizes import (
@@ -367,7 +367,7 @@ class _Length:
 
 
 def _once_a_form(
-    make: Callable[[CDGraph], Scheduled], seen: Callable[[CDGraph], CDGraph] = as_eager
+    make: Callable[[CDGraph], Scheduled], seen: Callable[[CDGraph], CDGraph] = as_autograd_runs
 ) -> Way:
     """Return a way (call -> graph and schedule) that calls `make` once for all calls whose graphs
     differ in sizes only. seen: makes of a call's graph the one that the schedule is of."""

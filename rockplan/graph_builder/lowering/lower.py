@@ -304,6 +304,7 @@ def _node(
         recalls=recalls,
         module=main.module,
         source=main.source,
+        function=main.function,
     )
 
 

@@ -6,7 +6,7 @@ A recording returns a run, and each run pass of `graph_builder.pipeline` takes a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -38,7 +38,8 @@ class RecordedValue:
 @dataclass(frozen=True, slots=True)
 class RecordedCall:
     """One operator call. reads: values among its arguments, in order; writes: values that it
-    changes in place; random: it draws random numbers."""
+    changes in place; random: it draws random numbers; function: number of the autograd function
+    that makes it in the backward pass, below 0 if that is Python's; 0 for none."""
 
     call: Call
     phase: Phase
@@ -47,6 +48,7 @@ class RecordedCall:
     random: bool
     module: str
     source: str
+    function: int = field(default=0, compare=False, repr=False)
 
     @property
     def effect(self) -> Effect:

@@ -341,7 +341,8 @@ class Recorder(TorchDispatchMode):
             call, reads = self._call(*alone, ()), ()
         call = Call(call.op, call.args, call.kwargs, results)
         random = facts.is_random(func, args, kwargs)
-        self.calls.append(RecordedCall(call, self.phase, reads, writes, random, module, source))
+        here = module, source, _function() if self.phase is Phase.BACKWARD else 0
+        self.calls.append(RecordedCall(call, self.phase, reads, writes, random, *here))
         if self.phase is Phase.FORWARD:
             if func is not torch.ops.aten.detach.default:
                 self._remember_view(reads, result)
@@ -606,6 +607,15 @@ class Recorder(TorchDispatchMode):
             return "", ""
         position = bisect.bisect_left(self._sequence, node._sequence_nr())
         return self._sequence_place[min(position, len(self._sequence) - 1)]
+
+
+def _function() -> int:
+    """Return the number of the running autograd function, as `RecordedCall` has it."""
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return 0
+    number = node._sequence_nr() + 1
+    return -number if isinstance(node, torch.autograd.function.BackwardCFunction) else number
 
 
 def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
