@@ -249,8 +249,8 @@ def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep
         return _Coming()
     steps = optimizer_steps(optimizer, trained, step=step)
     inside_bytes = max(map(_beside_state, steps.each.values()), default=0)
-    coming_bytes = max(_state_bytes(steps) - steps.held_bytes, 0)
-    return _Coming(coming_bytes, _beside_state(steps), inside_bytes)
+    held_bytes = _blocks(change.size_bytes for change in steps.held)
+    return _Coming(max(_state_bytes(steps) - held_bytes, 0), _beside_state(steps), inside_bytes)
 
 
 def _state_bytes(steps: OptimizerSteps) -> int:

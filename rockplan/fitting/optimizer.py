@@ -46,7 +46,7 @@ NAMES: dict[str, tuple[str, dict[str, Any]]] = {
 class OptimizerSteps:
     """Memory changes of an optimizer. state_bytes: kept from step to step; first, later: of a step
     that makes the state, and of one that finds it; before: of memory that is allocated before the
-    first forward pass, held_bytes of it by the caller's optimizer already. kept: names of
+    first forward pass, of it held by the caller's optimizer already. kept: names of
     parameters whose gradients its `zero_grad` does not let go of.
 
     each: of optimizers that step in backward, by the name of their parameter; then there is no
@@ -58,7 +58,7 @@ class OptimizerSteps:
     first: tuple[MemoryChange, ...] = ()
     later: tuple[MemoryChange, ...] = ()
     before: tuple[MemoryChange, ...] = ()
-    held_bytes: int = 0
+    held: tuple[MemoryChange, ...] = ()
     kept: frozenset[str] = frozenset()
     each: Mapping[str, OptimizerSteps] = field(default_factory=dict)
 
@@ -124,7 +124,7 @@ def optimizer_steps(
         _with_owner(lasting, first),
         _with_owner(lasting, later),
         _with_owner(lasting, built.values()),
-        sum(change.size_bytes for change in held),
+        tuple(held),
         kept,
     )
 
@@ -193,6 +193,7 @@ def _over_fakes(
         if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
             with _disable_current_modes():
                 memo[id(leaf)] = fake = mode.from_tensor(leaf)
+            fake.grad = None  # parameters that are not of this model do not step
             if id(leaf) not in grouped:
                 own.setdefault(fake.untyped_storage()._cdata, fake)
     memo |= {id(part): type(part).__new__(type(part)) for part in parts}
