@@ -60,7 +60,6 @@ SHOWN_BY = {
         "memory of an array"
     ),
     "test_refusals_followed.test_what_a_row_says_to_do_is_planned": "moved module",
-    "test_advice.test_advice_is_followed_literally": "write in backward",
     "test_bad_input.test_draws_from_what_the_module_holds_are_refused": (
         "iterator of the module; generator of Python"
     ),

@@ -331,7 +331,6 @@ ELSEWHERE = {
     "write in a checkpoint": "what it says is to leave the checkpoint out",
     "nested tensor": "as 'nested tensor that is given'",
     "generator of Python": "test_advice",
-    "write in backward": "test_advice",
     "unwritten memory": "test_foreign_kernels",
     "address": "test_foreign_kernels",
     "address by a library": "test_foreign_kernels",

@@ -34,7 +34,6 @@ from rockplan.python_state.walk import (
     is_iterator,
     shown,
 )
-from rockplan.values.graph import Phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +130,7 @@ def refuse_fresh_constants(walk: Walk, recorder: Recorder) -> None:
     for value, tensor in recorder.constants:
         writer = written.get(recorder.values[value].storage)
         if writer is not None and id(tensor) not in walk.number:
-            name = "write in backward" if writer.phase is Phase.BACKWARD else "fresh constant"
-            raise NAMED[name].at(writer.module, writer.source)
+            raise NAMED["fresh constant"].at(writer.module, writer.source)
 
 
 def refuse_kept_arguments(

@@ -773,15 +773,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "planned module",
         "write to a clone of it",
     ),
-    Refusal(
-        "write in backward",
-        When.GRADIENTS,
-        "the backward of a function writes in place to a tensor that is none of its arguments (the "
-        "`main_grad` of a parameter, where a kernel adds gradients up itself), which autograd is "
-        "not told, and a plan would not do",
-        "Return the gradient, and leave its sum to autograd (gradient_accumulation_fusion=False), "
-        "or leave the function outside of the planned module",
-    ),
 )
 
 NAMED = {row.name: row for row in REFUSALS}
