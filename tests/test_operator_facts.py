@@ -374,6 +374,10 @@ def test_shape_rules_are_those_of_kernels() -> None:
             args = (large, source[kind], *((0, 0) if kind == "select" else ()))
         elif kind == "as_strided":
             args = (large, torch.ones(2), [2], [1])
+        elif "upsample" in kind:
+            count = int(kind[kind.index("d_backward") - 1])
+            corners = () if "nearest" in kind else (False,)
+            args = (torch.ones(1, 2, *[8] * count), [8] * count, [1, 2, *[4] * count], *corners)
         args = args if kind != "_grouped_mm" else (args[0], torch.ones(2, 4, 4), args[2].int())
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
