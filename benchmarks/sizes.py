@@ -147,7 +147,8 @@ class Reasons(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         message = record.getMessage()
         if message.startswith("sizes of such calls"):
-            self.found.append(message.partition(": ")[2])
+            why = message.partition(": ")[2]
+            self.found.append(why.replace(f"{Path(__file__).parent.parent}/", ""))
 
 
 def difference(eager: nn.Module, planned: Any, inputs: tuple[Tensor, ...], seed: int) -> str:
