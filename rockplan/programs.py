@@ -308,12 +308,15 @@ def with_sizes_open(
         kind = opened_key(key)
         try:
             return with_open_sizes(call, source, known, options, adjusted)
-        except StaticSizes as reason:
-            places, tries = state.static.get(kind, (frozenset(), 0))
-            tries = tries + 1 if reason.is_of_pair else TRIES
-            state.static[kind] = places.union(reason.fixed), tries
-            if reason.fixed or tries == TRIES:
-                _LOGGER.info("sizes of such calls are planned each by itself: %s", reason)
+        except StaticSizes as error:
+            reason = error
+        except Exception as error:  # symbols are PyTorch's own: what is static runs all the same
+            reason = StaticSizes(f"with symbols the recording fails: {error}")
+        places, tries = state.static.get(kind, (frozenset(), 0))
+        tries = tries + 1 if reason.is_of_pair else TRIES
+        state.static[kind] = places.union(reason.fixed), tries
+        if reason.fixed or tries == TRIES:
+            _LOGGER.info("sizes of such calls are planned each by itself: %s", reason)
     return source
 
 

@@ -65,21 +65,6 @@ def with_open_sizes(
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
-    try:
-        return _with_open_sizes(call, source, known, options, adjusted)
-    except StaticSizes:
-        raise
-    except Exception as error:  # symbols are PyTorch's own: whatever fails, the static program runs
-        raise StaticSizes(f"with symbols the recording fails: {error}") from error
-
-
-def _with_open_sizes(
-    call: ModuleCall,
-    source: CapturedCall,
-    known: PlannedProgram,
-    options: Options,
-    adjusted: Callable[[CDGraph], CDGraph],
-) -> CapturedCall:
     opened = captured_call(call, options, is_asked=False, earlier=layouts_of(known))
     lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
     _compare(_run_differences, lowered.run, source.lowered.run, "this call")
