@@ -25,6 +25,7 @@ from rockplan.fitting.shards import ALONE, Shards
 from rockplan.fitting.tracker import Tracker
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.python_state import trees
+from rockplan.python_state.distributed import local_of
 
 Factory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 OptimizerLike = str | Factory | torch.optim.Optimizer | None
@@ -192,7 +193,7 @@ def _over_fakes(
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor) and id(leaf) not in memo:
             with _disable_current_modes():
-                memo[id(leaf)] = fake = mode.from_tensor(leaf)
+                memo[id(leaf)] = fake = mode.from_tensor(local_of(leaf))
             fake.grad = None  # parameters that are not of this model do not step
             if id(leaf) not in grouped:
                 own.setdefault(fake.untyped_storage()._cdata, fake)
