@@ -391,6 +391,7 @@ class Tied(nn.Module):
     ],
     ids=["once", "often", "padding", "by frequency"],
 )
+@pytest.mark.usefixtures("thorough")  # peaks of two searches are compared
 def test_rows_of_an_embedding_are_added_to_the_gradient_of_its_head(
     kind: dict[str, Any], dtype: torch.dtype, integers: torch.dtype
 ) -> None:
