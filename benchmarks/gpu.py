@@ -35,7 +35,7 @@ from types import FrameType
 
 from benchmarks.gpu_table import DETAIL, line, table
 from benchmarks.gpu_worker import Row, TimeLimit, lines_of
-from testing.sweep import FOR_CUDA
+from testing.sweep import WHERE_TIME_IS_MEASURED
 
 GRACE_S = 10.0
 """After a limit, for what does not let itself be interrupted; then its process is ended."""
@@ -266,10 +266,10 @@ def _followed(one: Running, report: Report) -> bool:
 
 
 def _environment(folder: Path, threads: int) -> dict[str, str]:
-    """Of workers: allocator and cuBLAS as tests have them, prices that are measured now, and
+    """Of workers: the allocator as tests have it, prices that are measured now, and
     kernels where the processes of this run find those of each other."""
     own = {
-        **FOR_CUDA,
+        **WHERE_TIME_IS_MEASURED,
         "ROCKPLAN_CACHE_DIR": str(folder / "rockplan"),
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
         "TORCHINDUCTOR_COMPILE_THREADS": str(max(1, threads)),

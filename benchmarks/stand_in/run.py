@@ -11,14 +11,14 @@ import os
 import sys
 from pathlib import Path
 
-from testing.sweep import FOR_CUDA
+from testing.sweep import WHERE_TIME_IS_MEASURED
 
 
 def environment(folder: Path) -> dict[str, str]:
     """In which PyTorch and Triton find the stand-in."""
     return {
         **os.environ,
-        **FOR_CUDA,
+        **WHERE_TIME_IS_MEASURED,
         "LD_PRELOAD": str(folder.resolve() / "libcuda.so.1"),
         "TRITON_LIBCUDA_PATH": str(folder.resolve()),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
