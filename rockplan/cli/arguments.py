@@ -126,7 +126,8 @@ def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManage
         raise InvalidInput(f"--autocast {dtype}: write {' or '.join(_AUTOCAST_DTYPES)}")
     import torch
 
-    kind = next((p.device.type for p in subject.model.parameters()), "cpu")
+    kinds = {p.device.type for p in subject.model.parameters()} - {"meta"}
+    kind = next(iter(kinds), "cpu")
     return torch.autocast(kind, dtype=getattr(torch, dtype))
 
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from rockplan.budget import MOST_BYTES, Budget
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
+from rockplan.fitting.as_on_cuda import as_on_cuda
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
@@ -237,8 +238,10 @@ class FitQuestion:
         batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
+        is_elsewhere = not self.on.at_hand
         try:
-            return priced_call(self.model, call, options, self._rates, self._tried_bytes)
+            with as_on_cuda() if is_elsewhere else contextlib.nullcontext():
+                return priced_call(self.model, call, options, self._rates, self._tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (

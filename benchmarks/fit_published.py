@@ -1,0 +1,321 @@
+"""What `fit` says of GPUs beside what was measured on them, by us and by others.
+
+    OMP_NUM_THREADS=1 python -m benchmarks.fit_published [NAME ...]
+
+Each model is on the CPU or the meta device, its GPU given by name. Writes
+benchmarks/results/fit_published.md. Bytes of rows "activations" are beyond parameters, buffers,
+inputs and gradients; of rows "process" all that the process has on the device, without its context.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import rockplan
+import testing  # noqa: F401 (lets transformers be imported beside a CPU build of torch)
+from benchmarks.timing import where
+from rockplan.fitting.training_step import USUAL, TrainingStep
+from rockplan.options import Options
+from rockplan.will_it_fit.answer import Fit, FitRow
+from testing import gpu_cases, models
+
+RESULTS = Path(__file__).parent / "results" / "fit_published.md"
+KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
+MIB, GB = 2.0**20, 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """One figure. way: of a row; figure: 'activations' and 'process' in bytes, 'batch' the range of
+    (one that fits, one that does not or None), 'a second' a rate."""
+
+    way: str
+    figure: str
+    value: Any
+    source: str
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One question of `fit`. made: model, positional and keyword arguments; tokens: of a sample, if
+    rates are of tokens."""
+
+    name: str
+    device: str
+    made: Callable[[], tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]]
+    published: tuple[Published, ...]
+    autocast: torch.dtype | None = None
+    optimizer: Any = None
+    sizes: dict[int, tuple[int, int]] | None = None
+    released: tuple[int, ...] = ()
+    step: TrainingStep = USUAL
+    tokens: int = 1
+
+    def answer(self) -> Fit:
+        model, args, kwargs = self.made()
+        on = contextlib.nullcontext() if self.autocast is None else _autocast(self.autocast)
+        with on:
+            return rockplan.fit(
+                model,
+                args,
+                self.device,
+                optimizer=self.optimizer,
+                sizes=self.sizes,
+                sample_kwargs=kwargs,
+                step=self.step,
+                options=Options(cache=False, released=self.released, time_limit_s=5),
+            )
+
+
+def _autocast(dtype: torch.dtype) -> Any:
+    return torch.autocast("cpu", dtype=dtype)
+
+
+def _of(case: models.Case) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    return case.model, case.args, case.kwargs
+
+
+def bert_large(batch: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import transformers
+
+    config = transformers.BertConfig(
+        hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, intermediate_size=4096,
+        attn_implementation="eager",  # the only one of that year
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = transformers.BertForSequenceClassification(config).train()
+        ids = torch.zeros(batch, 512, dtype=torch.long)
+        labels = torch.zeros(batch, dtype=torch.long)
+    return model, (), {"input_ids": ids, "labels": labels}
+
+
+def one_by_one(parameters: Any) -> torch.optim.Optimizer:
+    """AdamW as the Trainer of that year had it."""
+    return torch.optim.AdamW(parameters, foreach=False)
+
+
+def llama_2_with_lora(batch: int) -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import peft
+    import transformers
+
+    config = transformers.LlamaConfig(use_cache=False)  # whose defaults are Llama 2 7B
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).train()
+        lora = peft.LoraConfig(
+            r=8, lora_alpha=16, lora_dropout=0.05, target_modules=["q_proj", "v_proj"]
+        )
+        ids = torch.zeros(batch, 1304, dtype=torch.long)
+        adapted = peft.get_peft_model(model, lora, low_cpu_mem_usage=True).to(torch.bfloat16)
+    return adapted, (), {"input_ids": ids, "labels": ids}
+
+
+def vit_large() -> tuple[torch.nn.Module, tuple[Any, ...], dict[str, Any]]:
+    import timm
+    from timm.layers import set_fused_attn
+
+    set_fused_attn(False)  # as it was when the table was made
+    with torch.device("meta"):
+        model = timm.create_model("vit_large_patch16_224").train()
+        return model, (torch.zeros(8, 3, 224, 224),), {}
+
+
+CHECK, H200 = "results/gpu_check.md", "results/gpu.md"
+HF = "transformers docs, perf_train_gpu_one (2022)"
+LITGPT = "litgpt, resource tables"
+TIMM = "timm, results of benchmark-train-amp on an RTX 3090"
+CONTEXT_MIB = 1343  # of the V100 rows, as their source says
+
+ASKED = (
+    Asked(
+        "GPT-2, 12 layers, 8 x 1024, autocast, dropout .1",
+        "h100-80",
+        lambda: _of(
+            models.gpt2(layers=12, width=768, heads=12, vocabulary=50257, batch=8, length=1024)
+        ),
+        (
+            Published(KEPT, "activations", 11187.3 * MIB, CHECK),
+            Published(CHECKPOINTED, "activations", 5115.3 * MIB, CHECK),
+        ),
+        autocast=torch.bfloat16,
+        released=(1,),
+    ),
+    Asked(
+        "Llama, 8 layers, 8 x 1024, autocast",
+        "h100-80",
+        lambda: _of(
+            models.llama(
+                layers=8,
+                width=1024,
+                heads=16,
+                key_value_heads=4,
+                vocabulary=32000,
+                batch=8,
+                length=1024,
+            )
+        ),  # fmt: skip
+        (
+            Published(KEPT, "activations", 6711.5 * MIB, CHECK),
+            Published(CHECKPOINTED, "activations", 3399.0 * MIB, CHECK),
+        ),
+        autocast=torch.bfloat16,
+        released=(1,),
+    ),
+    Asked(
+        "ResNet-50, 64 images",
+        "h100-80",
+        lambda: _of(gpu_cases.RESNET()),
+        (Published(KEPT, "activations", 5255.5 * MIB, CHECK),),
+    ),
+    Asked(
+        "Llama, 8 layers of width 2048, 4 x 2048, bfloat16",
+        "h200",
+        lambda: _of(gpu_cases.TIMED["llama"].full()),
+        (
+            Published(KEPT, "activations", 8577.04 * MIB, H200),
+            Published(CHECKPOINTED, "activations", 3384.55 * MIB, H200),
+            Published(KEPT, "a second", 4 * 2048 / 0.0654, H200),
+            Published(CHECKPOINTED, "a second", 4 * 2048 / 0.0980, H200),
+        ),
+        released=(1,),
+        tokens=2048,
+    ),
+    Asked(
+        "GPT-2 large, 4 x 1024, bfloat16, dropout .1",
+        "h200",
+        lambda: _of(gpu_cases.TIMED["gpt2-large"].full()),
+        (
+            Published(KEPT, "activations", 12834.37 * MIB, H200),
+            Published(CHECKPOINTED, "activations", 2740.84 * MIB, H200),
+            Published(KEPT, "a second", 4 * 1024 / 0.1413, H200),
+            Published(CHECKPOINTED, "a second", 4 * 1024 / 0.2724, H200),
+        ),
+        released=(1,),
+        tokens=1024,
+    ),
+    Asked(
+        "bert-large, 4 x 512",
+        "v100-16",
+        lambda: bert_large(4),
+        (
+            Published(KEPT, "process", (14949 - CONTEXT_MIB) * MIB, HF),
+            Published(KEPT, "a second", 8.86, HF),
+        ),
+        optimizer=one_by_one,
+        step=TrainingStep(set_to_none=False),
+    ),
+    Asked(
+        "bert-large, 1 x 512",
+        "v100-16",
+        lambda: bert_large(1),
+        (
+            Published(KEPT, "process", (8681 - CONTEXT_MIB) * MIB, f"{HF}, accumulating"),
+            Published(CHECKPOINTED, "process", (6775 - CONTEXT_MIB) * MIB, f"{HF}, accumulating"),
+            Published(KEPT, "a second", 7.75, f"{HF}, accumulating"),
+            Published(CHECKPOINTED, "a second", 5.99, f"{HF}, accumulating"),
+        ),
+        optimizer=one_by_one,
+        step=TrainingStep(accumulate=4, set_to_none=False),
+    ),
+    Asked(
+        "Llama 2 7B, LoRA of 8, 1 x 1304, bfloat16",
+        "a100-40",
+        lambda: llama_2_with_lora(1),
+        (Published(KEPT, "process", 21.30 * GB, LITGPT),),
+        optimizer="adamw",
+    ),
+    Asked(
+        "Llama 2 7B, LoRA of 8, 2 x 1304, bfloat16",
+        "a100-40",
+        lambda: llama_2_with_lora(2),
+        (Published(KEPT, "process", 29.07 * GB, LITGPT),),
+        optimizer="adamw",
+    ),
+    Asked(
+        "Llama 2 7B, LoRA of 8, 1304 tokens, bfloat16",
+        "a100-40",
+        lambda: llama_2_with_lora(1),
+        (Published(KEPT, "batch", (2, 4), LITGPT),),
+        optimizer="adamw",
+        sizes={0: (1, 8)},
+    ),
+    Asked(
+        "ViT-L/16, 224 pixels, autocast",
+        "rtx-3090",
+        vit_large,
+        (Published(KEPT, "batch", (64, 96), TIMM),),
+        autocast=torch.float16,
+        optimizer="sgd",
+        sizes={0: (1, 128)},
+    ),
+)
+
+
+def rows_of(asked: Asked) -> Iterator[str]:
+    """Yield a row of the table for each published figure."""
+    found = {row.way: row for row in asked.answer().rows}
+    for published in asked.published:
+        said, ratio = _beside(found[published.way], published, asked.tokens)
+        value = published.value
+        text = f"{value[0]}, not {value[1]}" if published.figure == "batch" else _text(published)
+        yield (
+            f"| {asked.name} | {asked.device} | {published.way} | {published.figure} | {text} | "
+            f"{said} | {ratio} | {published.source} |"
+        )
+
+
+def _text(published: Published) -> str:
+    in_bytes = published.figure in ("activations", "process")
+    return f"{published.value / MIB:.1f} MiB" if in_bytes else f"{published.value:,.2f}"
+
+
+def _beside(row: FitRow, published: Published, tokens: int) -> tuple[str, str]:
+    """Return (what is said, its ratio to what is published)."""
+    if published.figure == "batch":
+        fits, not_any_more = published.value
+        is_right = fits <= row.batch < not_any_more
+        return str(row.batch), "agrees" if is_right else "**differs**"
+    if published.figure == "a second":
+        said = (row.tokens_per_s or 0.0) * tokens
+        return f"{said:,.2f}", f"{said / published.value:.2f}"
+    owners = dict(row.owners)
+    is_process = published.figure == "process"
+    size_bytes = row.reserved_bytes if is_process else owners["activations"]
+    return f"{size_bytes / MIB:.1f} MiB", f"{size_bytes / published.value:.3f}"
+
+
+HEAD = f"""# `fit` beside what was measured on GPUs
+
+`OMP_NUM_THREADS=1 python -m benchmarks.fit_published`, {where()}.
+Nothing ran on a GPU here: models are on the CPU or the meta device, the GPU is a name.
+"activations": bytes beyond parameters, buffers, inputs, gradients; "process": all but the context;
+"batch": one that fits, and the next of the source's list, which does not; "a second": tokens or
+samples. What is missing of bert-large (PyTorch of 2022, CUDA 11.2) is 40 to 510 MiB with one
+sample, of libraries that load after the context was read, and 360 MiB more for each further one, of
+which the reason is not known.
+
+| model | GPU | way | figure | published | said | ratio | source |
+|---|---|---|---|---|---|---|---|
+"""
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    asked = [a for a in ASKED if not names or any(n in a.name for n in names)]
+    lines = []
+    for one in asked:
+        for line in rows_of(one):
+            print(line, flush=True)
+            lines.append(line)
+    if not names:
+        RESULTS.write_text(HEAD + "\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()
