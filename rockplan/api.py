@@ -19,11 +19,9 @@ from rockplan.captures.captured_calls import (
     arguments,
     calls_of,
     captured_call,
-    group_of,
     largest_call,
     prepared,
     problems_of,
-    refuse_without_effect,
 )
 from rockplan.captures.loss import beside_loss, loss_ratio
 from rockplan.captures.parts import named_in_refusals
@@ -35,7 +33,7 @@ from rockplan.fitting.reserved import reserve, storage_sizes
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.programs import (
     advise,
     advised,
@@ -121,7 +119,7 @@ def solve(
             raise InvalidInput("loss= is measured on the result of a sample; pass one")
         wanted = AtFirstCall(parse_budget(budget), optimizer, step, options)
         return planned_modules.drop_in(unplanned(model), wanted.settings(model))
-    with agreement(group_of(options), model) as agreed:
+    with agreement(checked(options).group, model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
@@ -187,7 +185,7 @@ class AtFirstCall:
     ) -> PlanSettings:
         """Return the settings of a module that is planned so. on_refused: None as the options say.
         Raises InvalidInput for a model of which no call can be planned."""
-        group_of(self.options)
+        checked(self.options)
         arguments(model, (), None)
         if self.options.sizes:
             raise InvalidInput("Options(sizes=...) needs a sample, whose sizes vary; pass one")
@@ -198,7 +196,7 @@ class AtFirstCall:
     def __call__(self, call: ModuleCall) -> PlannedProgram:
         if self.make is not None:
             return self.make(call)
-        with agreement(group_of(self.options), call.module) as agreed:
+        with agreement(self.options.group, call.module) as agreed:
             room = room_of(
                 self.budget, call.module, self.optimizer, self.step, agreed, self.options
             )
@@ -284,7 +282,7 @@ def plan(
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """Return the plan that `solve` would execute, with the same arguments and errors."""
-    with agreement(group_of(options), model) as agreed:
+    with agreement(checked(options).group, model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
@@ -324,7 +322,7 @@ def plan_each(
     """Return the plan of each budget, from one preparation of `model`; for a budget that is too
     small the error that `plan` would raise. Arguments and other errors are those of `plan`;
     options.group is InvalidInput."""
-    refuse_without_effect(options, "api.plan_each", "group")
+    checked(options, "api.plan_each")
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     rooms = [room_of(budget, model, optimizer, step, ALONE, options) for budget in parsed]
@@ -362,7 +360,7 @@ def pareto(
     each; all together took 22 s for one layer of an encoder, 37 to 64 s for the MLP of the
     examples, on one core.
     """
-    refuse_without_effect(options, "pareto", "group", "in_flight")
+    checked(options, "pareto")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     call = largest_call(model, args, kwargs, options)
     _, problems = prepared(model, call, options)
@@ -393,7 +391,7 @@ def load(
     host than options.host allows, if options.in_flight is neither 1 nor that of the file, and for
     options.group and rerun_collectives.
     """
-    refuse_without_effect(options, "load", "group", "rerun_collectives")
+    checked(options, "load")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     plans = read_plans(path)
     options = _in_flight_as(plans, options)
@@ -436,7 +434,7 @@ def needed_bytes_with(
     """Return change of the options, as users write it -> bytes that the call needs with it, for
     changes with which it needs less: of the smallest plan, or with everything kept. {} if it cannot
     be planned as it is. Arguments are those of `plan`."""
-    refuse_without_effect(options, "explain", "group")
+    checked(options, "explain")
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
     model = unplanned(model)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from numbers import Real
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget, InvalidInput
@@ -163,68 +163,19 @@ class Options:
         return None if self.link is None else _bytes("link", self.link, "/s")
 
     def __post_init__(self) -> None:
-        for name in ("time_limit_s", "bound_time_limit_s"):
-            seconds = getattr(self, name)
-            is_number = isinstance(seconds, Real) and not isinstance(seconds, bool)
-            if not (is_number and float(seconds) >= 0):
-                raise InvalidInput(f"{name} is {seconds!r}; pass seconds, a number of at least 0")
-            object.__setattr__(self, name, float(seconds))
-        if self.differentiated is not None:
-            positions = _positions("differentiated", self.differentiated)
-            object.__setattr__(self, "differentiated", positions)
-        object.__setattr__(self, "released", _positions("released", self.released))
-        for name in ("only_loss", "reserve", "rerun_collectives"):
-            if type(getattr(self, name)) is not bool:
-                raise InvalidInput(f"{name} is {getattr(self, name)!r}; choose False or True")
-        if self.compile not in (False, True, "near"):
-            raise InvalidInput(f"compile is {self.compile!r}; choose False, True or 'near'")
-        if type(self.tile) is not bool and not (type(self.tile) is int and self.tile >= 2):
-            raise InvalidInput(
-                f"tile is {self.tile!r}; choose False, True or a number of parts, at least 2"
-            )
-        if type(self.in_flight) is not int or self.in_flight < 1:
-            raise InvalidInput(
-                f"in_flight is {self.in_flight!r}; pass how many calls are between forward and "
-                "backward at once, at least 1"
-            )
-        if self.rerun_collectives and self.sizes:
-            raise InvalidInput(
-                "processes whose calls have other sizes run other plans, and with "
-                "rerun_collectives=True collectives of one would meet those of another: leave out "
-                "sizes, and pad batches to one size, or leave out rerun_collectives"
-            )
-        for name in ("keep", "recompute", "without"):
-            patterns = getattr(self, name)
-            if not _is_sequence(patterns) or not all(isinstance(p, str) for p in patterns):
-                what = "names of stages" if name == "without" else "patterns"
-                raise InvalidInput(f"{name} is {patterns!r}; pass a sequence of {what}")
-            object.__setattr__(self, name, tuple(patterns))
-        if self.on_mismatch not in ("replan", "original", "error"):
-            raise InvalidInput(
-                f"on_mismatch is {self.on_mismatch!r}; choose 'replan', 'original' or 'error'"
-            )
-        if self.on_infeasible not in (None, "error", "smallest", "original"):
-            raise InvalidInput(
-                f"on_infeasible is {self.on_infeasible!r}; choose 'error', 'smallest' or 'original'"
-            )
-        if self.on_refused not in ("error", "leave"):
-            raise InvalidInput(f"on_refused is {self.on_refused!r}; choose 'error' or 'leave'")
-        object.__setattr__(self, "sizes", tuple(_size_ranges(self.sizes)))
-        if self.host is False:
-            object.__setattr__(self, "host", None)
-        if self.host is not None and self.in_flight > 1:
-            raise InvalidInput(
-                f"plans of several calls at once (in_flight={self.in_flight}) page nothing to the "
-                "host: leave out host, or leave out in_flight and give the budget of one call"
-            )
-        if self.host is None and (self.host_path is not None or self.link is not None):
-            name = "link" if self.host_path is None else "host_path"
-            raise InvalidInput(f"{name} is for activations that go to the host: pass host, too")
-        if self.host_path is not None:
-            if not isinstance(self.host_path, str | os.PathLike):
-                raise InvalidInput(f"host_path is {self.host_path!r}; pass a folder")
-            object.__setattr__(self, "host_path", os.fspath(self.host_path))
-        _ = self.host_bytes, self.link_bytes_per_s  # they raise InvalidInput
+        for name, default in _DEFAULTS.items():
+            given = getattr(self, name)
+            if given is not default:
+                object.__setattr__(self, name, ROWS[name].convert(name, given))
+        for name, default in _DEFAULTS.items():
+            if getattr(self, name) == default:
+                continue
+            for other, why in ROWS[name].not_with.items():
+                if getattr(self, other) != _DEFAULTS[other]:
+                    raise InvalidInput(why.format(self))
+            needed = ROWS[name].needs
+            if needed and getattr(self, needed) == _DEFAULTS[needed]:
+                raise InvalidInput(f"{name} is for {_NEEDS[needed]}: pass {needed}, too")
 
 
 def _bytes(name: str, given: object, per: str) -> int:
@@ -290,20 +241,200 @@ def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
     return SizeRange(argument, dimension, least, most)
 
 
-def _positions(name: str, given: object) -> tuple[int, ...]:
-    """Return positions of leaves of a result as a tuple of integers. name: of the option, for the
-    message. Raises InvalidInput."""
-    positions = tuple(given) if _is_sequence(given) else None
-    if positions is None or not all(type(p) is int for p in positions):
-        raise InvalidInput(
-            f"{name} is {given!r}; pass a tuple of positions among the leaves of the result, such "
-            "as (0,)"
+Convert = Callable[[str, Any], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """What holds of an option.
+
+    convert: (name, value as given) -> value as it is kept, or InvalidInput. decides: a plan depends
+    on it by more than its graph, so that it is part of the key of the cache. no_effect: function of
+    rockplan, or FSDP2, that does not take it -> why, and what to do. not_with: other option -> why
+    not both, with the options for {0}. needs: option without which it says nothing.
+    """
+
+    convert: Convert = lambda name, given: given  # noqa: E731
+    decides: bool = True
+    no_effect: Mapping[str, str] = field(default_factory=dict)
+    not_with: Mapping[str, str] = field(default_factory=dict)
+    needs: str = ""
+
+
+def _checked(kept: Callable[[Any], Any], says: str) -> Convert:
+    """Return a check of values. kept: value as given -> as it is kept, None if it is invalid."""
+
+    def convert(name: str, given: Any) -> Any:
+        value = kept(given)
+        if value is None:
+            raise InvalidInput(f"{name} is {given!r}; {says}")
+        return value
+
+    return convert
+
+
+def _choice(*values: bool | str) -> Convert:
+    def kept(given: Any) -> Any:
+        return next((v for v in values if isinstance(given, type(v)) and given == v), None)
+
+    *first, last = map(repr, values)
+    return _checked(kept, f"choose {', '.join(first)} or {last}")
+
+
+def _several(kind: type, says: str) -> Convert:
+    def kept(given: Any) -> Any:
+        several = tuple(given) if isinstance(given, Iterable) else (None,)
+        fits = not isinstance(given, str) and all(
+            isinstance(one, kind) and not isinstance(one, bool) for one in several
         )
-    return positions
+        return several if fits else None
+
+    return _checked(kept, says)
 
 
-def _is_sequence(value: object) -> TypeGuard[Iterable[Any]]:
-    return isinstance(value, Iterable) and not isinstance(value, str)
+def _seconds_of(given: Any) -> float | None:
+    is_number = isinstance(given, Real) and not isinstance(given, bool)
+    return float(given) if is_number and float(given) >= 0 else None
 
 
+def _host(name: str, given: Any) -> Any:
+    if given is not True and given is not False:
+        _bytes(name, given, "")
+    return given or None
+
+
+FSDP2 = "fit, shard='fsdp2'"
+
+_SECONDS = _checked(_seconds_of, "pass seconds, a number of at least 0")
+_SWITCH = _choice(False, True)
+_POSITIONS = _several(int, "pass a tuple of positions among the leaves of the result, such as (0,)")
+_PATTERNS = _several(str, "pass a sequence of patterns")
+_NEEDS = {"host": "activations that go to the host"}
+_OF_ONE_MODULE = {
+    "solve_blocks": "which is of blocks of a step: it says something of one module; leave it out"
+}
+_OF_THE_WHOLE = {
+    FSDP2: (
+        "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
+        "itself (rockplan.solve_blocks): leave it out"
+    )
+}
+_FOR_ITSELF = (
+    "which every process calls for itself; leave it out, or plan together with rockplan.plan or "
+    "rockplan.solve"
+)
+
+ROWS: Mapping[str, Row] = {
+    "on_mismatch": Row(_choice("replan", "original", "error"), decides=False),
+    "differentiated": Row(_POSITIONS, no_effect=_OF_ONE_MODULE),
+    "time_limit_s": Row(_SECONDS),
+    "check": Row(decides=False),
+    "cache": Row(decides=False),
+    "bound_time_limit_s": Row(_SECONDS),
+    "keep": Row(_PATTERNS, no_effect=_OF_ONE_MODULE),
+    "recompute": Row(_PATTERNS, no_effect=_OF_ONE_MODULE),
+    "released": Row(_POSITIONS, no_effect=_OF_ONE_MODULE),
+    "only_loss": Row(_SWITCH, no_effect=_OF_ONE_MODULE),
+    "on_infeasible": Row(_choice("error", "smallest", "original"), decides=False),
+    "without": Row(_several(str, "pass a sequence of names of stages")),
+    "on_refused": Row(_choice("error", "leave"), decides=False),
+    "compile": Row(_choice(False, True, "near"), no_effect=_OF_THE_WHOLE),
+    "sizes": Row(lambda name, given: tuple(_size_ranges(given)), decides=False),
+    "tile": Row(
+        _checked(
+            lambda n: n if type(n) is bool or (type(n) is int and n >= 2) else None,
+            "choose False, True or a number of parts, at least 2",
+        ),
+        no_effect=_OF_ONE_MODULE | _OF_THE_WHOLE,
+    ),
+    "solver": Row(),
+    "reserve": Row(_SWITCH, decides=False),
+    "group": Row(
+        decides=False,
+        no_effect=dict.fromkeys(("api.plan_each", "pareto", "load", "explain"), _FOR_ITSELF),
+    ),
+    "in_flight": Row(
+        _checked(
+            lambda n: n if type(n) is int and n >= 1 else None,
+            "pass how many calls are between forward and backward at once, at least 1",
+        ),
+        no_effect={
+            "pareto": (
+                "which is of one call; leave it out, or plan for one budget of several calls with "
+                "rockplan.plan"
+            ),
+            "fit": (
+                "which is of one call between forward and backward: leave it out, or ask "
+                "rockplan.plan(model, sample, budget, options=Options(in_flight=...)) what several "
+                "of one batch need"
+            ),
+        },
+    ),
+    "host": Row(
+        _host,
+        no_effect=_OF_THE_WHOLE
+        | {
+            "solve_blocks": (
+                "whose blocks would share the link to the host; leave it out, or plan the whole "
+                "module with rockplan.solve"
+            )
+        },
+        not_with={
+            "in_flight": (
+                "plans of several calls at once (in_flight={0.in_flight}) page nothing to the "
+                "host: leave out host, or leave out in_flight and give the budget of one call"
+            )
+        },
+    ),
+    "host_path": Row(
+        _checked(
+            lambda p: os.fspath(p) if isinstance(p, str | os.PathLike) else None, "pass a folder"
+        ),
+        needs="host",
+    ),
+    "link": Row(lambda name, given: given if _bytes(name, given, "/s") else None, needs="host"),
+    "rerun_collectives": Row(
+        _SWITCH,
+        decides=False,
+        no_effect={
+            "load": (
+                "which cannot tell whether other processes read the same plan; plan anew on all "
+                "with rockplan.solve"
+            )
+        },
+        not_with={
+            "sizes": (
+                "processes whose calls have other sizes run other plans, and with "
+                "rerun_collectives=True collectives of one would meet those of another: leave out "
+                "sizes, and pad batches to one size, or leave out rerun_collectives"
+            )
+        },
+    ),
+}
+"""All options, in the order of `Options`."""
+
+_DEFAULTS = {option.name: option.default for option in fields(Options)}
 DEFAULT_OPTIONS = Options()
+
+
+def without_effect(options: Options, function: str) -> dict[str, str]:
+    """Return option -> why it has no effect there, and what to do, of those that have not their
+    default. function: of `Row.no_effect`."""
+    return {
+        name: row.no_effect[function]
+        for name, row in ROWS.items()
+        if function in row.no_effect and getattr(options, name) != _DEFAULTS[name]
+    }
+
+
+def checked(options: object, function: str = "") -> Options:
+    """Return `options`. Raises InvalidInput for what are none, and for one that has no effect in a
+    function of rockplan."""
+    if not isinstance(options, Options):
+        raise InvalidInput(
+            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
+            "are the options"
+        )
+    for name, why in without_effect(options, function).items():
+        raise InvalidInput(f"Options({name}=...) has no effect in rockplan.{function}, {why}")
+    return options

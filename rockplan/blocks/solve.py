@@ -43,7 +43,7 @@ from rockplan.blocks.kinds import (
 from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import arguments, calls_of, check_options, group_of
+from rockplan.captures.captured_calls import arguments, calls_of
 from rockplan.captures.sizes import SizedCall
 from rockplan.comparison import Loss, device_of, step_of
 from rockplan.dp.block_sequence import Others
@@ -58,7 +58,7 @@ from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.free_memory import agreed_budget
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.libraries import key_value_cache
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
 from rockplan.python_state.distributed import is_distributed
@@ -110,10 +110,10 @@ def solve_blocks(
     several times; CaptureError for one that cannot be planned (Options(on_refused="leave") leaves
     it as it is), InvalidBudget, InfeasibleBudget.
     """
-    with agreement(group_of(options), model) as agreed:
+    with agreement(checked(options).group, model) as agreed:
         call_arguments = arguments(model, sample_input, sample_kwargs, says_cache=False)
         refuse_without_memory(model)
-        _check_options(options)
+        checked(options, "solve_blocks")
         step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
         if options.takes_smallest(step_budget):
@@ -626,18 +626,3 @@ def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> No
     missing = [path for number, path in enumerate(paths) if number not in reached]
     if missing:
         raise _Unreached(missing)
-
-
-def _check_options(options: Options) -> None:
-    check_options(options)
-    for name in ("differentiated", "released", "only_loss", "keep", "recompute", "tile"):
-        if getattr(options, name):
-            raise InvalidInput(
-                f"Options({name}=...) says something of one module, and means nothing for the "
-                "blocks of a step; leave it out"
-            )
-    if options.host is not None:
-        raise InvalidInput(
-            "Options(host=...) pages activations of one module, and blocks would share the link to "
-            "the host; leave it out, or plan the whole module with rockplan.solve"
-        )

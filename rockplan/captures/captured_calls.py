@@ -26,7 +26,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import Layout
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.options import Options, checked
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall
@@ -137,55 +137,11 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
             )
 
 
-def check_options(options: object) -> None:
-    if not isinstance(options, Options):
-        raise InvalidInput(
-            f"options is a {type(options).__name__}; pass rockplan.Options(...), whose arguments "
-            "are the options"
-        )
-
-
-def refuse_without_effect(options: Options, function: str, *names: str) -> None:
-    """Raise InvalidInput, which says what to do, if one of the options `names` has not its default.
-    function: of rockplan, in which they have no effect."""
-    check_options(options)
-    for name in names:
-        if getattr(options, name) != getattr(DEFAULT_OPTIONS, name):
-            raise InvalidInput(
-                f"Options({name}=...) has no effect in rockplan.{function}, {_INSTEAD[name]}"
-            )
-
-
-# Option -> why it has no effect, and what to do.
-_INSTEAD = {
-    "group": (
-        "which every process calls for itself; leave it out, or plan together with rockplan.plan "
-        "or rockplan.solve"
-    ),
-    "rerun_collectives": (
-        "which cannot tell whether other processes read the same plan; plan anew on all with "
-        "rockplan.solve"
-    ),
-    "in_flight": (
-        "which is of one call; leave it out, or plan for one budget of several calls with "
-        "rockplan.plan"
-    ),
-}
-
-
-def group_of(options: object) -> Any:
-    """Return the processes to plan with (`Options.group`). Raises InvalidInput for what are no
-    options."""
-    check_options(options)
-    assert isinstance(options, Options)
-    return options.group
-
-
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
     """Return the calls that are planned before training, the largest first."""
-    check_options(options)
+    checked(options)
     return sized_calls(original_forward(model), args, kwargs, options)
 
 
@@ -252,7 +208,7 @@ def captured_call(
     earlier: as for `capture`; sizes become symbols (`open_sizes`).
     Raises CaptureError, InvalidInput."""
     report("capturing the model")
-    check_options(options)
+    checked(options)
     module, incoming = call.module, call.incoming
     if incoming is None and options.differentiated is not None:
         incoming = dict.fromkeys(options.differentiated)

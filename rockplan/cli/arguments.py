@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +12,7 @@ import typer
 
 from rockplan.cli.factory import Subject
 from rockplan.errors import InvalidInput
-from rockplan.options import Options
+from rockplan.options import ROWS, Options
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="module:factory or file.py:factory")]
 Budgets = Annotated[
@@ -138,16 +137,15 @@ def planning_options(given: Mapping[str, Any]) -> Options:
     compiled = given.get("compiled") or given.get("kernels", False)
     if given.get("near") and not compiled:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
-    names = ("check", "tile", "only_loss", "solver", "host_path", "link")
-    options = Options(
-        cache=not given["no_cache"],
-        compile="near" if given.get("near") else compiled,
-        sizes=_size_ranges(given.get("size") or ()),
-        host=True if given.get("host") == "all" else given.get("host"),
-        **{name: given[name] for name in names if name in given},
-    )
-    time_limit_s = given.get("time_limit")
-    return options if time_limit_s is None else replace(options, time_limit_s=time_limit_s)
+    named = {name: given[name] for name in ROWS if name in given}
+    spelled = {
+        "cache": not given["no_cache"],
+        "compile": "near" if given.get("near") else compiled,
+        "sizes": _size_ranges(given.get("size") or ()),
+        "host": True if given.get("host") == "all" else given.get("host"),
+    }
+    limit_s = given.get("time_limit")
+    return Options(**named | spelled | ({} if limit_s is None else {"time_limit_s": limit_s}))
 
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import torch
 
@@ -18,7 +18,7 @@ from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import takes_digest
 from rockplan.ilp.pulp_models import check_solver
-from rockplan.options import Options
+from rockplan.options import ROWS, Options
 from rockplan.oracles.clock import trips
 from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.peak_owner import peak_owner
@@ -180,18 +180,10 @@ def profile_source(profile: Profile) -> str:
     return f"{source}; repeats differ by {profile.spread:.0%} (a busy machine?)"
 
 
-# Options that do not decide which plan is found, or do so by the graph alone.
-_BESIDE_THE_PLAN = frozenset(
-    {"on_mismatch", "on_infeasible", "on_refused", "check", "cache", "sizes", "group", "reserve"}
-    | {"rerun_collectives"}
-)
-
-
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:
     """Return all that a plan depends on, by name, as the key of the cache. The graph's digest
-    stands for the model, shapes, dtypes, autocast and device; a new option counts until it is
-    listed in `_BESIDE_THE_PLAN`."""
-    deciding = (f.name for f in fields(options) if f.name not in _BESIDE_THE_PLAN)
+    stands for the model, shapes, dtypes, autocast and device."""
+    deciding = (name for name, row in ROWS.items() if row.decides)
     return {
         "graph": problem.graph_digest,
         "takes": takes_digest(problem.graph),

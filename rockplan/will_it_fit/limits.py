@@ -12,7 +12,7 @@ from rockplan.errors import InvalidInput
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.shards import Shards
 from rockplan.fitting.training_step import TrainingStep
-from rockplan.options import Options
+from rockplan.options import FSDP2, Options, without_effect
 from rockplan.search.paging import SHARE
 from rockplan.values.plan import format_bytes
 from rockplan.will_it_fit.captured_sizes import Size
@@ -92,39 +92,17 @@ def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:
         )
 
 
-def refuse_several_in_flight(options: Options) -> None:
-    """Raise InvalidInput, with what to ask instead, for options with several calls between forward
-    and backward at once."""
-    if options.in_flight > 1:
-        raise InvalidInput(
-            f"fit has no rows with {options.in_flight} calls between forward and backward at once: "
-            "leave in_flight out for one call, or ask rockplan.plan(model, sample, budget, options="
-            f"Options(in_flight={options.in_flight})) what several of one batch need"
-        )
-
-
 def not_for_several(shards: Shards, step: TrainingStep, options: Options) -> dict[str, str]:
     """Return option -> why it cannot be had with these processes, of the options and facts of the
     step that are on."""
-    of_the_module = (
-        "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
-        "itself (rockplan.solve_blocks): leave it out"
-    )
-    several, parts = shards.count > 1, shards.are_parts
-    options_and_whys = (
-        (
-            "in_backward",
-            several and step.in_backward,
-            "is for one process: gradients of several are there when they are reduced",
-        ),
-        (
-            "average",
-            parts and step.average,
+    whys: dict[str, str] = {}
+    if shards.count > 1 and step.in_backward:
+        whys["in_backward"] = (
+            "is for one process: gradients of several are there when they are reduced"
+        )
+    if shards.are_parts and step.average:
+        whys["average"] = (
             "is AveragedModel, which copies the model, and what fully_shard made cannot be copied: "
-            "leave it out, or say shard='ddp'",
-        ),
-        ("tile", parts and options.tile, of_the_module),
-        ("compile", parts and bool(options.compile), of_the_module),
-        ("host", parts and options.host is not None, of_the_module),
-    )
-    return {name: why for name, is_on, why in options_and_whys if is_on}
+            "leave it out, or say shard='ddp'"
+        )
+    return whys | without_effect(options, FSDP2) if shards.are_parts else whys

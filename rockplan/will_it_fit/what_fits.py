@@ -27,7 +27,7 @@ from rockplan.fitting.timeline import SizedTimeline, Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, per_block
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
 from rockplan.search.problem import cache_of
@@ -47,7 +47,6 @@ from rockplan.will_it_fit.limits import (
     not_for_several,
     notes_of,
     refuse_elsewhere,
-    refuse_several_in_flight,
 )
 from rockplan.will_it_fit.messages import messages_once
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
@@ -93,7 +92,7 @@ def fit(
     model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
     refuse_elsewhere(model, on, options)
-    refuse_several_in_flight(options)
+    checked(options, "fit")
     shards = Shards(gpus, shard)
     blocks = repeated_blocks(model)
     for name, why in not_for_several(shards, step, options).items():
