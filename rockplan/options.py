@@ -245,7 +245,7 @@ Convert = Callable[[str, Any], Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OptionRow:
     """What holds of an option.
 
     convert: (name, value as given) -> value as it is kept, or InvalidInput. decides: a plan depends
@@ -303,6 +303,11 @@ def _host(name: str, given: Any) -> Any:
     return given or None
 
 
+def _link(name: str, given: Any) -> Any:
+    _bytes(name, given, "/s")
+    return given
+
+
 FSDP2 = "fit, shard='fsdp2'"
 
 _SECONDS = _checked(_seconds_of, "pass seconds, a number of at least 0")
@@ -324,36 +329,36 @@ _FOR_ITSELF = (
     "rockplan.solve"
 )
 
-ROWS: Mapping[str, Row] = {
-    "on_mismatch": Row(_choice("replan", "original", "error"), decides=False),
-    "differentiated": Row(_POSITIONS, no_effect=_OF_ONE_MODULE),
-    "time_limit_s": Row(_SECONDS),
-    "check": Row(decides=False),
-    "cache": Row(decides=False),
-    "bound_time_limit_s": Row(_SECONDS),
-    "keep": Row(_PATTERNS, no_effect=_OF_ONE_MODULE),
-    "recompute": Row(_PATTERNS, no_effect=_OF_ONE_MODULE),
-    "released": Row(_POSITIONS, no_effect=_OF_ONE_MODULE),
-    "only_loss": Row(_SWITCH, no_effect=_OF_ONE_MODULE),
-    "on_infeasible": Row(_choice("error", "smallest", "original"), decides=False),
-    "without": Row(_several(str, "pass a sequence of names of stages")),
-    "on_refused": Row(_choice("error", "leave"), decides=False),
-    "compile": Row(_choice(False, True, "near"), no_effect=_OF_THE_WHOLE),
-    "sizes": Row(lambda name, given: tuple(_size_ranges(given)), decides=False),
-    "tile": Row(
+ROWS: Mapping[str, OptionRow] = {
+    "on_mismatch": OptionRow(_choice("replan", "original", "error"), decides=False),
+    "differentiated": OptionRow(_POSITIONS, no_effect=_OF_ONE_MODULE),
+    "time_limit_s": OptionRow(_SECONDS),
+    "check": OptionRow(decides=False),
+    "cache": OptionRow(decides=False),
+    "bound_time_limit_s": OptionRow(_SECONDS),
+    "keep": OptionRow(_PATTERNS, no_effect=_OF_ONE_MODULE),
+    "recompute": OptionRow(_PATTERNS, no_effect=_OF_ONE_MODULE),
+    "released": OptionRow(_POSITIONS, no_effect=_OF_ONE_MODULE),
+    "only_loss": OptionRow(_SWITCH, no_effect=_OF_ONE_MODULE),
+    "on_infeasible": OptionRow(_choice("error", "smallest", "original"), decides=False),
+    "without": OptionRow(_several(str, "pass a sequence of names of stages")),
+    "on_refused": OptionRow(_choice("error", "leave"), decides=False),
+    "compile": OptionRow(_choice(False, True, "near"), no_effect=_OF_THE_WHOLE),
+    "sizes": OptionRow(lambda name, given: tuple(_size_ranges(given)), decides=False),
+    "tile": OptionRow(
         _checked(
             lambda n: n if type(n) is bool or (type(n) is int and n >= 2) else None,
             "choose False, True or a number of parts, at least 2",
         ),
         no_effect=_OF_ONE_MODULE | _OF_THE_WHOLE,
     ),
-    "solver": Row(),
-    "reserve": Row(_SWITCH, decides=False),
-    "group": Row(
+    "solver": OptionRow(),
+    "reserve": OptionRow(_SWITCH, decides=False),
+    "group": OptionRow(
         decides=False,
         no_effect=dict.fromkeys(("api.plan_each", "pareto", "load", "explain"), _FOR_ITSELF),
     ),
-    "in_flight": Row(
+    "in_flight": OptionRow(
         _checked(
             lambda n: n if type(n) is int and n >= 1 else None,
             "pass how many calls are between forward and backward at once, at least 1",
@@ -370,7 +375,7 @@ ROWS: Mapping[str, Row] = {
             ),
         },
     ),
-    "host": Row(
+    "host": OptionRow(
         _host,
         no_effect=_OF_THE_WHOLE
         | {
@@ -386,14 +391,16 @@ ROWS: Mapping[str, Row] = {
             )
         },
     ),
-    "host_path": Row(
+    "host_path": OptionRow(
         _checked(
             lambda p: os.fspath(p) if isinstance(p, str | os.PathLike) else None, "pass a folder"
         ),
         needs="host",
     ),
-    "link": Row(lambda name, given: given if _bytes(name, given, "/s") else None, needs="host"),
-    "rerun_collectives": Row(
+    "link": OptionRow(
+        lambda name, given: given if _bytes(name, given, "/s") else None, needs="host"
+    ),
+    "rerun_collectives": OptionRow(
         _SWITCH,
         decides=False,
         no_effect={
@@ -419,7 +426,7 @@ DEFAULT_OPTIONS = Options()
 
 def without_effect(options: Options, function: str) -> dict[str, str]:
     """Return option -> why it has no effect there, and what to do, of those that have not their
-    default. function: of `Row.no_effect`."""
+    default. function: of `OptionRow.no_effect`."""
     return {
         name: row.no_effect[function]
         for name, row in ROWS.items()

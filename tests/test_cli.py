@@ -141,6 +141,47 @@ def commands(
 COMMANDS = list(commands())
 
 
+SPELLINGS = {
+    "blocks": (
+        "--autocast --budget --compile --json --near --no-cache --optimizer --size --time-limit -b"
+    ),
+    "compare": (
+        "--autocast --budget --compile --compile-budget --json --near --no-cache --only-loss"
+        " --rounds --tile --time-limit -b"
+    ),
+    "facts": ("--json"),
+    "fit": (
+        "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
+        " --grad-scaler --host --html --in-backward --json --keep-gradients --length --link"
+        " --near --no-cache --only-loss --optimizer --shard --tile --time-limit"
+    ),
+    "plot": (
+        "--autocast --budget --measure --no-cache --no-measure --output --picture"
+        " --time-limit -b -o"
+    ),
+    "profile": ("--autocast --json --no-cache --top"),
+    "show": (
+        "--autocast --budget --code --compile --explain --json --kernels --near --no-cache"
+        " --passes --tile -b"
+    ),
+    "solve": (
+        "--accumulate --autocast --budget --check --compile --export --host --host-path"
+        " --json --link --near --no-cache --no-check --only-loss --optimizer --save --size"
+        " --solver --tile --time-limit --trace --write-lp -b"
+    ),
+}
+
+
+def test_options_of_commands_are_spelled_as_before() -> None:
+    found = {
+        path[0]: {one for p in command.params for one in (*p.opts, *p.secondary_opts)}
+        for path, command in COMMANDS
+        if len(path) == 1
+    }
+    spelled = {name: {o for o in words if o.startswith("-")} for name, words in found.items()}
+    assert spelled == {name: set(words.split()) for name, words in SPELLINGS.items()}
+
+
 @pytest.mark.parametrize(("path", "command"), COMMANDS, ids=[" ".join(p) for p, _ in COMMANDS])
 def test_the_example_in_each_help_works(path: tuple[str, ...], command: Any) -> None:
     shown = " ".join(run(*path, "--help").split())

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -36,82 +38,72 @@ Autocast = Annotated[
     str | None,
     typer.Option(metavar="DTYPE", help="Plan under torch.autocast with this dtype, e.g. bfloat16."),
 ]
-Compiled = Annotated[
-    bool,
-    typer.Option("--compile", help="Plan kernels that PyTorch's compiler fuses from operators."),
-]
-Near = Annotated[
-    bool, typer.Option("--near", help="With --compile: kernels that round as eager does.")
-]
-Sizes = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--size",
-        metavar="DIMENSION=LEAST:MOST",
-        help="The range of a dimension of the sample's tensors, such as 1=64:2048, or of one "
-        "tensor, input_ids.1=64:2048: the largest sample is planned. May be repeated.",
-    ),
-]
-Tile = Annotated[
-    bool,
-    typer.Option(
-        "--tile",
-        help="Plan the head (logits and loss) in parts of its rows as well, and take the better.",
-    ),
-]
-OnlyLoss = Annotated[
-    bool,
-    typer.Option(
-        "--only-loss",
-        help="Plan for steps that use the loss of the result alone: logits are not returned.",
-    ),
-]
-Solver = Annotated[
-    str,
-    typer.Option(
-        metavar="NAME", help="Of the integer programs of blocks: HiGHS, or what PuLP finds."
-    ),
-]
 Optimizer = Annotated[
     str | None,
     typer.Option(
         metavar="NAME", help="Of torch.optim, such as adamw: what auto leaves room for beside."
     ),
 ]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Read and keep nothing on disk.")]
-TimeLimit = Annotated[
-    float | None,
-    typer.Option(
+
+
+def _argument(kind: Any, *spelling: str, default: Any = None, **words: Any) -> tuple[Any, Any]:
+    return Annotated[kind, typer.Option(*spelling, **words)], default
+
+
+def _switch(spelling: str, words: str) -> tuple[Any, Any]:
+    return Annotated[bool, typer.Option(spelling, help=words)], False
+
+
+OF_PLANNING = {
+    "time_limit": _argument(
+        float | None,
         metavar="SECONDS",
         min=0.0,
         help="For each plan, after the model is captured and measured; the best plan found so far "
         "is used. A curve is made of some 16 plans.",
     ),
-]
-
-HostBytes = Annotated[
-    str | None,
-    typer.Option(
-        "--host",
+    "no_cache": _switch("--no-cache", "Read and keep nothing on disk."),
+    "compiled": _switch("--compile", "Plan kernels that PyTorch's compiler fuses from operators."),
+    "near": _switch("--near", "With --compile: kernels that round as eager does."),
+    "size": _argument(
+        list[str] | None,
+        "--size",
+        metavar="DIMENSION=LEAST:MOST",
+        help="The range of a dimension of the sample's tensors, such as 1=64:2048, or of one "
+        "tensor, input_ids.1=64:2048: the largest sample is planned. May be repeated.",
+    ),
+    "tile": _switch(
+        "--tile",
+        "Plan the head (logits and loss) in parts of its rows as well, and take the better.",
+    ),
+    "only_loss": _switch(
+        "--only-loss",
+        "Plan for steps that use the loss of the result alone: logits are not returned.",
+    ),
+    "solver": _argument(
+        str,
+        default="HiGHS",
+        metavar="NAME",
+        help="Of the integer programs of blocks: HiGHS, or what PuLP finds.",
+    ),
+    "host": _argument(
+        str | None,
         metavar="BYTES",
         help="Page activations to the host where that is faster than to make them again: at most "
         "so many bytes (8GiB), or 'all' for what the machine leaves.",
     ),
-]
-HostPath = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FOLDER", help="With --host, of a model on the CPU: where the file of that lies."
+    "host_path": _argument(
+        str | None,
+        metavar="FOLDER",
+        help="With --host, of a model on the CPU: where the file of that lies.",
     ),
-]
-LinkRate = Annotated[
-    str | None,
-    typer.Option(
-        "--link",
+    "link": _argument(
+        str | None,
         metavar="RATE",
         help="With --host: bytes a second each way, such as 25GB/s, instead of what is measured.",
     ),
-]
+}
+"""Argument of a command that `planning_options` reads -> its type and spelling, and its default."""
 
 _AUTOCAST_DTYPES = ("bfloat16", "float16")
 
@@ -128,6 +120,29 @@ def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManage
     kinds = {p.device.type for p in subject.model.parameters()} - {"meta"}
     kind = next(iter(kinds), "cpu")
     return torch.autocast(kind, dtype=getattr(torch, dtype))
+
+
+def planned_with(*names: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Return a decorator that gives a command these arguments of `planning_options`, which finds
+    them in the command's context."""
+
+    def extended(command: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(command)
+        def without_them(**given: Any) -> None:
+            command(**{name: value for name, value in given.items() if name not in names})
+
+        own, keyword = inspect.signature(command, eval_str=True), inspect.Parameter.KEYWORD_ONLY
+        more = [
+            inspect.Parameter(name, keyword, default=default, annotation=kind)
+            for name, (kind, default) in OF_PLANNING.items()
+            if name in names
+        ]
+        both = [*own.parameters.values(), *more]
+        without_them.__dict__["__signature__"] = own.replace(parameters=both)
+        without_them.__annotations__ = {p.name: p.annotation for p in both}
+        return without_them
+
+    return extended
 
 
 def planning_options(given: Mapping[str, Any]) -> Options:

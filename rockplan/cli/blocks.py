@@ -14,14 +14,10 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budgets,
-    Compiled,
     Json,
     Model,
-    Near,
-    NoCache,
     Optimizer,
-    Sizes,
-    TimeLimit,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -43,6 +39,7 @@ Patterns = Annotated[
 ]
 
 
+@planned_with("time_limit", "no_cache", "compiled", "near", "size")
 def blocks(
     context: typer.Context,
     model: Model,
@@ -50,11 +47,6 @@ def blocks(
     budget: Budgets = None,
     as_json: Json = False,
     autocast: Autocast = None,
-    time_limit: TimeLimit = None,
-    no_cache: NoCache = False,
-    compiled: Compiled = False,
-    near: Near = False,
-    size: Sizes = None,
     optimizer: Optimizer = None,
 ) -> None:
     """Plan the repeated blocks of MODEL one by one, and measure what the rest of a step needs."""

@@ -11,14 +11,9 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budgets,
-    Compiled,
     Json,
     Model,
-    Near,
-    NoCache,
-    OnlyLoss,
-    Tile,
-    TimeLimit,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -29,6 +24,7 @@ from rockplan.reports.progress_bars import waiting
 EXAMPLE = "Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3"
 
 
+@planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss")
 def compare(
     context: typer.Context,
     model: Model,
@@ -45,12 +41,6 @@ def compare(
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 7,
     as_json: Json = False,
     autocast: Autocast = None,
-    time_limit: TimeLimit = None,
-    no_cache: NoCache = False,
-    compiled: Compiled = False,
-    near: Near = False,
-    tile: Tile = False,
-    only_loss: OnlyLoss = False,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():

@@ -12,15 +12,8 @@ import rockplan
 from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
-    Compiled,
-    HostBytes,
     Json,
-    LinkRate,
-    Near,
-    NoCache,
-    OnlyLoss,
-    Tile,
-    TimeLimit,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -36,6 +29,7 @@ LISTED = "list"
 """Given in place of a device: print the known devices."""
 
 
+@planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss", "host", "link")
 def fit(
     context: typer.Context,
     model: Annotated[
@@ -81,19 +75,11 @@ def fit(
         str | None,
         typer.Option(metavar="fsdp2|ddp", help="How they share the model; with --gpus. [fsdp2]"),
     ] = None,
-    time_limit: TimeLimit = None,
-    only_loss: OnlyLoss = False,
-    tile: Tile = False,
-    compiled: Compiled = False,
-    near: Near = False,
-    host: HostBytes = None,
-    link: LinkRate = None,
     autocast: Autocast = None,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a page with the frontier of the ways."),
     ] = None,
-    no_cache: NoCache = False,
     as_json: Json = False,
 ) -> None:
     """The largest batches of MODEL that fit on a GPU, kept whole, checkpointed and planned."""

@@ -13,10 +13,9 @@ import rockplan
 from rockplan.cli.arguments import (
     Autocast,
     Budget,
-    NoCache,
     Source,
-    TimeLimit,
     is_plan_file,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -42,6 +41,7 @@ class PictureKind(StrEnum):
     GRAPH = "graph"
 
 
+@planned_with("time_limit", "no_cache")
 def plot(
     context: typer.Context,
     source: Source,
@@ -68,8 +68,6 @@ def plot(
         ),
     ] = True,
     autocast: Autocast = None,
-    time_limit: TimeLimit = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
     with ending(as_json=False), waiting():

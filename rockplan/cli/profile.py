@@ -9,7 +9,14 @@ import typer
 
 import rockplan
 from rockplan.cli import display
-from rockplan.cli.arguments import Autocast, Json, Model, NoCache, planning_options, under_autocast
+from rockplan.cli.arguments import (
+    Autocast,
+    Json,
+    Model,
+    planned_with,
+    planning_options,
+    under_autocast,
+)
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.reports.explain import wrapped
@@ -19,13 +26,13 @@ from rockplan.values.plan import format_bytes
 EXAMPLE = "Example: rockplan profile rockplan.examples:transformer"
 
 
+@planned_with("no_cache")
 def profile(
     context: typer.Context,
     model: Model,
     top: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Of each table.")] = 12,
     as_json: Json = False,
     autocast: Autocast = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
     from rockplan.api import needed_bytes_with

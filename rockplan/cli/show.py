@@ -13,13 +13,10 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budget,
-    Compiled,
     Json,
-    Near,
-    NoCache,
     Source,
-    Tile,
     is_plan_file,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -35,6 +32,7 @@ from rockplan.values.plan import Plan
 EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"
 
 
+@planned_with("no_cache", "compiled", "near", "tile")
 def show(
     context: typer.Context,
     source: Source,
@@ -52,16 +50,13 @@ def show(
         bool,
         typer.Option("--passes", help="Passes from a MODEL to its graph; needs no budget."),
     ] = False,
-    compiled: Compiled = False,
-    near: Near = False,
-    tile: Tile = False,
     as_json: Json = False,
     autocast: Autocast = None,
-    no_cache: NoCache = False,
 ) -> None:
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with ending(as_json), waiting():
-        for_model = budget is not None or code or kernels or passes or compiled or near or tile
+        of_planning = any(context.params[name] for name in ("compiled", "near", "tile"))
+        for_model = budget is not None or code or kernels or passes or of_planning
         lower: dict[str, int] = {}
         if is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""

@@ -13,20 +13,10 @@ from rockplan.cli import display
 from rockplan.cli.arguments import (
     Autocast,
     Budgets,
-    Compiled,
-    HostBytes,
-    HostPath,
     Json,
-    LinkRate,
     Model,
-    Near,
-    NoCache,
-    OnlyLoss,
     Optimizer,
-    Sizes,
-    Solver,
-    Tile,
-    TimeLimit,
+    planned_with,
     planning_options,
     under_autocast,
 )
@@ -45,6 +35,19 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
 
+@planned_with(
+    "time_limit",
+    "no_cache",
+    "compiled",
+    "near",
+    "size",
+    "tile",
+    "only_loss",
+    "solver",
+    "host",
+    "host_path",
+    "link",
+)
 def solve(
     context: typer.Context,
     model: Model,
@@ -78,7 +81,6 @@ def solve(
             "--trace", help="What each pass and each stage of the search left, proved and took."
         ),
     ] = False,
-    solver: Solver = "HiGHS",
     write_lp: Annotated[
         str | None,
         typer.Option(
@@ -88,21 +90,11 @@ def solve(
     ] = None,
     as_json: Json = False,
     autocast: Autocast = None,
-    time_limit: TimeLimit = None,
-    no_cache: NoCache = False,
-    compiled: Compiled = False,
-    near: Near = False,
-    size: Sizes = None,
-    tile: Tile = False,
-    only_loss: OnlyLoss = False,
     optimizer: Optimizer = None,
     accumulate: Annotated[
         int,
         typer.Option(metavar="N", help="With --optimizer: passes before each step of it."),
     ] = 1,
-    host: HostBytes = None,
-    host_path: HostPath = None,
-    link: LinkRate = None,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
@@ -113,7 +105,7 @@ def solve(
             raise InvalidInput("--write-lp needs a --budget, which the programs keep")
         options = planning_options(context.params)
         with under_autocast(subject, autocast):
-            if size:
+            if options.sizes:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
             curve = None if budget else rockplan.pareto(**subject.call, options=options)
             trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}
