@@ -159,8 +159,6 @@ def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
 
 
 def _node_costs(node: ComputeNode) -> list[object]:
-    """Return what a digest covers of a node besides storages: phase, ns, workspace bytes, whether
-    it draws, may run again, and rarer flags."""
     return [
         node.phase.value,
         node.time_ns,
@@ -178,8 +176,6 @@ def _unusual(node: ComputeNode) -> list[object]:
 
 
 def _program(node: ComputeNode) -> list[object]:
-    """Return what a digest covers of a node, its time and bytes left out: names, phase, flags,
-    storages, calls."""
     return [
         node.name,
         node.module,

@@ -119,7 +119,6 @@ GRAPH_PASSES: tuple[GraphPass, ...] = (
 
 
 def _named(*passes: Callable[..., object]) -> tuple[str, ...]:
-    """Return the names of passes as in `Options.without`."""
     return tuple(one.__name__.replace("_", "-") for one in passes)
 
 

@@ -191,8 +191,6 @@ def profile_key(graph: CDGraph) -> str:
 
 
 def _device_name(device: str) -> str:
-    """Return the model name of the GPU, or of this machine's CPU, that `device` ('cpu', 'cuda:0')
-    is."""
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:

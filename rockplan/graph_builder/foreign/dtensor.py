@@ -18,8 +18,6 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 
 
 def _unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
-    """Return a replacement that runs the function outside of the recording."""
-
     def run(*args: Any, **kwargs: Any) -> Any:
         with _disable_current_modes():
             return original(*args, **kwargs)

@@ -100,8 +100,6 @@ def _with_free_tensors(
 
 
 def _operator(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `flex_attention_hop`, the operator that `flex_attention` calls."""
-
     def flex_attention(
         query: torch.Tensor,
         key: torch.Tensor,

@@ -138,7 +138,6 @@ class _Recorded:
         return setup_context
 
     def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
-        """Raise the refusal of a call of a class derived from the opaque function."""
         kind = type(ctx)._forward_cls
         if kind is not self._function.kind:
             what = {"function": kind.__qualname__, "base": self._function.called}
@@ -192,8 +191,6 @@ def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Kno
 
 
 def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
-    """Set on autograd's context what the function set on its own: saved tensors, attributes with
-    tensors, marks."""
     outcome = made.known.outcome
     places = {
         ref.place for _, leaves, _ in outcome.attributes for ref in leaves if isinstance(ref, Ref)

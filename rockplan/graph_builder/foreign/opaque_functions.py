@@ -140,7 +140,6 @@ class OpaqueForward:
         return run_of(result, arguments, ctx)
 
     def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors as autograd passes them: requiring a gradient if one is needed."""
         given = [t.detach() for t in tensors]
         for place in self.needing:
             given[place].requires_grad_()

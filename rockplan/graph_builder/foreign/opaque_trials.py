@@ -74,8 +74,6 @@ def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
-    """While active, draws go on as usual; afterwards the generators of devices, Python and numpy
-    have their states from before. call: names the CUDA devices."""
     devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
     states = [(one, GENERATOR.read(one)) for one in EVERYBODYS.values()]
     with torch.random.fork_rng(devices=sorted(devices)):
@@ -113,7 +111,6 @@ def _run(
     is_fake: bool,
     place: tuple[str, str],
 ) -> OpaqueRun:
-    """Run a call on `tensors`. Raises CaptureError with `place` (path, source line) if it fails."""
     try:
         return call.run(tensors, is_fake)
     except RockplanError:
@@ -219,7 +216,6 @@ def _numbers(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole storage of a tensor as bytes."""
     storage = tensor.untyped_storage()
     made = torch.empty(0, dtype=torch.uint8, device=tensor.device)
     return made.set_(storage, 0, (storage.nbytes(),), (1,))

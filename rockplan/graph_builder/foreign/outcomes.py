@@ -203,7 +203,6 @@ def run_of(result: Any, given: Sequence[torch.Tensor], ctx: Context | None) -> O
 
 
 def _themselves(places: Sequence[Any], leaves: Sequence[Any]) -> tuple[Any, ...]:
-    """Return Refs for tensors, and the other leaves themselves."""
     pairs = zip(places, leaves, strict=True)
     return tuple(p if isinstance(leaf, torch.Tensor) else leaf for p, leaf in pairs)
 

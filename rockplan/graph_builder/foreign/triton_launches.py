@@ -129,9 +129,6 @@ def patches() -> Iterator[Patch]:
 
 
 def _launcher(original: Any, access: RecordingAccess) -> Any:
-    """Return a replacement for `KernelInterface.__getitem__` of Triton (`original`), by which
-    `kernel[grid](...)` is recorded as a call while `access`, the recording, is active."""
-
     def __getitem__(kernel: Any, grid: Any) -> Any:
         """Return a function of a kernel's arguments that launches it on `grid`, or records it."""
 
@@ -207,12 +204,10 @@ def _launch(
 def _at(
     storage: int, storages: Sequence[int], tensors: Sequence[torch.Tensor]
 ) -> list[torch.Tensor]:
-    """Return the tensors of one storage."""
     return [t for t, s in zip(tensors, storages, strict=True) if s == storage]
 
 
 def _constant(leaf: Any) -> Any:
-    """Return the value of a `tl.constexpr`, other leaves unchanged."""
     is_constant = type(leaf).__name__ == "constexpr" and type(leaf).__module__.startswith("triton")
     return leaf.value if is_constant else leaf
 
@@ -297,13 +292,11 @@ def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
 
 
 def _referred(function: types.FunctionType) -> tuple[Any, ...]:
-    """Return what a function refers to besides globals: contents of cells, and defaults."""
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return cells, tuple(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
 
 
 def _shape_alone(leaf: Any) -> Any:
-    """Return a fake tensor in place of a tensor, other leaves unchanged."""
     if not isinstance(leaf, torch.Tensor):
         return leaf
     with _disable_current_modes(), FakeTensorMode():
@@ -311,7 +304,6 @@ def _shape_alone(leaf: Any) -> Any:
 
 
 def _text_of_grid(grid: types.FunctionType) -> str:
-    """Return a text that identifies a grid function and what it refers to."""
     leaves, structure = pytree.tree_flatten(_referred(grid))
     texts = [repr(tensor_spec(v)) if isinstance(v, torch.Tensor) else repr(v) for v in leaves]
     return repr([numbered(grid.__qualname__, grid.__code__), str(structure), *texts])

@@ -251,13 +251,11 @@ def _definition(function: Any) -> ast.FunctionDef:
 
 
 def _assigned(definition: ast.FunctionDef) -> set[str]:
-    """Return all names that are assigned in a function."""
     names = (n for n in ast.walk(definition) if isinstance(n, ast.Name))
     return {n.id for n in names if isinstance(n.ctx, ast.Store)}
 
 
 def _global(function: Any, name: str) -> Any:
-    """Return the value of a free or global variable of a function."""
     cells = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if name in cells:
         return cells[name].cell_contents
@@ -265,7 +263,6 @@ def _global(function: Any, name: str) -> Any:
 
 
 def _is_jit(value: Any) -> bool:
-    """Return whether the value is a function that `triton.jit` was applied to."""
     return _is_of_triton(type(value)) and isinstance(plain_function(value), types.FunctionType)
 
 

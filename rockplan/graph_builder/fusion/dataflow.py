@@ -172,7 +172,6 @@ def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
 
 
 def _steps(parts: Parts) -> list[Step]:
-    """Return (position, storages that it makes or changes, those it reads) of parts but views."""
     values = parts.values
     return [
         (position, _storages(values, part.makes), _storages(values, part.reads))

@@ -115,7 +115,6 @@ def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
 
 
 def _is_one_operator(capture: Capture, one: Fused) -> bool:
-    """Return whether one recorded call makes all that the group makes: fusing gains nothing."""
     if len(one.owners) != 1:
         return False
     return set(one.results) == set(capture.calls[one.owners[0]].call.made)

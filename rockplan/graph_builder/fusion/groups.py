@@ -146,7 +146,6 @@ class _Merging:
         return self._flow.made[storage].maker, storage
 
     def _available(self, storage: int) -> float:
-        """Return the position from which the content of a storage is final."""
         made = self.groups[self._maker[storage]].at if storage in self._maker else -1
         return max(made, self._flow.whole.get(storage, -1))
 
@@ -166,13 +165,10 @@ class _Merging:
         return all(SMALL * self._flow.size_bytes[t] <= largest_bytes for t in group.targets)
 
     def _reads_as_much(self, group: Group, other: Group) -> bool:
-        """Return whether a group of small results reads only what `other` reads or makes."""
         known = other.reads | frozenset(other.targets)
         return self._is_small(group) and bool(group.reads) and group.reads <= known
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
-        """Return whether the groups read at least the share `SHARED` of their bytes in common, and
-        have at most `MOST_LARGE` large results together."""
         size_bytes, targets = self._flow.size_bytes, (*group.targets, *other.targets)
         reads = (group.reads | other.reads) - frozenset(targets)
         largest_bytes = max((size_bytes[r] for r in reads), default=0)

@@ -264,7 +264,6 @@ class KnownKernel:
         return not any(derived & read and others & read for read in reads)
 
     def _derived(self, value: int) -> frozenset[int]:
-        """Return the value and everything computed from it."""
         derived = {value}
         for call in self.kernel.calls:
             if not derived.isdisjoint(_read(call)):
@@ -350,11 +349,9 @@ class _Writing:
         )
 
     def _name(self, value: int) -> int:
-        """Return the number under which `value` is read from here on."""
         return self._names.get(value, value)
 
     def _write(self, value: int, operand: int) -> None:
-        """Add a copy of `value` into `operand`."""
         shape, over = self._looks[value].shape, ValueRef(operand)
         if shape != self._looks[operand].shape:
             over = self._call("aten.view.default", (over, tuple(shape)))

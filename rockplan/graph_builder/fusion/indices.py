@@ -159,7 +159,6 @@ def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
 
 
 def _only(kernel: Kernel, results: tuple[int, ...]) -> Kernel:
-    """Return the kernel that computes just the values `results`, by the calls that they need."""
     needed, calls = set(results), []
     for call in reversed(kernel.calls):
         if needed.intersection(call.results):

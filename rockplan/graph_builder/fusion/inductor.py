@@ -278,7 +278,6 @@ def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
 
 
 def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
-    """Return `function` with the results at `places` viewed in the strides of `result_specs`."""
     looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
 
     def restored(arguments: list[Any]) -> list[torch.Tensor]:

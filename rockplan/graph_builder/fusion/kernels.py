@@ -83,7 +83,6 @@ def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
 
 
 def _too_many(kernel: Kernel) -> str | None:
-    """Return a reason if the kernel reads more tensors than an operator takes."""
     given = len(kernel.inputs)
     return f"it reads {given} tensors, of {MOST_READ} at most" if given > MOST_READ else None
 
@@ -217,7 +216,6 @@ def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
 
 
 def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors are equal bit for bit."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.itemsize)
     return (
         torch.equal(a, b) if integers is None else torch.equal(a.view(integers), b.view(integers))

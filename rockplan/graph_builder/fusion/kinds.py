@@ -124,7 +124,6 @@ class _Building:
         return tuple(inputs), tuple(sorted(positions))
 
     def _chain(self, value: int) -> list[int]:
-        """Return the chain of views from a value that is no view to `value`."""
         chain = [value]
         while (position := self._flow.views.get(chain[-1])) is not None:
             chain.append(self._flow.parts.parts[position].reads[0])

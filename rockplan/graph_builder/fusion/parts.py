@@ -191,7 +191,6 @@ def _arguments_of(call: Call) -> list[int]:
 
 
 def _looked_at(call: Call) -> list[int]:
-    """Return the arguments without those that are not read, such as running statistics."""
     ignored = facts.unread_arguments(call.op, call.args)
     args = tuple(a for i, a in enumerate(call.args) if i not in ignored)
     return _arguments_of(Call(call.op, args, call.kwargs, call.results))
@@ -286,7 +285,6 @@ class _Tracing:
         return _Template(tuple(mode.parts), dict(mode.tensors), leaves)
 
     def _fake(self, value: int, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        """Return a fake tensor of the value, in one storage with others that share it."""
         recorded = self._values[value]
         if recorded.storage not in storages:
             storages[recorded.storage] = memory_of(recorded)

@@ -132,7 +132,6 @@ def _is_statistic(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
 
 
 def _takes_long(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
-    """Return whether a reduction or a sine lies between stored values and `storage`."""
     on_the_way = (flow.made[s] for s in flow.interior([storage], in_memory))
     return any(m.is_reduction or m.is_trigonometric for m in on_the_way)
 

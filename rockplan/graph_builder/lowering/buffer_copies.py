@@ -56,7 +56,6 @@ def with_copies(capture: Capture) -> Capture:
 
 
 def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
-    """Return a call that makes two copies of `buffer`, with the module and line of `place`."""
     call = Call("aten.stack.default", ((ValueRef(buffer), ValueRef(buffer)),), (), (copy,))
     reads = (buffer, buffer)
     return RecordedCall(call, Phase.FORWARD, reads, (), False, place.module, place.source)
@@ -98,7 +97,6 @@ def _copyable_storages(view: RunView) -> dict[int, int]:
 
 
 def _fills_storage(value: RecordedValue) -> bool:
-    """True if the value's elements are its whole storage, contiguous from its begin."""
     spec = value.spec
     return (
         spec.offset == 0
@@ -115,7 +113,6 @@ def _doubled(value: RecordedValue, storage: int) -> RecordedValue:
 
 
 def _forward_bytes(view: RunView) -> int:
-    """Return the bytes of all storages that the forward pass makes."""
     sizes = {v.storage: v.storage_bytes for v in view.values}
     made = (s for s, kind in view.kinds.items() if kind is DataKind.ACTIVATION)
     return sum(map(sizes.__getitem__, made))

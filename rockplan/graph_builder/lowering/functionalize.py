@@ -206,6 +206,5 @@ def _unchangeable(view: RunView) -> set[int]:
 
 
 def _is_whole(value: RecordedValue) -> bool:
-    """Return whether the tensor covers all of its storage."""
     is_all = math.prod(value.spec.shape) * dtype_of(value.spec).itemsize == value.storage_bytes
     return is_all and is_dense(value.spec)

@@ -196,8 +196,6 @@ class _Numbering:
 
 
 def _interface(capture: Capture, numbering: _Numbering) -> Interface:
-    """Return which values of the graph are parameters, buffers, inputs, results, gradients and so
-    on, from the same of the capture."""
     of, view = numbering.value, capture.view
     changed = (v for v in view.given if view.storage(v) in view.changed_outside)
     return Interface(

@@ -93,7 +93,6 @@ _DRAWS_IF = ("dropout_p", "dropout", "draws")
 
 
 def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
-    """Return `facts`, updated by the rows of these names."""
     for row in (_ROWS[name] for name in names if name in _ROWS):
         said = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "name"}
         facts = replace(facts, **{name: fact for name, fact in said.items() if fact})
@@ -101,8 +100,6 @@ def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
 
 
 def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
-    """Return the facts of an operator that follow from its schema and tags alone, without our
-    rows."""
     name, arguments = str(operator), operator._schema.arguments
     namespace = operator.namespace
     packet = operator._schema.name.split("::")[-1]
@@ -173,7 +170,6 @@ def _effect(operator: OpOverload) -> Effect:
 
 
 def _is_known_to_be_pure(operator: OpOverload) -> bool:
-    """Return whether the operator is elementwise, or only launches Triton kernels."""
     launches = sys.modules.get("torch._library.triton")
     of_triton = getattr(launches, "triton_ops_to_kernels", {})
     return torch.Tag.pointwise in operator.tags or operator._schema.name in of_triton
@@ -200,7 +196,6 @@ def operators_named(name: str) -> tuple[Any, ...]:
 
 
 def _nearest(name: str) -> str:
-    """Return words for an error: similar names, and how names are written."""
     known = {n.split(".")[0].replace("::", ".") for n in torch._C._dispatch_get_all_op_names()}
     full = name if "." in name else f"aten.{name}"
     like = difflib.get_close_matches(".".join(full.split(".")[:2]), sorted(known), 3)
@@ -217,7 +212,6 @@ def _is_composite(name: str) -> bool:
 
 @functools.cache
 def _declared_writes(operator: OpOverload) -> tuple[int, ...]:
-    """Return the positions of the arguments that the schema marks as written."""
     return tuple(
         position
         for position, argument in enumerate(operator._schema.arguments)
@@ -271,7 +265,6 @@ def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
 
 
 def _takes(operator: OpOverload) -> list[tuple[str, str]]:
-    """Return name and type of each argument."""
     return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
 
 
@@ -310,8 +303,6 @@ def unread_arguments(name: str, args: tuple[object, ...]) -> tuple[int, ...]:
 
 
 def _holds(operator: OpOverload, args: tuple[object, ...]) -> bool:
-    """Return whether the row of the operator applies to these arguments: its `if_argument` is true,
-    or it has none."""
     flag = facts_of(operator).if_argument
     return not flag or bool(given(operator, flag, args, {}))
 

@@ -161,14 +161,12 @@ def _worked_out(
 
 
 def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a meta tensor like `tensor`."""
     storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
     made = torch.empty(0, dtype=tensor.dtype, device="meta")
     return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _exchanged(argument: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
-    """Replace tensors in nested arguments by `stand_ins[id(tensor)]`."""
     if isinstance(argument, torch.Tensor):
         return stand_ins[id(argument)]
     if isinstance(argument, list | tuple):
@@ -202,7 +200,6 @@ def _key(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    """Return whether it is a strided fake tensor without a known value, and not lazily changed."""
     return (
         isinstance(tensor, FakeTensor)
         and _ATTRIBUTE(tensor, "constant") is None
@@ -237,7 +234,6 @@ def _sized(number: Any) -> Hashable:
 
 
 def _is_static(args: Sequence[Any], tensors: Sequence[torch.Tensor]) -> bool:
-    """Return whether no size of an argument is a symbol. tensors: those among `args`."""
     sizes = (
         n
         for t in tensors

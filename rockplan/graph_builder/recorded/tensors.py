@@ -44,6 +44,5 @@ def memory_of(value: RecordedValue) -> torch.UntypedStorage:
 
 
 def _marked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Mark the tensor as conjugate or negative (lazily), as the spec says."""
     tensor = tensor.conj() if spec.is_conj else tensor
     return torch._neg_view(tensor) if spec.is_neg else tensor

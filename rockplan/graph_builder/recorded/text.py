@@ -66,7 +66,6 @@ class _Text:
         yield f"{_INDENT}return {', '.join(results)}"
 
     def _phase(self, phase: Phase) -> Iterator[str]:
-        """Yield a line for each call of a phase, with a comment where module or line change."""
         place = ""
         for recorded in self._run.calls:
             if recorded.phase is not phase:
@@ -78,8 +77,6 @@ class _Text:
             yield _INDENT + self._call(recorded)
 
     def _call(self, recorded: RecordedCall) -> str:
-        """Return the line of one call: results with specs, operator, arguments, and a comment on
-        writes, draws and storages that its results share."""
         call = recorded.call
         made = call.made
         arguments = [self._argument(a) for a in call.args]

@@ -143,7 +143,6 @@ class _Growth:
         return Region(run, self._groups, self._seed, dict(sorted(calls.items())), rows, depth)
 
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
-        """Begin anew with the seed and `makers` (position -> cut) of wide operands only."""
         run, call = self._run, self._run.calls[self._seed].call
         # If the caller gets the result of the seed it stays whole, and parts read its rows.
         self._known = {self._made: FIRST}
@@ -170,7 +169,6 @@ class _Growth:
         return 2 * prod(self._run.spec(value).shape) >= self._elements
 
     def _look(self, position: int, rows: Rows) -> None:
-        """Note the rows of a view."""
         recorded = self._run.calls[position]
         view = viewed(recorded.call, self._run.spec, rows, self._groups)
         if view is not None:
@@ -276,7 +274,6 @@ class _Growth:
         return ""
 
     def _reason(self, position: int) -> str:
-        """Return words for the call at `position`, which needs all rows at once."""
         recorded = self._run.calls[position]
         is_returned = self._run.storages(self._run.made(position)) & self._run.wanted
         what = "makes what the caller gets of all rows" if is_returned else "reads all rows at once"

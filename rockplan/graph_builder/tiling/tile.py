@@ -131,7 +131,6 @@ class _TiledRun:
         )
 
     def _is_read_whole(self, value: int) -> bool:
-        """Return whether the caller, or a call outside the head, reads the value."""
         storage = self._run.storage(value)
         readers = self._run.readers.get(storage, ())
         return storage in self._run.wanted or any(r not in self._region.calls for r in readers)
@@ -241,7 +240,6 @@ class _TiledRun:
         return ValueRef(made)
 
     def _sum(self, recorded: RecordedCall, result: int, addend: int) -> None:
-        """Add the value `addend` of a part to the sum over the parts before, for `result`."""
         before = self._sums.get(result)
         if before is not None:
             terms = (ValueRef(before), ValueRef(addend))

@@ -61,7 +61,6 @@ def running() -> Frames:
 
 
 def _raised(error: BaseException) -> Frames:
-    """Yield the frames that an error has passed, innermost first."""
     frames: list[Frame] = []
     traceback = error.__traceback__
     while traceback is not None:
@@ -81,7 +80,6 @@ def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
 
 
 def _users(frames: Frames) -> list[Frame]:
-    """Return the frames outside of PyTorch and rockplan."""
     named = ((f, line, f.f_code.co_filename) for f, line in frames)
     return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 

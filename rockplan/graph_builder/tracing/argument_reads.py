@@ -59,13 +59,11 @@ class _Watched:
 
 
 def _leaf(watched: _Watched) -> Any:
-    """Return the leaf, which is read then."""
     object.__getattribute__(watched, "_note")()
     return object.__getattribute__(watched, "_value")
 
 
 def _without(tree: Any) -> Any:
-    """Return a tree with leaves in place of their proxies."""
     leaves, spec = trees.tree_flatten(tree)
     own = (_leaf(leaf) if type(leaf) is _Watched else leaf for leaf in leaves)
     return trees.tree_unflatten(own, spec)
@@ -137,7 +135,6 @@ class ArgumentsWatched:
         return replaced
 
     def _counts(self) -> dict[int, int]:
-        """Return how many references each tensor has."""
         return {position: sys.getrefcount(t) for position, t in self._tensors.items()}
 
     def returned(self, result: Any) -> Any:

@@ -157,5 +157,4 @@ def _tangent(output: torch.Tensor, strides: Strides) -> torch.Tensor:
 
 
 def _named(calls: Sequence[RecordedCall]) -> list[object]:
-    """Return what is called: operators, and the names in their arguments (keys of opaque calls)."""
     return [(c.call.op, [a for a in c.call.args if isinstance(a, str)]) for c in calls]

@@ -31,8 +31,6 @@ from rockplan.python_state.hooks import is_foreign
 
 
 def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
-    """Return a replacement by a function that returns `result`."""
-
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         return lambda *args, **kwargs: result
 
@@ -66,8 +64,6 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `torch.ctc_loss`, which passes lengths on as CPU tensors."""
-
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
         return lengths if is_tensor else torch.tensor(lengths, device="cpu")
@@ -193,8 +189,6 @@ class _CompiledLater:
 
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `data_ptr` of tensors and storages."""
-
     def data_ptr(owner: Any) -> Any:
         """Return the address, 0 to `deepcopy` of a fake tensor. Raises the refusal to other code
         while recording."""

@@ -63,7 +63,6 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 
 def _refuse_opaque(output: object, position: int) -> None:
-    """Raise CaptureError for a leaf of the result that is neither a tensor nor plain data."""
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
     plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
     if isinstance(output, plain):
@@ -175,7 +174,6 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
 
 
 def _differentiable(outputs: Sequence[Any]) -> list[int]:
-    """Return positions of the tensors that require a gradient."""
     return [i for i, o in enumerate(outputs) if isinstance(o, torch.Tensor) and o.requires_grad]
 
 

@@ -106,7 +106,6 @@ def shape_error(
 
 
 def _listed(names: Sequence[str]) -> str:
-    """Return the first names, with an ellipsis for the others."""
     more = ", ..." if names[_NAMED:] else ""
     return f"{', '.join(names[:_NAMED])}{more}"
 
@@ -126,7 +125,6 @@ def _of_the_callers(names: Sequence[str]) -> str:
 
 
 def _known_remedy() -> str:
-    """Return the remedy of the innermost running function that `_REMEDIES` names; '' for none."""
     for frame in frames():
         called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
         for prefix, remedy in _REMEDIES.items():

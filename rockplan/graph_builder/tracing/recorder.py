@@ -112,7 +112,6 @@ def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @functools.cache
 def _has_operations(kind: type) -> bool:
-    """Return whether a class of tensors overrides functions or operators."""
     own = (vars(k) for k in kind.__mro__ if k not in _PLAIN_KINDS)
     return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
 
@@ -500,7 +499,6 @@ class Recorder(TorchDispatchMode):
         return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
-        """Raise UnsupportedModel for an operator that its row in the table of operators refuses."""
         known = facts.facts_of(func)
         if known.refused_because:
             if torch_function().startswith(_RECURRENT):
@@ -557,7 +555,6 @@ class Recorder(TorchDispatchMode):
                     tensor.detach_()
 
     def _refuse_kind(self, tensor: torch.Tensor) -> None:
-        """Raise UnsupportedModel for a tensor that a plan cannot handle."""
         reason = why_not_planned(tensor, "what the forward computes with")
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)
@@ -575,8 +572,6 @@ class Recorder(TorchDispatchMode):
         kwargs: dict[str, Any],
         results: tuple[int | None, ...],
     ) -> Call:
-        """Return the call with values in place of tensors, and groups in place of their names."""
-
         def reference(tensor: torch.Tensor) -> ValueRef:
             return ValueRef(self.value(tensor))
 
@@ -610,7 +605,6 @@ class Recorder(TorchDispatchMode):
 
 
 def _function() -> int:
-    """Return the number of the running autograd function, as `RecordedCall` has it."""
     node = torch._C._current_autograd_node()
     if node is None:
         return 0
@@ -638,7 +632,6 @@ def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:
-    """Return an immutable form of a nested argument: references for tensors, tuples for lists."""
     if isinstance(argument, torch.Tensor):
         return reference(argument)
     if isinstance(argument, list | tuple):
