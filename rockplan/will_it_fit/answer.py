@@ -22,7 +22,7 @@ class FitRow:
     three steps; owners: (owner, bytes) at the peak of requested bytes, with what the allocator
     reserves beyond that: in sum reserved_bytes. overhead: of time, over everything kept;
     tokens_per_s: an estimate by the device's peaks (samples, if lengths do not vary), None if these
-    are unknown. host_bytes: of activations on the host.
+    are unknown. host_bytes: of activations on the host. is_most: no larger batch was asked for.
     """
 
     length: int | None
@@ -34,6 +34,12 @@ class FitRow:
     overhead: float
     tokens_per_s: float | None
     host_bytes: int = 0
+    is_most: bool = False
+
+    @property
+    def samples(self) -> str:
+        """The largest batch in words."""
+        return f"at least {self.batch}" if self.is_most else str(self.batch or "-")
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -41,7 +47,7 @@ class FitRow:
         length = "" if self.length is None else str(self.length)
         needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
         speed = "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
-        return length, self.way, str(self.batch or "-"), *needs, f"{self.overhead:+.1%}", speed
+        return length, self.way, self.samples, *needs, f"{self.overhead:+.1%}", speed
 
 
 @dataclass(frozen=True, slots=True)

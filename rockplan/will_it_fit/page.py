@@ -118,7 +118,7 @@ def _legend(fit: Fit) -> str:
 def _row_text(row: FitRow) -> str:
     length = "" if row.length is None else f" of length {row.length}"
     reserved = format_bytes(row.reserved_bytes)
-    return f"{row.way}: batch {row.batch}{length}, {reserved} reserved, {row.overhead:+.1%}"
+    return f"{row.way}: batch {row.samples}{length}, {reserved} reserved, {row.overhead:+.1%}"
 
 
 def _cells(row: FitRow) -> tuple[str, ...]:

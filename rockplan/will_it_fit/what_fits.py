@@ -274,6 +274,7 @@ class _Length:
             overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
             tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
             host_bytes=found.host_bytes,
+            is_most=batch == calls.most,
         )
 
     def _row_of_blocks(self, batch: int) -> FitRow:
