@@ -888,7 +888,8 @@ def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:
     marks = [mark.findtext("title", "") for mark in figure.findall("circle")]
     assert len(marks) == sum(row["batch"] > 0 for row in rows) == 9
     for row, mark in zip(sorted(rows, key=lambda r: [*ways].index(r["way"])), marks, strict=True):
-        assert mark.startswith(f"{row['way']}: batch {row['batch']} of length {row['length']}, ")
+        batch = f"{'at least ' * row['is_most']}{row['batch']}"
+        assert mark.startswith(f"{row['way']}: batch {batch} of length {row['length']}, ")
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
 
 
