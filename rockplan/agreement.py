@@ -203,13 +203,11 @@ class Agreement:
         return found
 
     def _post(self, place: str, message: object) -> None:
-        """Post a message under a name."""
         sent = pickle.dumps(message)
         with _naming_a_lost_store():
             self._store.set(place, sent)
 
     def _has(self, place: str) -> bool:
-        """True if a message is posted under this name."""
         with _naming_a_lost_store():
             return bool(self._store.check([place]))
 
@@ -237,7 +235,6 @@ class Agreement:
         return found
 
     def _silent(self, missing: list[int], allowed: datetime.timedelta) -> str:
-        """Return the message of the error for ranks that did not answer within `allowed`."""
         answered = [r for r in self._ranks if r not in missing]
         return (
             f"ranks {_listed(missing)} did not answer within {allowed.total_seconds():.0f} s while "
@@ -302,7 +299,6 @@ def _partners(graphs: Iterable[CDGraph]) -> set[int]:
 
 
 def _ranks_in(group: Any) -> list[int]:
-    """Return the ranks of a group as collectives name it."""
     name = group.name if isinstance(group, MeshGroup) else group
     known: Any = dist.distributed_c10d
     ranks: list[int] = dist.get_process_group_ranks(
@@ -353,7 +349,6 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
 
 
 def _has_others() -> bool:
-    """True if there are other processes."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 

@@ -411,7 +411,6 @@ def _laid_out(
 
 
 def _first_difference(actual: Sequence[_StepResult], expected: Sequence[_StepResult]) -> str | None:
-    """Describe the first difference of several steps, None if there is none."""
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         difference = _difference(one, other)
         if difference is not None:

@@ -142,7 +142,9 @@ class BlockSequence:
                     (o for o in kind.family if o.saved_bytes <= saved_bytes),
                     key=lambda o: o.time_ns,
                 )
-                if peak_bytes < floor_bytes or _is_known(natural, saved_bytes, peak_bytes):
+                if peak_bytes < floor_bytes or (
+                    natural.saved_bytes == saved_bytes and natural.peak_bytes <= peak_bytes
+                ):
                     continue
                 report("solving blocks for the budget")
                 most_bytes = max(o.peak_bytes for o in kind.family)
@@ -202,13 +204,7 @@ WORTH_A_SECOND_LOOK = 0.05
 layers of GPT-2 within the peak of checkpointing they lowered it from 25.1 % to 21.4 %."""
 
 
-def _is_known(natural: BoundedOption, saved_bytes: int, peak_bytes: int) -> bool:
-    """True if the fastest option that saves just as much is known, and fits."""
-    return natural.saved_bytes == saved_bytes and natural.peak_bytes <= peak_bytes
-
-
 def _kept(family: Iterable[BoundedOption]) -> list[int]:
-    """Return the different saved bytes of a family, ascending."""
     return sorted({option.saved_bytes for option in family})
 
 

@@ -124,19 +124,16 @@ def _paths(model: nn.Module, one: object) -> list[str]:
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """True if a path matches a pattern, part by part."""
     parts, patterns = path.split("."), pattern.split(".")
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
 def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if a block is the model itself."""
     if "" in chosen:
         raise InvalidInput("the block is the whole model; plan it with rockplan.solve")
 
 
 def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if a block lies in another. chosen: path -> block."""
     paths = {id(module): path for path, module in chosen.items()}
     for path, outer in chosen.items():
         inner = (paths[id(m)] for m in outer.modules() if m is not outer and id(m) in paths)

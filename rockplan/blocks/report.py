@@ -119,7 +119,6 @@ class BlocksPlan:
         return [f"others          {held} held by {self.others.count} more calls in flight"]
 
     def _rows(self) -> list[str]:
-        """Return a line for each set of blocks that differ only in numbers in their paths."""
         rows = Counter(
             (re.sub(r"\d+", "*", block.path), block.kind, block.option, block.eager.time_ns)
             for block in self.blocks

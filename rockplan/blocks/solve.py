@@ -178,7 +178,6 @@ def _plan_ahead(model: nn.Module, call: SizedCall, loss: Loss | None) -> None:
 
 
 def _is_divided(model: nn.Module) -> bool:
-    """True if processes exchange what belongs to the same blocks."""
     return any(map(is_distributed, model.parameters()))
 
 

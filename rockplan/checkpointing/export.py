@@ -137,7 +137,6 @@ def _is_inside(module: str, path: str) -> bool:
 
 
 def _operators_to_keep(nodes: Sequence[ComputeNode]) -> frozenset[str]:
-    """Return the operators whose results can be kept (see the module)."""
     operators = {call.op for n in nodes for call in n.calls}
     alone = {call.op for n in nodes for call in n.calls if _is_function(n)}
     others = {call.op for n in nodes for call in n.calls if not _is_function(n)}
@@ -215,12 +214,10 @@ def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
 
 
 def _is_there(node: ComputeNode, kept: frozenset[int]) -> bool:
-    """True if an operation need not run again."""
     return not node.recomputable or kept.issuperset(node.writes)
 
 
 def _simulated(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Simulation:
-    """Simulate the code on the graph as eager runs it."""
     executed = as_eager(graph)
     schedule = _schedule(executed, wrapped)
     verify(executed, schedule)
@@ -264,7 +261,6 @@ def _filled(line: str) -> str:
 
 
 def _table(wrapped: Sequence[Wrapped]) -> str:
-    """Return the table of wrapped modules; modules that are treated alike share an entry."""
     groups: dict[tuple[KeptCalls, tuple[str, ...]], list[str]] = defaultdict(list)
     for module in wrapped:
         groups[module.kept, module.buffers].append(module.path)

@@ -87,7 +87,6 @@ def _is_container(module: nn.Module) -> bool:
 
 
 def _has_parts(module: nn.Module) -> bool:
-    """True if the module has parameters and submodules."""
     return next(module.children(), None) is not None and has_parameters(module)
 
 

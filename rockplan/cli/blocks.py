@@ -105,7 +105,6 @@ class SolvedBlocks:
 
 
 def _placed_row(block: PlacedBlock) -> display.Row:
-    """Return the row of one block for JSON: its kind, bytes and ns."""
     return {
         **display.members(block, "path kind"),
         **display.members(

@@ -120,7 +120,6 @@ def _entries(kinds: list[str] | None) -> list[Entry]:
 
 
 def _entry_row(entry: Entry) -> display.Row:
-    """Return an entry of the cache as a row for JSON."""
     return {
         "kind": entry.kind,
         "name": entry.name,
@@ -150,5 +149,4 @@ def _key_facts(entry: Entry) -> str:
 
 
 def _short(fact: str) -> str:
-    """Shorten a digest, as plans print it."""
     return fact[:12] if len(fact) == 64 else fact

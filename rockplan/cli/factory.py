@@ -145,5 +145,4 @@ def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], 
 
 
 def _is_own(module: ModuleType, value: object) -> bool:
-    """True for a function or class that the module itself defines."""
     return callable(value) and getattr(value, "__module__", None) == module.__name__

@@ -73,7 +73,10 @@ def show(
         for row, explanation in zip(rows, explanations, strict=False):
             row["explanation"] = explanation.as_json()
         if kernels:
-            rows[0]["kernels"] = _kernel_rows(plans[0])
+            counted = kernel_calls(plans[0].graph, plans[0].schedule).items()
+            rows[0]["kernels"] = [
+                {"name": k.name, "calls": count, "operators": str(k)} for k, count in counted
+            ]
         display.print_json({"source": source, "plans": rows, **({"code": text} if code else {})})
     else:
         shown = [text] if code else [*map(str, explanations or plans)]
@@ -83,7 +86,6 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
-    """Print what each pass from a model to its graph left and took, as a table or as JSON."""
     from rockplan.captures.captured_calls import arguments, captured_call  # which import torch
     from rockplan.runtime.program import ModuleCall
 
@@ -97,11 +99,6 @@ def _show_passes(model: str, autocast: str | None, options: Options, as_json: bo
         display.print_json({"source": model, "passes": rows})
     else:
         print("\n\n".join(map(passes_trace, traces)))
-
-
-def _kernel_rows(plan: Plan) -> list[dict[str, Any]]:
-    counted = kernel_calls(plan.graph, plan.schedule).items()
-    return [{"name": k.name, "calls": count, "operators": str(k)} for k, count in counted]
 
 
 def _planned(

@@ -136,7 +136,6 @@ def solve(
 
 
 def _largest(subject: Subject, options: Options) -> SizedCall:
-    """Return the largest call of the ranges of sizes."""
     from rockplan.captures.captured_calls import arguments, largest_call
 
     args, kwargs = arguments(**subject.call)

@@ -245,7 +245,6 @@ class _Emitter:
             self._line(f"{_unpacked(self._interface.sizes.names)} = frame.sizes")
 
     def _line(self, text: str) -> None:
-        """Add one statement; neighbouring `del`s become one."""
         dels = f"{_INDENT}del "
         if text.startswith("del ") and self._lines[-1].startswith(dels):
             self._lines[-1] += f", {text.removeprefix('del ')}"
@@ -277,8 +276,6 @@ class _Emitter:
             self._line(f"frame.saved.update({', '.join(f'{n}={n}' for n in names)})")
 
     def _end_forward(self) -> None:
-        """Write the end of the forward phase: save what the backward phase needs, return the
-        tensors of the result."""
         leaves = [self._interface.outputs[i] for i in self._interface.results]
         outputs = [leaf.value for leaf in leaves if leaf.value is not None]
         for value in outputs:
@@ -342,7 +339,6 @@ class _Emitter:
             self._drop(event.data)
 
     def _page_out(self, store: ComputeNode) -> None:
-        """Write the begin of a copy to the host. store: the node that stands for the copy."""
         values = [ref.index for ref in refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
         size_bytes = self._graph.data[first.data].size_bytes
@@ -362,7 +358,6 @@ class _Emitter:
         self._arriving[data] = page
 
     def _await(self, data: int) -> None:
-        """Wait for the copy of `data` from the host, if one is under way."""
         if data in self._arriving and data not in self._shadowed:
             self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
 
@@ -407,7 +402,6 @@ class _Emitter:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
 
     def _take_results(self, node: ComputeNode) -> None:
-        """Take the results of an operator with side effects from the first run of the forward."""
         places = {value: place for place, value in enumerate(self._acting)}
         for value in _results(self._graph, node):
             self._line(f"{self._name(value)} = frame.first[{places[value]}]")
@@ -501,7 +495,6 @@ class _Emitter:
 
 
 def _acts(node: ComputeNode) -> bool:
-    """Return whether the node has a side effect for which it must not run again."""
     is_once = not node.recomputable and copy_of(node) is None
     return is_once and any(facts_of(call.op).effect for call in node.calls)
 
@@ -511,16 +504,13 @@ def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
     changes, without views."""
     made = ((r, c.op) for c in node.calls for r in c.made)
     return {
-        r: op for r, op in made if graph.values[r].data in node.writes and not _is_view(graph, r)
+        r: op
+        for r, op in made
+        if graph.values[r].data in node.writes and graph.values[r].view is None
     }
 
 
-def _is_view(graph: CDGraph, value: int) -> bool:
-    return graph.values[value].view is not None
-
-
 def _acting_results(graph: CDGraph) -> dict[int, str]:
-    """Return value -> operator for results of all forward nodes with side effects, in order."""
     results: dict[int, str] = {}
     for node in filter(_acts, graph.forward):
         results |= _results(graph, node)
@@ -560,7 +550,6 @@ def emit_guard(
 
 
 def _pattern(op: str, targets: Sequence[str]) -> str:
-    """Return the left-hand side for the results of `op`: one name, or a tuple of names."""
     is_one = not is_kernel(op) and _returns_one(op)
     return targets[0] if is_one else "".join(f"{t}, " for t in targets).rstrip()
 

@@ -151,7 +151,6 @@ def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes:
 
 
 def _fits_at_begin(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
-    """True if the moments before any block saves something fit."""
     return all(
         m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None
     )
@@ -184,7 +183,6 @@ def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int
 
 
 def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedOption) -> bool:
-    """True if an option fits at this position, after blocks that save `before_bytes`."""
     return (
         before_bytes + option.forward_peak_bytes <= limits.forward[position]
         and before_bytes + option.backward_peak_bytes <= limits.backward[position]
@@ -203,7 +201,6 @@ def _useful(labels: Iterable[_Label]) -> list[_Label]:
 
 
 def _thinned(labels: list[_Label]) -> list[_Label]:
-    """Return at most LABELS of the labels, evenly spaced."""
     if len(labels) <= LABELS:
         return labels
     last = len(labels) - 1
@@ -211,7 +208,6 @@ def _thinned(labels: list[_Label]) -> list[_Label]:
 
 
 def _options(label: _Label | None) -> tuple[BoundedOption, ...]:
-    """Return the options of a label, first block first."""
     options: list[BoundedOption] = []
     while label is not None and label.option is not None:
         options.append(label.option)

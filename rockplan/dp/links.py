@@ -197,7 +197,6 @@ def _forward_cost(block: Block, role: _Role) -> ForwardCost:
 def _order(
     problem: CDGraph, forward: Sequence[int], backward: Sequence[int], role: _Role
 ) -> Orders:
-    """Return what a run in `role` executes."""
     if role is _Role.FIRST:
         return Orders(tuple(forward), tuple(backward))
     return Orders(*without_idle(problem, forward, backward, executed=_repeatable(problem)))

@@ -214,7 +214,6 @@ def _roles(
 
 
 def _options(costs: Sequence[OptionCost]) -> OptionArrays:
-    """Return the options of one block as arrays, with an entry for each in the given order."""
     names = [f.name for f in fields(OptionArrays)]
     return OptionArrays(*(_integers(getattr(c, name) for c in costs) for name in names))
 

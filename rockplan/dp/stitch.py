@@ -60,8 +60,6 @@ def _is_backward(operation: Operation) -> bool:
 
 
 def _nodes(block: Block, family: OptionFamily, operation: Operation) -> Sequence[int]:
-    """Return the nodes, by index in the whole graph and in order, that `operation` executes.
-    family: the options of the block."""
     if isinstance(operation, RunForward):
         return block.forward
     option = family.options[operation.option]

@@ -68,7 +68,10 @@ def side_storages(
     gradient alone: masks, position ids, rotary tables. One copy serves every block.
     differentiable_inputs: storages of inputs with gradient; None means those of floating dtype."""
     if differentiable_inputs is None:
-        differentiable_inputs = _floating_inputs(graph)
+        floating = {v.data for v in graph.values if v.spec.dtype.startswith(_FLOATING)}
+        differentiable_inputs = frozenset(
+            d for d in floating if graph.data[d].kind is DataKind.INPUT
+        )
     known = {
         d.index
         for d in graph.data
@@ -81,11 +84,6 @@ def side_storages(
             known.update(node.writes)
             side.update(node.writes)
     return frozenset(side)
-
-
-def _floating_inputs(graph: CDGraph) -> frozenset[int]:
-    floating = {v.data for v in graph.values if v.spec.dtype.startswith(_FLOATING)}
-    return frozenset(d for d in floating if graph.data[d].kind is DataKind.INPUT)
 
 
 def _unavoidable_pins(graph: CDGraph) -> frozenset[int]:

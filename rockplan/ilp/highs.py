@@ -262,7 +262,6 @@ def rounded(values: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _highs_model(program: LinearProgram) -> highspy.HighsLp:
-    """Convert the program to the structure that `highspy.Highs.passModel` takes."""
     model = highspy.HighsLp()
     model.num_col_ = len(program.costs)
     model.num_row_ = len(program.row_lower)

@@ -42,5 +42,4 @@ RockplanCallback = LightningCallback
 
 
 def _network_of(module: nn.Module) -> nn.Module:
-    """Return the child with the most parameters."""
     return max(module.children(), key=lambda m: sum(p.numel() for p in m.parameters()))

@@ -81,7 +81,6 @@ def say(module: Any, kwargs: Mapping[str, Any]) -> None:
 
 
 def _asks_for_one(module: Any) -> bool:
-    """True if the configuration of a module asks for a cache, and its forward takes `use_cache`."""
     is_switched_on = getattr(vars(module).get("config"), SWITCH, None) is True
     return is_switched_on and SWITCH in inspect.signature(module.forward).parameters
 

@@ -152,7 +152,6 @@ def _is_inside(module: str, pattern: str) -> bool:
 
 
 def _ancestors(module: str) -> list[str]:
-    """Return the paths of a module and of those around it: 'a', 'a.b' and 'a.b.c' for 'a.b.c'."""
     parts = module.split(".") if module else []
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 

@@ -52,7 +52,7 @@ def simulate(graph: CDGraph, schedule: Schedule) -> Simulation:
     boundary = schedule.forward_length
     peak_bytes = max(during, default=0)
     if not view_of(graph).has_copies:
-        time_ns, host_peak_bytes = _sum_ns(graph, schedule), 0
+        time_ns, host_peak_bytes = sum(graph.nodes[i].time_ns for i in schedule.computes), 0
     else:
         time_ns = clock(graph, schedule).time_ns
         host_peak_bytes = max(host_bytes(graph, schedule), default=0)
@@ -76,10 +76,6 @@ def host_bytes(graph: CDGraph, schedule: Schedule) -> list[int]:
         if owner is Owner.STORAGE and d in on_host
     )
     return _replayed(schedule, stored)[0]
-
-
-def _sum_ns(graph: CDGraph, schedule: Schedule) -> int:
-    return sum(graph.nodes[i].time_ns for i in schedule.computes)
 
 
 def timeline(graph: CDGraph, schedule: Schedule) -> Iterator[EventCost]:

@@ -87,7 +87,6 @@ class ArenaPool:
 
 
 def _new_arena(size_bytes: int, device: str, path: str | None) -> Arena:
-    """Make an arena: pinned memory for a CUDA device, a file for the CPU."""
     is_cuda = torch.device(device).type == "cuda"
     return PinnedArena(size_bytes, device) if is_cuda else FileArena(size_bytes, path)
 

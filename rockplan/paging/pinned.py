@@ -25,7 +25,6 @@ from rockplan.values.plan import format_bytes
 
 @functools.cache
 def _streams(device: str) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """Return the streams of a device for copies to the host and from it."""
     return _stream(device), _stream(device)
 
 
@@ -94,7 +93,6 @@ class PinnedArena:
 
     @staticmethod
     def _begin(stream: torch.cuda.Stream, target: torch.Tensor, source: torch.Tensor) -> StreamCopy:
-        """Begin a copy on `stream`, after earlier work of the current stream."""
         compute = torch.cuda.current_stream(stream.device)
         stream.wait_stream(compute)
         with torch.cuda.stream(stream):
@@ -103,7 +101,6 @@ class PinnedArena:
 
 
 def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
-    """Return a tensor of all bytes of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -247,7 +247,7 @@ class _Scene:
             return "on its way to the host, from where it comes back for the backward phase"
         if reading is not None:
             phase = _phase(self.schedule, reading).value
-            how = ", which runs again" if self._runs_again(reading) else ""
+            how = ", which runs again" if self.positions[self.node_at(reading)][0] < reading else ""
             reader = self.operations[self.node_at(reading)]
             came = self.queue_at(lifetime.start) is Queue.IN
             back = "back from the host, " if came else ""
@@ -255,7 +255,6 @@ class _Scene:
         return self._reason_unread(lifetime.index)
 
     def _reason_unread(self, data: int) -> str:
-        """Say in words why storage `data` is alive at the peak though nothing reads it again."""
         if self.graph.data[data].kind is DataKind.TANGENT:
             return "incoming gradient that the caller holds"
         if data in self.graph.held or data in self.graph.outputs:
@@ -263,9 +262,6 @@ class _Scene:
         if data in self.graph.handed:
             return "gradient that waits to be handed to autograd"
         return "alive to the end of its phase"
-
-    def _runs_again(self, position: int) -> bool:
-        return self.positions[self.node_at(position)][0] < position
 
     def _undroppable(self, lifetime: Lifetime, reading: int | None) -> str:
         """Return in words why these bytes cannot be freed at the peak, '' if they can. reading:
@@ -408,7 +404,6 @@ def wrapped(text: str, indent: int = 0) -> list[str]:
 
 
 def _parts(word: str, room: int) -> Iterator[str]:
-    """Yield the parts of a word, each of at most `room` characters."""
     while len(word) > room:
         at = max(word.rfind(mark, 0, room) for mark in "/._") + 1 or room
         yield word[:at]
@@ -433,8 +428,6 @@ def _percent(part: int, whole: int) -> str:
 
 
 def _headline(explanation: Explanation) -> list[str]:
-    """Return the first lines of an explanation: the group that owns most of the peak, and when and
-    where the peak is."""
     lines = []
     for first in explanation.shares[:1]:
         owners = f"{first.tenants} tensors" if first.tenants > 1 else "one tensor"
@@ -519,8 +512,6 @@ def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
 
 
 def _recomputation_line(pattern: str, group: list[Recomputation]) -> str:
-    """Return the row of one group of recomputations: time in all, the most that keeping the results
-    of one would add to the peak, and where that one runs."""
     time_ns = sum(r.time_ns for r in group)
     most = max(group, key=lambda r: r.buys_bytes)
     times = sum(r.times for r in group)

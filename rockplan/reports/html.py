@@ -148,7 +148,6 @@ def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> s
 
 
 def _lead(what: str, explanation: Explanation) -> str:
-    """Return an HTML paragraph: the peak of `what` ("The plan") and the group that owns most."""
     owner = ""
     for first in explanation.shares[:1]:
         share = f"{first.size_bytes / max(explanation.peak_bytes, 1):.0%}"
@@ -186,8 +185,6 @@ def _code(text: str) -> str:
 
 
 def _owners(explanation: Explanation) -> str:
-    """Return the HTML section about what owns the peak: a table of groups, and one of each tensor,
-    folded."""
     shares = table(
         ("share", "bytes", "tensors", "of"),
         (
@@ -227,8 +224,6 @@ def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
 
 
 def _recomputed(explanation: Explanation) -> str:
-    """Return the HTML section about re-executed operations: a table of groups, and one of each
-    operation, folded."""
     if not explanation.recomputations:
         return section("recomputed", "Recomputed operations", "No operation runs again.")
     costly = sorted(explanation.recomputations, key=lambda r: (-r.time_ns, r.name))

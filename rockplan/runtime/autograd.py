@@ -203,5 +203,4 @@ def ends_of_backward(result: torch.Tensor) -> tuple[Any, Any] | None:
 
 
 def _is_of(node: Any, function: type[torch.autograd.Function]) -> bool:
-    """True for a node of this autograd function."""
     return getattr(type(node), "_forward_cls", None) is function

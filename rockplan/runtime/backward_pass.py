@@ -192,7 +192,6 @@ class SavedForBackward:
             raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
-        """Return the residents; those at `positions` are copies with the values before forward."""
         residents = list(self.residents)
         for position in positions:
             before, residents[position] = self._copies[position].unbind()
@@ -294,7 +293,6 @@ class _Backward:
 
 
 def _counts(executable: Executable) -> Counter[int]:
-    """Return how many gradients each target is handed, over all slices."""
     return Counter(t for targets in executable.targets for t in targets)
 
 

@@ -83,8 +83,6 @@ class BoundProgram:
                 yield guard, value
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:
-        """True if tensors would answer the forward's questions (is_pinned, storage_offset, ...) as
-        they did."""
         questions = self.program.interface.questions
         return not questions or all(self._is_answered(q, leaves) for q in questions)
 
@@ -125,7 +123,6 @@ class BoundProgram:
 
 
 def _without(call: DescribedCall, unread: frozenset[int]) -> DescribedCall:
-    """Return a call without the leaves that nothing reads."""
     kept = (leaf for i, leaf in enumerate(call.leaves) if i not in unread)
     return replace(call, leaves=tuple(kept)) if unread else call
 

@@ -106,16 +106,15 @@ def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
         ("device", str(leaf.device)),
         ("gradient", "requires a gradient" if leaf.requires_grad else "requires no gradient"),
         ("casts", "cast once by autocast" if cast_is_kept(leaf) else "cast at each use"),
-        ("strides", f"strides {strides_of(leaf)}" if _is_strided(leaf) else "no strides"),
+        (
+            "strides",
+            f"strides {strides_of(leaf)}" if leaf.layout is torch.strided else "no strides",
+        ),
         ("class", type(leaf).__qualname__),
         ("same", "a tensor of its own" if other == name else f"the same tensor as {other}"),
         ("memory", str(leaf.layout)),
         ("lazy", f"conjugate: {leaf.is_conj()}, negative: {leaf.is_neg()}"),
     )
-
-
-def _is_strided(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
 
 
 _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
@@ -144,7 +143,6 @@ def call_differences(now: DescribedCall, then: DescribedCall) -> tuple[Differenc
 
 
 def _leaf_difference(name: str, now: Aspects | None, then: Aspects | None) -> Difference:
-    """Describe how an argument's leaf differs from the planned one. None: a call without it."""
     aspects, planned = dict(now or ()), dict(then or ())
     if aspects.keys() != planned.keys():
         texts = (now[0][1] if now else "not passed", then[0][1] if then else "without")
@@ -230,8 +228,6 @@ def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> It
 
 
 def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
-    """Describe a tensor in words: shape, dtype, device, whether trained, strides. key: of a
-    signature (`guards`); () or None give ("none",)."""
     if not key:
         return ("none",)
     requires_grad, dtype, shape, device, stride = key

@@ -27,7 +27,11 @@ def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
     before those that were added meanwhile. Tables of hooks are emptied and filled again, so that
     handles stay valid."""
     by_identity = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
-    tables = [(table, _of_caller(table)) for t in by_identity.values() for table in _tables(t)]
+    tables = [
+        (table, {key: hook for key, hook in table.items() if type(hook) is not Watch})
+        for t in by_identity.values()
+        for table in _tables(t)
+    ]
     try:
         for table, hooks in tables:
             for key in hooks:
@@ -44,11 +48,5 @@ _Table = dict[Any, Any]
 
 
 def _tables(tensor: torch.Tensor) -> list[_Table]:
-    """Return the tables of hooks that a tensor has."""
     both = (tensor._backward_hooks, tensor._post_accumulate_grad_hooks)
     return [table for table in both if table]
-
-
-def _of_caller(table: _Table) -> _Table:
-    """Return the hooks of a table that are not ours."""
-    return {key: hook for key, hook in table.items() if type(hook) is not Watch}

@@ -294,7 +294,6 @@ def take_out(module: nn.Module) -> None:
 
 
 def _start(planned: nn.Module, state: PlannedState, kind: Any, program: PlannedProgram) -> None:
-    """Begin with one program."""
     state.programs[kind] = [bind_now(planned, program)]
     state.latest = program
     state.watch.begin(planned)
@@ -323,8 +322,6 @@ def _rebuild(
 def _begin(
     copied: Any, programs: Sequence[tuple[Any, PlannedProgram]], state: PlannedState
 ) -> None:
-    """Give a copy of a planned module its own state, with `programs`: (kind of call, program),
-    bound to the copy's tensors."""
     copied.__dict__["_rockplan"] = state
     for key, program in programs:
         state.programs.setdefault(key, []).append(bind_now(copied, program))

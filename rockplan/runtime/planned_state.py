@@ -132,7 +132,11 @@ class PlannedState:
         if settings.allowance is not None:
             return settings.allowance.of(saved_bytes)
         budgets = (b.program.plan.budget_bytes for bounds in self.programs.values() for b in bounds)
-        own = (r.program.plan.budget_bytes for r in rungs if _is_of(r, sizes))
+        own = (
+            r.program.plan.budget_bytes
+            for r in rungs
+            if all(map(operator.le, r.program.executable.sizes, sizes))
+        )
         most_bytes = max(min(budgets), *own, int((settings.share or 0) * peak_bytes))
         return most_bytes, most_bytes
 
@@ -222,11 +226,6 @@ def sizes_in(rung: BoundProgram, leaves: Sequence[Any]) -> tuple[int, ...]:
 
 def _at(rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int) -> BoundProgram:
     return replace(rung, program=rung.program.at(sizes_in(rung, leaves), limit_bytes))
-
-
-def _is_of(rung: BoundProgram, sizes: tuple[int, ...]) -> bool:
-    """Return whether the plan was made for a call that is nowhere larger than `sizes`."""
-    return all(map(operator.le, rung.program.executable.sizes, sizes))
 
 
 class HasPlans(nn.Module):

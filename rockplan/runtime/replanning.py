@@ -439,7 +439,6 @@ class Situation:
         return chosen or not self.planned._rockplan.settings.outputs_chosen
 
     def _is_of_planned_outputs(self, pattern: Pattern) -> bool:
-        """True if gradients come for the outputs that the plan supposes."""
         planned = self.bound.program.executable.pattern
         return [s is None for s in planned] == [s is None for s in pattern]
 

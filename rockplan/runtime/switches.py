@@ -108,7 +108,6 @@ def _attention_kernels() -> tuple[bool, ...]:
 
 
 def _hooks_on_all_modules() -> tuple[int, ...]:
-    """Return the identities of hooks on all modules that are not PyTorch's."""
     directions = ("forward_hooks", "forward_pre_hooks", "backward_hooks", "backward_pre_hooks")
     registries = (getattr(module_hooks, f"_global_{name}") for name in directions)
     return tuple(map(id, foreign_hooks(*registries)))
@@ -127,7 +126,6 @@ def _autocast_words(state: Autocast) -> Words:
 
 
 def _mode_words(modes: tuple[torch.device | int, ...]) -> Words:
-    """Describe what `function_modes` returned: the default device, the number of other modes."""
     devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
     others = str(len(modes) - len(devices))
     return (

@@ -41,7 +41,6 @@ def plan_runs() -> None:
 
 
 def _has_plan(task: int) -> bool:
-    """True if a plan took part in the backward pass of this number."""
     return _with_plans[task % _RECENT] == task
 
 
@@ -103,7 +102,6 @@ class Watch:
         self._module = None
 
     def _hook(self, parameters: Iterable[torch.Tensor]) -> list[RemovableHandle]:
-        """Put the hook on parameters without it. Returns handles of the new hooks."""
         new = [p for p in parameters if not self._is_on(p)]
         return [p.register_post_accumulate_grad_hook(self) for p in new]
 
@@ -169,7 +167,6 @@ class Watch:
             engine.queue_callback(end)
 
     def _settle(self) -> None:
-        """Forget what was noted since the last plan ran, and remove the hooks that `used` added."""
         self._used.clear()
         self._versions.clear()
         self._is_excused = False
@@ -179,7 +176,6 @@ class Watch:
             self._extra.clear()
 
     def _leave(self, parameter: torch.Tensor) -> None:
-        """Remove the hook from a parameter."""
         hooks = parameter._post_accumulate_grad_hooks or {}
         for key in [key for key, hook in hooks.items() if hook is self]:
             del hooks[key]

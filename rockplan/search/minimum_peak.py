@@ -88,7 +88,6 @@ class LeastPeak:
         return start.improved(self.goal, schedule)
 
     def _keep(self, incumbent: Incumbent) -> None:
-        """Take `incumbent` as the least peak known, and write its schedule to the cache."""
         self.known = incumbent
         if self.goal.cache:
             assert incumbent.schedule is not None

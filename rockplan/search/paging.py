@@ -136,7 +136,6 @@ class _Tries:
 
 
 def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent) -> _Tried:
-    """Place the copies of a plan."""
     assert goal.host is not None and goal.budget_bytes is not None and found.schedule is not None
     link = goal.host.link.share(SHARE)
     made = placed(goal.graph, storages, found.schedule.phases, link, goal.budget_bytes)
@@ -144,7 +143,6 @@ def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent
 
 
 def _fits(made: Placed, goal: Goal) -> bool:
-    """True if the plan pages anything, and is within both budgets."""
     assert goal.host is not None and goal.budget_bytes is not None
     verify(made.graph, made.schedule)
     found = simulate(made.graph, made.schedule)
@@ -265,5 +263,4 @@ def with_link_named(plan: Plan, options: Options) -> Plan:
 
 
 def _copies_ns(graph: CDGraph) -> dict[str, int]:
-    """Return the times of the copies, by name."""
     return {n.name: n.time_ns for n in graph.nodes if n.queue is not Queue.COMPUTE}

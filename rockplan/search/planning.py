@@ -135,7 +135,6 @@ def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
 
 
 def _stopped(plan: Plan) -> Plan:
-    """Return the plan with the status that time was short."""
     return replace(plan, certificate=replace(plan.certificate, status=Status.TIME_LIMIT))
 
 
@@ -352,7 +351,6 @@ def _certificate(graph: CDGraph, simulation: Simulation, bound_ns: int) -> Certi
 
 
 def _compiled(graph: CDGraph) -> str:
-    """Return `Plan.compiled` of a graph."""
     if not graph.kernels:
         return ""
     return "near" if graph.kernels[0].keeps_roundings else "yes"

@@ -197,7 +197,6 @@ def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
 
 
 def _deciding(graph: CDGraph) -> CDGraph:
-    """Return the graph without what no plan depends on."""
     return replace(
         graph,
         data=tuple(replace(d, size_bytes=0) if d.kind.resident else d for d in graph.data),
@@ -437,7 +436,6 @@ def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
 
 
 def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
-    """Return pairs of operand and result; for a node with one result, the operand."""
     if takeover.results == node.writes and len(node.writes) == 1:
         return takeover.operands[0]
     return list(map(list, zip(takeover.operands, takeover.results, strict=True)))
@@ -485,7 +483,6 @@ def _read_event(event: object, graph: CDGraph) -> Event:
 
 
 def _check_below(indices: Sequence[int], limit: int) -> None:
-    """Raise ValueError if an index is not less than `limit`."""
     if any(i >= limit for i in indices):
         raise ValueError(f"an index beyond the last of {limit}")
 

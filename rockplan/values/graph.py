@@ -361,8 +361,6 @@ class CDGraph:
         return "\n".join(lines)
 
     def _row(self, node: ComputeNode) -> tuple[str, ...]:
-        """Return the cells of a printed node: index, phase, name, storages read -> made, bytes that
-        it makes, ns, remarks."""
         size_bytes = sum(self.data[d].size_bytes for d in node.writes)
         remarks = (
             f"workspace {node.workspace_bytes} B" if node.workspace_bytes else "",
@@ -385,8 +383,6 @@ class CDGraph:
 
 
 def _facts_line(graph: CDGraph) -> str:
-    """Return the first line of a printed graph: number of nodes, ns of all nodes once, and the
-    names of outputs, tangents, held, handed and dropped storages."""
     tangents = [d.index for d in graph.data if d.kind is DataKind.TANGENT]
     roles = {
         "outputs": graph.outputs,
@@ -400,7 +396,6 @@ def _facts_line(graph: CDGraph) -> str:
 
 
 def _taken(graph: CDGraph, node: ComputeNode) -> str:
-    """Return names of operands that may be taken over: 'a, b' for a or b, 'a + b' for both."""
     names = ([graph.data[d].name for d in t.operands] for t in node.takes)
     return ", ".join(map(" + ".join, names))
 

@@ -172,7 +172,6 @@ def recomputations(plan: Plan) -> dict[int, int]:
 
 
 def _summary_lines(plan: Plan) -> list[str]:
-    """Return the first lines of a printed plan: budget, peak, overhead, gap, and its origin."""
     certificate = plan.certificate
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     again = recomputations(plan)

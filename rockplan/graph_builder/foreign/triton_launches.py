@@ -176,7 +176,10 @@ def _launch(
     ]
     storages = {s for s, is_one in zip(described.storages, is_written, strict=True) if is_one}
     changed = tuple(sorted(storages))
-    views = [_at(storage, described.storages, tensors) for storage in changed]
+    views = [
+        [t for t, s in zip(tensors, described.storages, strict=True) if s == storage]
+        for storage in changed
+    ]
     if any(len({view.dtype for view in several}) > 1 for several in views):
         access.refuse(NAMED["views for a Triton kernel"].text(kernel=name))
     access.make_own(views)
@@ -199,12 +202,6 @@ def _launch(
     with torch._C._AutoDispatchBelowADInplaceOrView():
         written_into = [v[0] if len(v) == 1 else whole_storage(v[0]) for v in views]
         _operator(kernel)(read, written_into, key)
-
-
-def _at(
-    storage: int, storages: Sequence[int], tensors: Sequence[torch.Tensor]
-) -> list[torch.Tensor]:
-    return [t for t, s in zip(tensors, storages, strict=True) if s == storage]
 
 
 def _constant(leaf: Any) -> Any:

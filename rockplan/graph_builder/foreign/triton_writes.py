@@ -96,7 +96,8 @@ class _Function(ast.NodeVisitor):
             raise UnknownWrites(f"{function.__qualname__} takes any number of arguments")
         self.names = names
         self._made_of: dict[str, Names] = {n: frozenset({n}) for n in names if n not in constants}
-        self._local = {*self._made_of, *_assigned(self._definition)}
+        assigned = (n for n in ast.walk(self._definition) if isinstance(n, ast.Name))
+        self._local = {*self._made_of, *(n.id for n in assigned if isinstance(n.ctx, ast.Store))}
 
     def visit_all(self) -> None:
         """Visit all statements again and again, until a round finds no new parameters that
@@ -248,11 +249,6 @@ def _definition(function: Any) -> ast.FunctionDef:
         if isinstance(node, ast.FunctionDef):
             return node
     raise UnknownWrites("its source has no function")
-
-
-def _assigned(definition: ast.FunctionDef) -> set[str]:
-    names = (n for n in ast.walk(definition) if isinstance(n, ast.Name))
-    return {n.id for n in names if isinstance(n.ctx, ast.Store)}
 
 
 def _global(function: Any, name: str) -> Any:

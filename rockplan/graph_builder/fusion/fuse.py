@@ -138,7 +138,10 @@ class _KernelRun:
             (position, -1, recorded.calls[flow.parts.parts[position].owner])
             for position in flow.opaque
         ]
-        calls = [(one, self._as_recorded(one)) for one in self._proposal.alone]
+        calls = [
+            (one, replace(self._capture.calls[one.owners[0]], phase=one.group.phase))
+            for one in self._proposal.alone
+        ]
         calls += [(one, self._of_kernel(one)) for one in self._proposal.fused]
         steps += [(one.group.at, number, call) for number, (one, call) in enumerate(calls)]
         for _, _, call in sorted(steps, key=lambda step: step[:2]):
@@ -157,9 +160,6 @@ class _KernelRun:
             calls=tuple(in_phases),
             kernels=tuple(named.values()),
         )
-
-    def _as_recorded(self, one: Fused) -> RecordedCall:
-        return replace(self._capture.calls[one.owners[0]], phase=one.group.phase)
 
     def _of_kernel(self, one: Fused) -> RecordedCall:
         """Return the call of a kernel. Its module and source line are those of the recorded call

@@ -13,7 +13,6 @@ order, the new one takes over its storage (`reinplace`), which is eager's way ag
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from rockplan.graph_builder.lowering.reinplace import is_dense, out_of_place
@@ -123,15 +122,13 @@ class _Rewriting:
             return None
         if value.storage in self._unchangeable or not _is_whole(value):
             return None
-        is_late = version.inputs and self._is_late(version, read - {value.storage})
+        is_late = version.inputs and any(
+            self._written.get(s, -1) > version.begun for s in read - {value.storage}
+        )
         if not (self._everywhere or version.is_read or is_late):
             return None
         functional = replace(call, op=op)
         return functional if tensor_spec(self._writing.made(functional)) == value.spec else None
-
-    def _is_late(self, version: _Version, storages: Iterable[int]) -> bool:
-        """Return whether one of `storages` is made or changed after the version began."""
-        return any(self._written.get(s, -1) > version.begun for s in storages)
 
     # -- values ----------------------------------------------------------------------------
 

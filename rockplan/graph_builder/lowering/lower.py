@@ -292,7 +292,7 @@ def _node(
     unstable = acts or any(map(view.reads_changed, recorded))
     return ComputeNode(
         index=index,
-        name=_title(names),
+        name=next((n for n in names if "empty" not in n), names[0]),  # what fills it says more
         phase=main.phase,
         reads=tuple(sorted(reads - writes)),
         writes=tuple(sorted(writes)),
@@ -304,12 +304,6 @@ def _node(
         source=main.source,
         function=main.function,
     )
-
-
-def _title(names: Sequence[str]) -> str:
-    """Return the first name that is not an allocation: 'bernoulli_0' says what fills the storage
-    that 'empty_strided_0' makes."""
-    return next((name for name in names if "empty" not in name), names[0])
 
 
 def _recall_of(call: Call) -> Call:

@@ -454,7 +454,9 @@ class Recorder(TorchDispatchMode):
         tensor. It gets a new value, because calls before saw the old shape. Raises CaptureError for
         a tensor of the caller."""
         changed: torch.Tensor = args[0]
-        if self.value(changed) < self.given_values or self._is_constant(changed):
+        if self.value(changed) < self.given_values or any(
+            index == self.value(changed) for index, _ in self.constants
+        ):
             raise NAMED["shape in place"].at(module, source, operator=func)
         call = self._call(view, args, kwargs, ())
         reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
@@ -494,9 +496,6 @@ class Recorder(TorchDispatchMode):
         """Return the calls so far that have changed a tensor of the caller, in order."""
         callers = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
         return [c for c in self.calls if any(self.values[v].storage in callers for v in c.writes)]
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        return any(index == self.value(tensor) for index, _ in self.constants)
 
     def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
         known = facts.facts_of(func)

@@ -128,7 +128,6 @@ def _stages(
 
 
 def _free(units: Units) -> frozenset[int]:
-    """Return the free storages."""
     view = units.view
     states = (state for i, state in view.states.items() if view.state_bytes[i])
     activations = (d.index for d in units.graph.data if d.kind is DataKind.ACTIVATION)
@@ -136,7 +135,6 @@ def _free(units: Units) -> frozenset[int]:
 
 
 def _weightless(graph: CDGraph, free: frozenset[int]) -> CDGraph:
-    """Return `graph` in which free storages weigh nothing."""
     data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
     return replace(graph, data=data)
 

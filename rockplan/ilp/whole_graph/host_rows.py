@@ -61,7 +61,6 @@ class HostRows:
         self._add_copies_out(forward)
 
     def _elapsed(self, parts: Iterable[Mapping[int, int]]) -> int:
-        """Add the column of the time that some intervals take beyond first executions."""
         nodes, builder = self._facts.graph.nodes, self._builder
         elapsed, waits = builder.amount(), builder.amount(1.0)
         again = [(c, nodes[i].time_ns / self._unit_ns) for runs in parts for i, c in runs.items()]

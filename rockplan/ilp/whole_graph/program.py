@@ -265,12 +265,9 @@ class ProgramRows:
         makers = self.facts.view.makers
         return {i for d in part.wanted for i in makers[d] if i < part.stop}
 
-    def _units(self, d: int) -> int:
-        return self.facts.sizes[d] // self.unit_bytes
-
     def _kept(self, s: int, d: int) -> Terms:
         column = self.keep.get((s, d))
-        return [] if column is None else [(column, self._units(d))]
+        return [] if column is None else [(column, self.facts.sizes[d] // self.unit_bytes)]
 
     def _spans(self, split: Collection[tuple[int, int]]) -> None:
         """Write the rows of what is available for each single interval, for each union in `split`

@@ -359,7 +359,6 @@ class Draft:
         return (previous + position + 1) // 2
 
     def _previous(self, position: int) -> int:
-        """Return the position of the computation before, or the boundary."""
         position -= 1
         while self.nodes[position] == EMPTY and position > self.boundary:
             position -= 1
@@ -464,18 +463,15 @@ class Draft:
         return freed_bytes
 
     def _reads_of(self, d: int, maker: int) -> list[int]:
-        """Return the reads of the copy of d that is made at position `maker`."""
         made, read = self._made[d], self._read[d]
         k = bisect_right(made, maker)
         j = bisect_left(read, maker)
         return read[j : bisect_left(read, made[k]) if k < len(made) else len(read)]
 
     def _maker(self, d: int, position: int) -> int:
-        """Return the position at which the copy of d is made that is read at `position`."""
         return self._made[d][bisect_left(self._made[d], position) - 1]
 
     def _is_rerun(self, position: int) -> bool:
-        """True if the computation at a position is a re-execution (or of an optional node)."""
         node = self.nodes[position]
         return node != EMPTY and (self._is_optional[node] or self._runs[node][0] != position)
 
@@ -534,14 +530,12 @@ class Draft:
             self._alive(d, position, position + 1, -1)
 
     def _add_read(self, d: int, position: int) -> None:
-        """Note a read of d; the copy lives up to it."""
         k, j, is_last = self._reading(d, position)
         self._read[d].insert(j, position)
         if is_last:
             self._settle(d, k - 1, j, position + 1, 1)
 
     def _drop_read(self, d: int, position: int) -> None:
-        """Remove a read of d; the copy lives to the read before."""
         self._read[d].remove(position)
         k, j, is_last = self._reading(d, position)
         if is_last:
@@ -574,7 +568,6 @@ class Draft:
             self._bytes[self.boundary] += sign * _FORBIDDEN
 
     def _stops(self, d: int, position: int) -> None:
-        """Weigh the position of a last use anew: the storage may be taken over there."""
         if d in self._takers:
             self._weigh(position)
 
@@ -618,9 +611,5 @@ class Draft:
     def _taken_bytes(self, index: int, position: int) -> int:
         """Return the bytes of operands that die at `position` and whose storages take the
         results."""
-        taken = self.view.taken(index, lambda d: self._dies(d, position))
+        taken = self.view.taken(index, lambda d: self._reading(d, position + 1)[2])
         return self.view.bytes_of(taken.operands) if taken else 0
-
-    def _dies(self, d: int, position: int) -> bool:
-        """True if the copy of d is read for the last time at `position`."""
-        return self._reading(d, position + 1)[2]

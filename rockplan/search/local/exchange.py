@@ -272,7 +272,6 @@ def prune(draft: Draft, budget_bytes: int, deadline: float = math.inf) -> bool:
 
 
 def _checked(graph: CDGraph, orders: tuple[Sequence[int], Sequence[int]]) -> Schedule:
-    """Return the legal schedule of these orders."""
     schedule = with_frees(graph, *orders)
     verify(graph, schedule)
     return schedule
@@ -399,7 +398,6 @@ class _ExchangeSearch:
         return True
 
     def _noise(self) -> float:
-        """Return a random factor for a score."""
         return 1.0 + self.limits.noise * self.random.random()
 
     def _worst(self) -> tuple[int, int]:

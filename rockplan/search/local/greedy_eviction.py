@@ -259,7 +259,6 @@ class _Run:
                     self._remove(d)
 
     def _start_backward(self) -> None:
-        """Begin the backward phase: free dropped storages, and add the tangents."""
         for d in self.dropped:
             self._remove(d)
         for d in self.tangents:
@@ -354,7 +353,6 @@ class _Run:
         return self.forward if self.position < self.n_forward else self.backward
 
     def _cost(self, d: int) -> float:
-        """Return the ns to make `d` again, with all that must be recomputed for it."""
         known = self.costs.get(d)
         if known is None:
             known = self.costs[d] = self.recompute.time_ns(d, self._is_alive, self.costs)
@@ -403,7 +401,6 @@ class _Run:
         return frozenset(takeover.operands if takeover else ())
 
     def _take(self, operands: Iterable[int]) -> None:
-        """Free operands: the node writes its results over them."""
         for d in operands:
             self._remove(d)
 
@@ -454,7 +451,6 @@ class _Run:
         return [d for _, d in sorted(scores)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
-        """Free the first of `data`, as many as needed."""
         for d in data:
             if self.live_bytes + needed_bytes <= self.budget_bytes:
                 return
