@@ -23,7 +23,7 @@ from rockplan.captures.captured_calls import (
     prepared,
     problems_of,
 )
-from rockplan.captures.loss import beside_loss, loss_ratio
+from rockplan.captures.loss import NO_LOSS, Loss, MeasuredLoss, beside_loss, measured_loss
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError, at_users_line
@@ -87,7 +87,7 @@ def solve(
     optimizer: OptimizerLike = None,
     step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> nn.Module:
     """Plan `model` under a budget; return a drop-in module that executes the plan.
@@ -108,16 +108,15 @@ def solve(
     a list of parameters, or a name ('adamw') as for `fit`; other budgets ignore it. With it,
     gradients are counted when they come; step says how the loop trains, such as that gradients add
     up.
-    loss: what the caller computes from the result before backward, a scalar: it is measured, and
-    the plan leaves it room in the budget, or the logger says what it takes above.
+    loss: what the caller computes from the result before backward, a scalar: it runs on random
+    results, the plan is for gradients as it gives them and leaves it room in the budget, or the
+    logger says what it takes above.
     The result shares parameters, buffers and submodules with `model`; `.plan` and `.code` show what
     it executes. A planned module is planned anew from its original.
     Raises InvalidInput, InvalidBudget, CaptureError (or a subclass), InfeasibleBudget.
     """
     if sample_input is None and sample_kwargs is None:
-        if loss is not None:
-            raise InvalidInput("loss= is measured on the result of a sample; pass one")
-        wanted = AtFirstCall(parse_budget(budget), optimizer, step, options)
+        wanted = AtFirstCall(parse_budget(budget), optimizer, step, options, loss)
         return planned_modules.drop_in(unplanned(model), wanted.settings(model))
     with agreement(checked(options).group, model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
@@ -133,7 +132,7 @@ def _solve(
     room: Room,
     options: Options,
     agreed: Agreement,
-    loss: Callable[[Any], torch.Tensor] | None,
+    loss: Loss | None,
 ) -> nn.Module:
     """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
     the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
@@ -153,31 +152,40 @@ def _first_program(
     room: Room,
     options: Options,
     agreed: Agreement,
-    loss: Callable[[Any], torch.Tensor] | None = None,
+    loss: Loss | None = None,
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
     least: dict[Autocast, int] = {}
-    program = _program_in(room, call, options, least, agreed)
-    ratio = 0.0
-    if loss is not None:
-        ratio = max(agreed.gathered("loss", loss_ratio(loss, program)).values())
-        program = _program_in(room, call, options, {}, agreed, ratio)
+    given = _measured(loss, call, options, agreed)
+    program = _program_in(room, call, options, least, agreed, given)
     advise(program, options)
     if options.reserve:
         _reserve(room, program, call)
     # Without `agreed`: in training one process may meet a new kind of call alone.
-    made = functools.partial(_program_in, room, options=options, least=least, ratio=ratio)
+    made = functools.partial(_program_in, room, options=options, least=least, given=given)
     return program, made
+
+
+def _measured(
+    loss: Loss | None, call: ModuleCall, options: Options, agreed: Agreement
+) -> MeasuredLoss:
+    """Return what the loss is like, the largest of all processes."""
+    if loss is None:
+        return NO_LOSS
+    source = captured_call(call, replace(options, tile=False))
+    own = measured_loss(loss, source, options.differentiated)
+    return max(agreed.gathered("loss", own).values(), key=lambda measured: measured.ratio)
 
 
 @dataclass(eq=False)
 class AtFirstCall:
     """Plans the first call of a module that it is called with, and later ones in the same room.
-    budget, optimizer, step: as for `solve`."""
+    budget, optimizer, step, loss: as for `solve`."""
 
     budget: Budget
     optimizer: OptimizerLike
     step: TrainingStep
     options: Options
+    loss: Loss | None = None
     make: MakeProgram | None = None
 
     def settings(
@@ -202,7 +210,7 @@ class AtFirstCall:
             )
             options = replace(self.options, group=None)
             with named_in_refusals(call.module), outside_of_initialization():
-                program, self.make = _first_program(call, room, options, agreed)
+                program, self.make = _first_program(call, room, options, agreed, self.loss)
         return program
 
 
@@ -236,22 +244,28 @@ def _program_in(
     options: Options,
     least: dict[Autocast, int],
     agreed: Agreement = ALONE,
-    ratio: float = 0.0,
+    given: MeasuredLoss = NO_LOSS,
 ) -> PlannedProgram:
     """Return the program of a call under the largest budget with which a step stays within `room`.
     least: autocast state -> bytes of the first such budget, which is added; a budget given as a
-    share never means less; ratio: of the caller's loss (`loss_ratio`)."""
+    share never means less; given: the caller's loss."""
+
+    call = given.of(call)
 
     def new(budget: Budget) -> PlannedProgram:
         return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
 
     def make(budget: Budget) -> PlannedProgram:
-        return beside_loss(new(budget), ratio, new)
+        return beside_loss(new(budget), _parts_of, given.ratio, new)
 
     state = autocast_state()
-    program = room.filled(make, lambda p: (p.plan, p.interface), least.get(state, 0), agreed)
+    program = room.filled(make, _parts_of, least.get(state, 0), agreed)
     least.setdefault(state, program.plan.budget_bytes)
     return program
+
+
+def _parts_of(program: PlannedProgram) -> tuple[Plan, Interface]:
+    return program.plan, program.interface
 
 
 def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
@@ -279,6 +293,7 @@ def plan(
     optimizer: OptimizerLike = None,
     step: TrainingStep = USUAL,
     sample_kwargs: Mapping[str, Any] | None = None,
+    loss: Loss | None = None,
     options: Options = DEFAULT_OPTIONS,
 ) -> Plan:
     """Return the plan that `solve` would execute, with the same arguments and errors."""
@@ -289,19 +304,25 @@ def plan(
         call = largest_call(model, args, kwargs, options)
         with named_in_refusals(model), call.named_in_errors():
             with outside_of_initialization():
-                source = captured_call(call.of(model), options)
+                given = _measured(loss, call.of(model), options, agreed)
+                started = given.of(call.of(model))
+                source = captured_call(started, options)
+            parts = _interface_of(source)
 
             def plan_here(wanted: Budget) -> Plan:
                 with outside_of_initialization():
                     problems = problems_of(source, options)
-                with advised(call.of(model), source, options):
+                with advised(started, source, options):
                     return plan_as_asked(problems, wanted, options)
 
             def plan_agreed(wanted: Budget) -> Plan:
                 own = functools.partial(plan_here, wanted)
                 return agreed_plan(source, wanted, options, agreed, own)
 
-            return room.filled(plan_agreed, _interface_of(source), agreed=agreed)
+            def make(wanted: Budget) -> Plan:
+                return beside_loss(plan_agreed(wanted), parts, given.ratio, plan_agreed)
+
+            return room.filled(make, parts, agreed=agreed)
 
 
 def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:

@@ -1,48 +1,83 @@
-"""The caller's loss: what it takes beside a plan, measured once, and a plan that leaves it room.
+"""The caller's loss: what it takes beside a plan, which gradients it gives, and a plan for both.
 
-takes: a function that computes a loss from the result of a module; a program. returns: bytes for
-each byte of incoming gradients, which later kinds of call are planned with as well.
+takes: a function that computes a loss from the result of a module; a captured call. returns: bytes
+for each byte of the results, and strides of their gradients, with which later kinds of call are
+planned as well.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any, TypeVar
 
 import torch
 
 from rockplan.budget import Budget
+from rockplan.captures.captured_calls import CapturedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.tensors import tensor_of
 from rockplan.oracles.constraints import with_room_for_loss
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast
-from rockplan.runtime.program import PlannedProgram
-from rockplan.values.graph import CALLER_LOSS, DataKind
+from rockplan.python_state.distributed import strides_of
+from rockplan.runtime.program import ModuleCall
+from rockplan.values.graph import CDGraph
+from rockplan.values.interface import Interface, OutputLeaf, Precedent, Strides
 from rockplan.values.plan import Plan, format_bytes
 
 _LOGGER = logging.getLogger("rockplan")
 
+Loss = Callable[[Any], torch.Tensor]
+"""Computes a scalar from the result of a module."""
 
-def loss_ratio(loss: Callable[[Any], torch.Tensor], program: PlannedProgram) -> float:
-    """Return how many bytes `loss` and its backward pass take at their peak, for each byte of the
-    gradients that they make. Measured on random results like those of `program`. Raises
-    InvalidInput if it does not run on them."""
-    leaves = [_result(program, position) for position in range(len(program.interface.outputs))]
-    result = trees.tree_unflatten(leaves, program.output_spec)
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True, slots=True)
+class MeasuredLoss:
+    """A loss of the caller's. ratio: bytes that it and its backward pass take at their peak, for
+    each byte of the results that get a gradient; starts: from what the backward pass starts, None
+    if that is not known."""
+
+    ratio: float = 0.0
+    starts: Precedent | None = None
+
+    def of(self, call: ModuleCall) -> ModuleCall:
+        """Return the call with a backward pass that starts as this loss has it, if nothing else is
+        known of that."""
+        return replace(call, incoming=call.incoming or self.starts)
+
+
+NO_LOSS = MeasuredLoss()
+
+
+def measured_loss(loss: Loss, source: CapturedCall, chosen: Collection[int] | None) -> MeasuredLoss:
+    """Run `loss` and its backward pass on random results like those of the call. chosen: leaves
+    that backward starts from, if the caller says so. Raises InvalidInput if it does not run."""
+    graph, interface = source.lowered.graph, source.lowered.interface
+    with torch.random.fork_rng():
+        leaves = [_result(graph, leaf) for leaf in interface.outputs]
+    leaves = [leaves[leaf.first] for leaf in interface.outputs]
+    result = trees.tree_unflatten(leaves, source.run.output_spec)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    strides: dict[int, Strides] = {}
+    for i, leaf in enumerate(interface.outputs):
+        if leaf.first == i and leaf.value is not None and leaf.requires_grad:
+            leaves[i].register_hook(lambda g, i=i: strides.update({i: strides_of(g)}))
 
     def step() -> None:
         total = loss(result)
         torch.clear_autocast_cache()
         with under_autocast(OFF):
             total.backward()  # type: ignore[no-untyped-call]
-        for leaf in leaves:
-            if isinstance(leaf, torch.Tensor):
-                leaf.grad = None
+        for tensor in tensors:
+            tensor.grad = None
 
-    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     try:
         with torch.random.fork_rng(), torch.enable_grad():
             step()
@@ -52,36 +87,50 @@ def loss_ratio(loss: Callable[[Any], torch.Tensor], program: PlannedProgram) -> 
             f"loss= does not run on a result like that of the sample: {type(error).__name__}: "
             f"{error}. Pass a function of the result alone that returns a scalar"
         ) from error
-    return rise_bytes / max(_gradient_bytes(program.plan), 1)
+    ratio = rise_bytes / max(_result_bytes(graph, interface, strides), 1)
+    if not strides or any(leaf.spec is not None for leaf in interface.outputs):
+        return MeasuredLoss(ratio)
+    starts = {i: strides.get(interface.outputs[i].first) for i in chosen or strides}
+    shapes = {i: tuple(leaves[i].shape) for i in starts}
+    return MeasuredLoss(ratio, Precedent(starts, is_repeated=False, shapes=shapes))
 
 
-def _result(program: PlannedProgram, position: int) -> Any:
-    leaf = program.interface.outputs[program.interface.outputs[position].first]
+def _result(graph: CDGraph, leaf: OutputLeaf) -> Any:
     if leaf.value is None:
         return leaf.literal
-    spec = program.plan.graph.values[leaf.value].spec
-    dtype = dtype_of(spec)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        return torch.zeros(spec.shape, dtype=dtype, device=spec.device)
-    made = torch.rand(spec.shape, dtype=dtype, device=spec.device)
+    made = tensor_of(graph.values[leaf.value].spec, _random)
     return made.requires_grad_(leaf.requires_grad)
 
 
-def _gradient_bytes(plan: Plan) -> int:
-    own = (d for d in plan.graph.data if d.kind is DataKind.TANGENT and d.name != CALLER_LOSS)
-    return sum(d.size_bytes for d in own)
+def _random(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    is_number = dtype.is_floating_point or dtype.is_complex
+    return (torch.rand if is_number else torch.zeros)(elements, dtype=dtype, device=device)
+
+
+def _result_bytes(graph: CDGraph, interface: Interface, starts: Collection[int]) -> int:
+    """Return the bytes of these leaves of the result, whose gradients may be expanded."""
+    values = (interface.outputs[i].value for i in starts)
+    specs = [graph.values[v].spec for v in values if v is not None]
+    return sum(dtype_of(spec).itemsize * prod(spec.shape) for spec in specs)
 
 
 def beside_loss(
-    program: PlannedProgram, ratio: float, make: Callable[[Budget], PlannedProgram]
-) -> PlannedProgram:
-    """Return `program`, or one for fewer bytes if the loss would take the step above its budget.
-    ratio: of `loss_ratio`; make: plans anew. Logs if no plan leaves the room."""
-    plan = program.plan
-    rise_bytes = int(ratio * _gradient_bytes(plan))
+    made: Made,
+    parts: Callable[[Made], tuple[Plan, Interface]],
+    ratio: float,
+    make: Callable[[Budget], Made],
+) -> Made:
+    """Return what was made, or what `make` makes for fewer bytes if the loss would take the step
+    above its budget. parts: its plan, and the interface of that; ratio: of `MeasuredLoss`. Logs if
+    no plan leaves the room."""
+    if not ratio:
+        return made
+    plan, interface = parts(made)
+    starts = [i for i, leaf in enumerate(interface.outputs) if leaf.tangent is not None]
+    rise_bytes = int(ratio * _result_bytes(plan.graph, interface, starts))
     excess_bytes = plan.saved_bytes + rise_bytes - plan.budget_bytes
-    if not ratio or excess_bytes <= 0:
-        return program
+    if excess_bytes <= 0:
+        return made
     room_bytes = with_room_for_loss(plan.graph, plan.eager_peak_bytes).forward[-1].workspace_bytes
     lacking_bytes = max(excess_bytes, rise_bytes - room_bytes)
     try:
@@ -97,4 +146,4 @@ def beside_loss(
             plan.budget_bytes,
             error.minimum_bytes + lacking_bytes,
         )
-        return program
+        return made

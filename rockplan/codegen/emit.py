@@ -417,8 +417,7 @@ class _Emitter:
                 "something that the forward pass changes, so the forward cannot run again, which "
                 "a second backward, or one from other outputs or in other strides than planned, "
                 "needs. Name the outputs that backward starts from: Options(differentiated=...); "
-                "or give the output's gradient the planned strides, e.g. multiply by ones before "
-                "the sum: (y * torch.ones_like(y)).sum()"
+                "or plan for the gradients of the loss: rockplan.solve(..., loss=lambda y: y.sum())"
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:

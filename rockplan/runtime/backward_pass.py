@@ -333,8 +333,8 @@ _MODIFIED = (
 _ACTS = (
     "a second backward pass, or one from other outputs or in other strides than planned, needs "
     "the forward again, and {op} is never called twice: it may act outside of the step (exchange "
-    "data, count, raise). Return the loss from the module, give the output's gradient the planned "
-    "strides ((y * torch.ones_like(y)).sum() in place of y.sum()), or say that the operator does "
+    "data, count, raise). Return the loss from the module, plan for its gradients "
+    "(rockplan.solve(..., loss=lambda y: y.sum())), or say that the operator does "
     "nothing beside its results: rockplan.pure('library::name') before planning"
 )
 

@@ -235,7 +235,15 @@ _OTHER_OUTPUTS = Differences(
         ),
     )
 )
-_OTHER_STRIDES = Differences((Difference("gradients come in other strides"),))
+_OTHER_STRIDES = Differences(
+    (
+        Difference(
+            "the gradient of the result comes in other strides than the result, as that of a sum",
+            "rockplan.solve(..., loss=...), the loss as a function of the result, plans for these "
+            "from the start",
+        ),
+    )
+)
 
 
 def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
@@ -262,7 +270,7 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     is_early = state.settings.is_in_place and state.count < _SAID_OF_BLOCKS
     # A known plan may do where nothing can be changed, or where a sample was not quite like a step.
     is_easy = program.is_taken_over and not (changes.advice and state.has_run)
-    is_usual = is_easy or changes is _OTHER_STRIDES or is_early or program.open is not None
+    is_usual = is_easy or is_early or program.open is not None
     is_said = state.count == _EVER_NEW or (state.count < _EVER_NEW and not is_usual)
     level = logging.WARNING if is_said and program.open is None else logging.INFO
     LOG.log(
@@ -403,7 +411,8 @@ class Situation:
         if state.settings.on_mismatch == "error":
             raise BackwardError(
                 "the incoming gradients are of other outputs, or have other strides, than "
-                "planned; pass Options(differentiated=...) for the outputs that backward starts "
+                "planned; pass the loss as a function of the result (rockplan.solve(..., "
+                "loss=...)), Options(differentiated=...) for the outputs that backward starts "
                 "from, or Options(on_mismatch='replan')"
             )
         results = self.bound.program.interface.results

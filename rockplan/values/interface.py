@@ -34,11 +34,13 @@ class Precedent:
     """The leaves that backward started from in an earlier call of other sizes or values. A new kind
     of call most likely starts from the same ones.
 
-    is_repeated: the kind of call planned before it started from them too.
+    is_repeated: the kind of call planned before it started from them too; shapes: of these leaves,
+    where strides of the same shape are to be the same, however they are.
     """
 
     incoming: Incoming
     is_repeated: bool
+    shapes: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)

@@ -137,12 +137,19 @@ def _as_before(
     whole = leaves_reached(outputs[i] for i in candidates)
     if not (whole <= reached or precedent.is_repeated):
         return None
-    return {i: _dense_strides(outputs[i].shape, plain[i]) if i in plain else None for i in before}
+    shapes = precedent.shapes
+    return {
+        i: _like(plain[i], outputs[i].shape, shapes.get(i)) if i in plain else None for i in before
+    }
 
 
-def _dense_strides(shape: Sequence[int], example: Sequence[int]) -> tuple[int, ...]:
-    """Return strides of a tensor without gaps whose dimensions are ordered as the strides
-    `example`; 0 where `example` has 0."""
+def _like(
+    example: tuple[int, ...], shape: Sequence[int], known: tuple[int, ...] | None
+) -> tuple[int, ...]:
+    """Return the strides `example` of a tensor of the shape `known`. For another shape, those of a
+    tensor without gaps whose dimensions are ordered so; 0 where `example` has 0."""
+    if known == tuple(n if type(n) is int else None for n in shape):  # no questions to symbols
+        return example
     strides = [0] * len(shape)
     step = 1
     for dimension in sorted(range(len(shape)), key=lambda d: (example[d], -d)):
