@@ -315,12 +315,11 @@ def plan(
                 with advised(started, source, options):
                     return plan_as_asked(problems, wanted, options)
 
-            def plan_agreed(wanted: Budget) -> Plan:
-                own = functools.partial(plan_here, wanted)
-                return agreed_plan(source, wanted, options, agreed, own)
+            def new(wanted: Budget) -> Plan:
+                return agreed_plan(source, wanted, options, agreed, lambda: plan_here(wanted))
 
             def make(wanted: Budget) -> Plan:
-                return beside_loss(plan_agreed(wanted), parts, given.ratio, plan_agreed)
+                return beside_loss(new(wanted), parts, given.ratio, new)
 
             return room.filled(make, parts, agreed=agreed)
 

@@ -62,8 +62,9 @@ def measured_loss(loss: Loss, source: CapturedCall, chosen: Collection[int] | No
     graph, interface = source.lowered.graph, source.lowered.interface
     with torch.random.fork_rng():
         leaves = [_result(graph, leaf) for leaf in interface.outputs]
-    leaves = [leaves[leaf.first] for leaf in interface.outputs]
-    result = trees.tree_unflatten(leaves, source.run.output_spec)
+    result = trees.tree_unflatten(
+        [leaves[leaf.first] for leaf in interface.outputs], source.run.output_spec
+    )
     tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     strides: dict[int, Strides] = {}
     for i, leaf in enumerate(interface.outputs):
@@ -140,10 +141,8 @@ def beside_loss(
             "the loss takes %s beside the plan, and a step needs %d bytes, %.1f%% above its budget "
             "of %d; a budget of %d bytes leaves it the room, or a forward that returns the loss, "
             "which is planned with the rest",
-            format_bytes(rise_bytes),
-            plan.saved_bytes + rise_bytes,
-            100 * excess_bytes / plan.budget_bytes,
-            plan.budget_bytes,
+            *(format_bytes(rise_bytes), plan.saved_bytes + rise_bytes),
+            *(100 * excess_bytes / plan.budget_bytes, plan.budget_bytes),
             error.minimum_bytes + lacking_bytes,
         )
         return made

@@ -227,22 +227,13 @@ def _note_read(
     call.key = spec, call_key((call.args, call.kwargs), call.leaves, unread)
 
 
-_OTHER_OUTPUTS = Differences(
-    (
-        Difference(
-            "the backward pass starts from other outputs",
-            "Options(differentiated=...) names the outputs from the start",
-        ),
-    )
+_OTHER_OUTPUTS = Difference(
+    "the backward pass starts from other outputs",
+    "Options(differentiated=...) names the outputs from the start",
 )
-_OTHER_STRIDES = Differences(
-    (
-        Difference(
-            "the gradient of the result comes in other strides than the result, as that of a sum",
-            "rockplan.solve(..., loss=...), the loss as a function of the result, plans for these "
-            "from the start",
-        ),
-    )
+_OTHER_STRIDES = Difference(
+    "the gradient comes in other strides than the result, as that of a sum",
+    "rockplan.solve(..., loss=...), a function of the result, plans for these from the start",
 )
 
 
@@ -421,7 +412,8 @@ class Situation:
             unread = self.bound.program.interface.unread
             call = ModuleCall(module, *self._arguments(), incoming, unread)
             is_same = self._is_of_planned_outputs(pattern)
-            program = _logged_program(call, _OTHER_STRIDES if is_same else _OTHER_OUTPUTS)
+            changed = Differences((_OTHER_STRIDES if is_same else _OTHER_OUTPUTS,))
+            program = _logged_program(call, changed)
             if program.interface.unread != unread:
                 raise BackwardError(
                     "this backward pass reads an argument that the forward and the planned one do "
