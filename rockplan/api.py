@@ -134,8 +134,6 @@ def _solve(
     agreed: Agreement,
     loss: Loss | None,
 ) -> nn.Module:
-    """Plan the largest of the calls, return a planned module that runs the plan, and plan calls of
-    the other sizes ahead. room: what a plan may take; agreed: processes that plan the same."""
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
         with first.named_in_errors():
@@ -168,7 +166,6 @@ def _first_program(
 def _measured(
     loss: Loss | None, call: ModuleCall, options: Options, agreed: Agreement
 ) -> MeasuredLoss:
-    """Return what the loss is like, the largest of all processes."""
     if loss is None:
         return NO_LOSS
     source = captured_call(call, replace(options, tile=False))
@@ -215,8 +212,6 @@ class AtFirstCall:
 
 
 def _settings(make: MakeProgram, options: Options, share: float | None) -> PlanSettings:
-    """Return the settings of a module whose further kinds of call are planned by `make`. share: the
-    budget, if it is one."""
     return PlanSettings(
         functools.partial(program_in_training, make=make),
         options.on_mismatch,
@@ -269,8 +264,6 @@ def _parts_of(program: PlannedProgram) -> tuple[Plan, Interface]:
 
 
 def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
-    """Take the device memory of a training step as one segment (`Options.reserve`), if that
-    helps."""
     module = call.module
     held = tensors((call.args, call.kwargs, [*module.parameters(), *module.buffers()]))
     steps = room.timeline(program.plan, program.interface).steps

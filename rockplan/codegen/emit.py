@@ -346,8 +346,6 @@ class _Emitter:
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
     def _copy(self, call: Call) -> None:
-        """Write the end of a copy to the host, or the begin of one from the host. call: of the
-        copying node."""
         if call.op == STORE:
             self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
             return

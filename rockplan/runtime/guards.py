@@ -116,7 +116,6 @@ def module_entries(
 
 
 def _module_entry(module: nn.Module, read: frozenset[str] | None) -> _ModuleEntry:
-    """Record the class, attributes, children, parameters and buffers of one submodule."""
     attributes = _attributes(module)
     counting = _counting(attributes, read)
     return _ModuleEntry(
@@ -141,7 +140,6 @@ def signature_holds(signature: ModuleSignature) -> bool:
 
 
 def _others_hold(signature: ModuleSignature) -> bool:
-    """True if hooks, contents and surroundings are as recorded."""
     registries, counts = signature.hooks
     hold = [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
     return hold and signature.surroundings.changed() is None
@@ -215,7 +213,6 @@ def _counting(attributes: dict[str, Any], read: frozenset[str] | None) -> dict[s
 
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
-    """True if the class, attributes and children of a submodule are as recorded."""
     attributes = entry.module.__dict__
     if has_other_class(entry):
         return False
@@ -232,8 +229,6 @@ def has_other_class(entry: _ModuleEntry) -> bool:
 
 
 def _entry_holds(entry: _ModuleEntry) -> bool:
-    """True if a submodule has the class, attributes, children, parameters and buffers (as objects)
-    that were recorded, and the latter their dtype, shape, device, strides and requires_grad."""
     if not _attributes_hold(entry):
         return False
     attributes = entry.module.__dict__
@@ -246,15 +241,11 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
 
 
 def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    """True if the module has the attributes recorded, and those that count are the very
-    objects."""
     is_same = map(operator.is_, map(attributes.get, entry.names), entry.values)
     return attributes.keys() == entry.attributes.keys() and all(is_same)
 
 
 def _attributes_are_equal(entry: _ModuleEntry) -> bool:
-    """True if the attributes that count have the recorded names and contents, though in other
-    objects."""
     now = _counting(_attributes(entry.module), entry.read)
     before = dict(zip(entry.names, entry.values, strict=True))
     return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)

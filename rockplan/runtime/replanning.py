@@ -217,8 +217,6 @@ def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
 def _note_read(
     planned: HasPlans, call: Called, asked: frozenset[int], unread: frozenset[int]
 ) -> None:
-    """Note which of the leaves at the positions `asked` are `unread`; the kind of the call follows
-    from that."""
     if not asked:
         return
     state, spec = planned._rockplan, call.key[0]
@@ -434,8 +432,6 @@ class Situation:
         return called
 
     def _is_preferred(self, pattern: Pattern) -> bool:
-        """True if later calls are to start with this pattern: its outputs are those planned, or the
-        user did not choose outputs."""
         chosen = self._is_of_planned_outputs(pattern)
         return chosen or not self.planned._rockplan.settings.outputs_chosen
 

@@ -67,7 +67,6 @@ def notes_of(question: FitQuestion) -> tuple[str, ...]:
 
 
 def _not_tried(size: Size) -> str:
-    """Return the note on a size, and larger ones, that nothing was tried of."""
     batch, length = size
     of_length = "" if length is None else f" of length {length}"
     return (

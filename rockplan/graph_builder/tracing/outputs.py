@@ -185,7 +185,6 @@ def _differentiable(outputs: Sequence[Any]) -> list[int]:
 
 
 def _no_parts_of_scalars(outputs: Sequence[Any], candidates: Sequence[int]) -> tuple[int, ...]:
-    """Return those of `candidates` that no scalar among them is computed from."""
     sources, firsts = sources_of(outputs), first_places(outputs)
     parts = {part for i in candidates if outputs[i].ndim == 0 for part in sources[i]}
     return tuple(i for i in candidates if firsts[i] not in parts)
@@ -304,7 +303,6 @@ def output_leaves(
 
 
 def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    """Raise if an output that requires a gradient shares a storage with a tensor of the caller."""
     storage = recorder.values[recorder.value(output)].storage
     if output.requires_grad and storage in recorder.leaf_storages:
         raise NAMED["result that is an argument"].error(position=position)
