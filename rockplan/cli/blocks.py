@@ -10,17 +10,8 @@ import typer
 
 import rockplan
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Budgets,
-    Json,
-    Model,
-    Optimizer,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
@@ -39,23 +30,23 @@ Patterns = Annotated[
 ]
 
 
-@planned_with("time_limit", "no_cache", "compiled", "near", "size")
+@shared.planned_with("time_limit", "no_cache", "compiled", "near", "size")
 def blocks(
     context: typer.Context,
-    model: Model,
+    model: shared.Model,
     pattern: Patterns = None,
-    budget: Budgets = None,
-    as_json: Json = False,
-    autocast: Autocast = None,
-    optimizer: Optimizer = None,
+    budget: shared.Budgets = None,
+    as_json: shared.Json = False,
+    autocast: shared.Autocast = None,
+    optimizer: shared.Optimizer = None,
 ) -> None:
     """Plan the repeated blocks of MODEL one by one, and measure what the rest of a step needs."""
     with ending(as_json), waiting():
         if not budget:
             raise InvalidInput("blocks are planned for a --budget of a whole step; name one")
         subject = make_subject(model)
-        options = planning_options(context.params)
-        with under_autocast(subject, autocast):
+        options = shared.planning_options(context.params)
+        with shared.under_autocast(subject, autocast):
             chosen = {"blocks": pattern or None, "optimizer": optimizer, "options": options}
             solved = _solve_each(budget, subject.call | chosen)
     if as_json:

@@ -7,16 +7,8 @@ from typing import Annotated
 import typer
 
 import rockplan
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Budgets,
-    Json,
-    Model,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import ExitCode, ending
 from rockplan.cli.factory import make_subject
 from rockplan.reports.progress_bars import waiting
@@ -24,11 +16,11 @@ from rockplan.reports.progress_bars import waiting
 EXAMPLE = "Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3"
 
 
-@planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss")
+@shared.planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss")
 def compare(
     context: typer.Context,
-    model: Model,
-    budget: Budgets = None,
+    model: shared.Model,
+    budget: shared.Budgets = None,
     compile_budget: Annotated[
         list[float] | None,
         typer.Option(
@@ -39,18 +31,18 @@ def compare(
         ),
     ] = None,
     rounds: Annotated[int, typer.Option(min=1, help="How often each variant is timed.")] = 7,
-    as_json: Json = False,
-    autocast: Autocast = None,
+    as_json: shared.Json = False,
+    autocast: shared.Autocast = None,
 ) -> None:
     """Measure a step of MODEL: eager, PyTorch's checkpointing, and rockplan under each budget."""
     with ending(as_json), waiting():
         subject = make_subject(model)
-        with under_autocast(subject, autocast):
+        with shared.under_autocast(subject, autocast):
             comparison = rockplan.compare(
                 **subject.call | ({"budgets": budget} if budget else {}),
                 compile_budgets=compile_budget or (),
                 rounds=rounds,
-                options=planning_options(context.params),
+                options=shared.planning_options(context.params),
             )
     print(comparison.to_json() if as_json else display.printable(str(comparison)))
     is_planned = any(row.budget_bytes is not None for row in comparison.rows)

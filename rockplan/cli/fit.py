@@ -9,14 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import rockplan
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Json,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
@@ -29,7 +23,9 @@ LISTED = "list"
 """Given in place of a device: print the known devices."""
 
 
-@planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss", "host", "link")
+@shared.planned_with(
+    "time_limit", "no_cache", "compiled", "near", "tile", "only_loss", "host", "link"
+)
 def fit(
     context: typer.Context,
     model: Annotated[
@@ -75,12 +71,12 @@ def fit(
         str | None,
         typer.Option(metavar="fsdp2|ddp", help="How they share the model; with --gpus. [fsdp2]"),
     ] = None,
-    autocast: Autocast = None,
+    autocast: shared.Autocast = None,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a page with the frontier of the ways."),
     ] = None,
-    as_json: Json = False,
+    as_json: shared.Json = False,
 ) -> None:
     """The largest batches of MODEL that fit on a GPU, kept whole, checkpointed and planned."""
     with ending(as_json), waiting():
@@ -89,7 +85,7 @@ def fit(
 
             text = listing()
         else:
-            options = planning_options(context.params)
+            options = shared.planning_options(context.params)
             ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
             sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
             step = rockplan.TrainingStep(
@@ -122,7 +118,7 @@ def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -
     if not model:
         raise InvalidInput("fit needs a MODEL: write 'module:factory' or 'file.py:factory'")
     subject = make_subject(model)
-    with under_autocast(subject, autocast):
+    with shared.under_autocast(subject, autocast):
         return rockplan.fit(**subject.call, device=device, **asked)
 
 

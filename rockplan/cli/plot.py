@@ -10,15 +10,7 @@ from typing import Annotated
 import typer
 
 import rockplan
-from rockplan.cli.arguments import (
-    Autocast,
-    Budget,
-    Source,
-    is_plan_file,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
+from rockplan.cli import arguments as shared
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InvalidInput
@@ -41,11 +33,11 @@ class PictureKind(StrEnum):
     GRAPH = "graph"
 
 
-@planned_with("time_limit", "no_cache")
+@shared.planned_with("time_limit", "no_cache")
 def plot(
     context: typer.Context,
-    source: Source,
-    budget: Budget = None,
+    source: shared.Source,
+    budget: shared.Budget = None,
     output: Annotated[
         str,
         typer.Option(
@@ -67,7 +59,7 @@ def plot(
             "what was measured; not for a model that does not fit."
         ),
     ] = True,
-    autocast: Autocast = None,
+    autocast: shared.Autocast = None,
 ) -> None:
     """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
     with ending(as_json=False), waiting():
@@ -83,15 +75,15 @@ def plot(
                 f"a {suffix} file always holds the same"
             )
         chosen = picture or PictureKind.MEMORY
-        if is_plan_file(source, for_model=budget is not None):
+        if shared.is_plan_file(source, for_model=budget is not None):
             drawing = _Drawing(rockplan.read_plans(source)[0])
         elif budget is None:
             raise InvalidInput("a MODEL needs a --budget")
         else:
             subject = make_subject(source)
-            with under_autocast(subject, autocast):
+            with shared.under_autocast(subject, autocast):
                 shown = _shown(suffix, chosen)
-                options = planning_options(context.params)
+                options = shared.planning_options(context.params)
                 drawing = _drawn(subject, budget, shown, measure, options)
         path, note = _draw(drawing, Path(output), chosen)
     print(f"written: {path}{note and f' ({note})'}")

@@ -8,15 +8,8 @@ from typing import Annotated
 import typer
 
 import rockplan
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Json,
-    Model,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.reports.explain import wrapped
@@ -26,21 +19,21 @@ from rockplan.values.plan import format_bytes
 EXAMPLE = "Example: rockplan profile rockplan.examples:transformer"
 
 
-@planned_with("no_cache")
+@shared.planned_with("no_cache")
 def profile(
     context: typer.Context,
-    model: Model,
+    model: shared.Model,
     top: Annotated[int, typer.Option(metavar="ROWS", min=1, help="Of each table.")] = 12,
-    as_json: Json = False,
-    autocast: Autocast = None,
+    as_json: shared.Json = False,
+    autocast: shared.Autocast = None,
 ) -> None:
     """Who owns the peak of MODEL, what is kept for its backward pass, and what that costs."""
     from rockplan.api import needed_bytes_with
 
     with ending(as_json), waiting():
         subject = make_subject(model)
-        options = planning_options(context.params)
-        with under_autocast(subject, autocast):
+        options = shared.planning_options(context.params)
+        with shared.under_autocast(subject, autocast):
             plan = rockplan.plan(**subject.call, budget="100%", options=options)
             lower = needed_bytes_with(**subject.call, options=options, everything_kept=True)
         explanation = replace(rockplan.explain(plan, unplanned=True), needed_bytes_with=lower)

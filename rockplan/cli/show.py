@@ -9,17 +9,8 @@ from typing import Annotated, Any
 import typer
 
 import rockplan
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Budget,
-    Json,
-    Source,
-    is_plan_file,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
@@ -32,11 +23,11 @@ from rockplan.values.plan import Plan
 EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"
 
 
-@planned_with("no_cache", "compiled", "near", "tile")
+@shared.planned_with("no_cache", "compiled", "near", "tile")
 def show(
     context: typer.Context,
-    source: Source,
-    budget: Budget = None,
+    source: shared.Source,
+    budget: shared.Budget = None,
     code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
     explain: Annotated[
         bool,
@@ -50,18 +41,18 @@ def show(
         bool,
         typer.Option("--passes", help="Passes from a MODEL to its graph; needs no budget."),
     ] = False,
-    as_json: Json = False,
-    autocast: Autocast = None,
+    as_json: shared.Json = False,
+    autocast: shared.Autocast = None,
 ) -> None:
     """Print a plan: what is kept, what is recomputed, at what cost."""
     with ending(as_json), waiting():
         of_planning = any(context.params[name] for name in ("compiled", "near", "tile"))
         for_model = budget is not None or code or kernels or passes or of_planning
         lower: dict[str, int] = {}
-        if is_plan_file(source, for_model=for_model):
+        if shared.is_plan_file(source, for_model=for_model):
             plans, text = rockplan.read_plans(source), ""
         else:
-            options = planning_options(context.params)
+            options = shared.planning_options(context.params)
             if passes:
                 _show_passes(source, autocast, options, as_json)
                 return
@@ -91,7 +82,7 @@ def _show_passes(model: str, autocast: str | None, options: Options, as_json: bo
 
     subject = make_subject(model)
     args, kwargs = arguments(**subject.call)
-    with under_autocast(subject, autocast):
+    with shared.under_autocast(subject, autocast):
         call = captured_call(ModuleCall(subject.model, args, kwargs), options)
     traces = [variant.lowered.trace for variant in call.variants]
     if as_json:
@@ -119,7 +110,7 @@ def _planned(
     subject = make_subject(model)
     make = rockplan.solve if code else rockplan.plan
     lower: dict[str, int] = {}
-    with under_autocast(subject, autocast):
+    with shared.under_autocast(subject, autocast):
         made: Any = make(**subject.call, budget=budget, options=options)
         if explain:
             lower = needed_bytes_with(**subject.call, options=options, everything_kept=False)

@@ -9,17 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 import rockplan
+from rockplan.cli import arguments as shared
 from rockplan.cli import display
-from rockplan.cli.arguments import (
-    Autocast,
-    Budgets,
-    Json,
-    Model,
-    Optimizer,
-    planned_with,
-    planning_options,
-    under_autocast,
-)
 from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
@@ -35,7 +26,7 @@ if TYPE_CHECKING:
 EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
 
-@planned_with(
+@shared.planned_with(
     "time_limit",
     "no_cache",
     "compiled",
@@ -50,8 +41,8 @@ EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 )
 def solve(
     context: typer.Context,
-    model: Model,
-    budget: Budgets = None,
+    model: shared.Model,
+    budget: shared.Budgets = None,
     save: Annotated[
         str | None,
         typer.Option(
@@ -88,9 +79,9 @@ def solve(
             help="Folder for the integer program of each kind of block, as .lp files.",
         ),
     ] = None,
-    as_json: Json = False,
-    autocast: Autocast = None,
-    optimizer: Optimizer = None,
+    as_json: shared.Json = False,
+    autocast: shared.Autocast = None,
+    optimizer: shared.Optimizer = None,
     accumulate: Annotated[
         int,
         typer.Option(metavar="N", help="With --optimizer: passes before each step of it."),
@@ -103,8 +94,8 @@ def solve(
         subject = make_subject(model)
         if write_lp is not None and not budget:
             raise InvalidInput("--write-lp needs a --budget, which the programs keep")
-        options = planning_options(context.params)
-        with under_autocast(subject, autocast):
+        options = shared.planning_options(context.params)
+        with shared.under_autocast(subject, autocast):
             if options.sizes:
                 typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
             curve = None if budget else rockplan.pareto(**subject.call, options=options)

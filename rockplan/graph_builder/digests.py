@@ -12,18 +12,7 @@ import json
 import re
 from collections.abc import Mapping
 
-from rockplan.values.graph import (
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    MeshGroup,
-    Queue,
-    Takeover,
-    TensorSpec,
-    Value,
-    ValueRef,
-)
+from rockplan.values import graph as graphs
 from rockplan.values.profile import Profile
 
 # Types of torch whose repr is their whole value; matched by name, so that torch is not imported.
@@ -40,7 +29,7 @@ def digest(content: object, on_any_device: bool = False) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()
 
 
-def problem_digest(problem: CDGraph) -> str:
+def problem_digest(problem: graphs.CDGraph) -> str:
     """Return a digest of everything that a solver sees of a block or of a whole graph: sizes,
     kinds, reads, writes, takeovers, phases, times, workspaces, flags, outputs, held, handed and
     dropped data.
@@ -53,7 +42,7 @@ def problem_digest(problem: CDGraph) -> str:
     for node in problem.nodes:
         for data in (*node.reads, *node.writes):
             kind = problem.data[data].kind
-            if kind is DataKind.INPUT or not kind.resident:
+            if kind is graphs.DataKind.INPUT or not kind.resident:
                 local.setdefault(data, len(local))
 
     def indices(data: tuple[int, ...]) -> list[int]:
@@ -80,11 +69,11 @@ def problem_digest(problem: CDGraph) -> str:
     )
 
 
-def _takeover(takeover: Takeover, local: Mapping[int, int]) -> list[list[int]]:
+def _takeover(takeover: graphs.Takeover, local: Mapping[int, int]) -> list[list[int]]:
     return [[local[d] for d in data] for data in (takeover.operands, takeover.results)]
 
 
-def graph_digest(graph: CDGraph, *, on_any_device: bool = False) -> str:
+def graph_digest(graph: graphs.CDGraph, *, on_any_device: bool = False) -> str:
     """Return a digest of the captured program: storages, nodes, calls, literals, specs of values,
     names.
 
@@ -104,7 +93,7 @@ def graph_digest(graph: CDGraph, *, on_any_device: bool = False) -> str:
     )
 
 
-def takes_digest(graph: CDGraph) -> str:
+def takes_digest(graph: graphs.CDGraph) -> str:
     """Return a digest of all takeovers: those of kernels depend on the compiler."""
     return digest([[[t.operands, t.results] for t in n.takes] for n in graph.nodes])
 
@@ -134,11 +123,11 @@ def canonical_literal(literal: object) -> object:
             return literal
         case float() | complex():
             return [type(literal).__name__, repr(literal)]
-        case ValueRef(index):
+        case graphs.ValueRef(index):
             return ["value", index]
-        case MeshGroup():
+        case graphs.MeshGroup():
             return ["group", literal.dimension, literal.size, literal.number]
-        case TensorSpec():
+        case graphs.TensorSpec():
             return ["tensor", *spec_fields(literal)]
         case tuple() | list():
             return ["sequence", [canonical_literal(item) for item in literal]]
@@ -149,7 +138,7 @@ def canonical_literal(literal: object) -> object:
     raise TypeError(f"argument of type {type(literal).__name__} has no canonical form: {literal!r}")
 
 
-def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
+def spec_fields(spec: graphs.TensorSpec, offset: int | None = None) -> list[object]:
     """Return shape, strides, offset, dtype and device of `spec` for JSON, and 'conj' and 'neg' if
     they apply. offset: replaces that of the spec."""
     if offset is None:
@@ -158,7 +147,7 @@ def spec_fields(spec: TensorSpec, offset: int | None = None) -> list[object]:
     return [list(spec.shape), list(spec.stride), offset, spec.dtype, spec.device, *marks]
 
 
-def _node_costs(node: ComputeNode) -> list[object]:
+def _node_costs(node: graphs.ComputeNode) -> list[object]:
     return [
         node.phase.value,
         node.time_ns,
@@ -169,13 +158,13 @@ def _node_costs(node: ComputeNode) -> list[object]:
     ]
 
 
-def _unusual(node: ComputeNode) -> list[object]:
+def _unusual(node: graphs.ComputeNode) -> list[object]:
     """Return the fields that most nodes do not have, so that older digests stay valid."""
-    queue = [] if node.queue is Queue.COMPUTE else [node.queue.value]
+    queue = [] if node.queue is graphs.Queue.COMPUTE else [node.queue.value]
     return [*queue, "optional"] if node.optional else queue
 
 
-def _program(node: ComputeNode) -> list[object]:
+def _program(node: graphs.ComputeNode) -> list[object]:
     return [
         node.name,
         node.module,
@@ -190,11 +179,11 @@ def _program(node: ComputeNode) -> list[object]:
     ]
 
 
-def _value(value: Value) -> list[object]:
+def _value(value: graphs.Value) -> list[object]:
     view = None if value.view is None else _call(value.view)
     return [value.data, value.name, spec_fields(value.spec), view]
 
 
-def _call(call: Call) -> list[object]:
+def _call(call: graphs.Call) -> list[object]:
     kwargs = [[name, canonical_literal(argument)] for name, argument in call.kwargs]
     return [call.op, canonical_literal(call.args), kwargs, list(call.results)]

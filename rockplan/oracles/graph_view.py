@@ -11,22 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from functools import cached_property
 
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    Queue,
-    Takeover,
-    may_run_again,
-    producers,
-    readers,
-)
+from rockplan.values import graph as graphs
 
 
 class GraphView:
     """Facts of one graph, each computed at its first use. Tuples are indexed by node or storage."""
 
-    def __init__(self, graph: CDGraph) -> None:
+    def __init__(self, graph: graphs.CDGraph) -> None:
         self.graph = graph
 
     @cached_property
@@ -38,12 +29,12 @@ class GraphView:
     @cached_property
     def on_host(self) -> frozenset[int]:
         """Storages in host memory, where they take `DataNode.size_bytes`."""
-        return frozenset(d.index for d in self.graph.data if d.kind is DataKind.HOST)
+        return frozenset(d.index for d in self.graph.data if d.kind is graphs.DataKind.HOST)
 
     @cached_property
     def has_copies(self) -> bool:
         """True if a node runs on another queue than that of computations."""
-        return any(n.queue is not Queue.COMPUTE for n in self.graph.nodes)
+        return any(n.queue is not graphs.Queue.COMPUTE for n in self.graph.nodes)
 
     @cached_property
     def states(self) -> dict[int, int]:
@@ -63,7 +54,7 @@ class GraphView:
     @cached_property
     def producer(self) -> dict[int, int]:
         """Storage -> the first node that makes it; resident storages and tangents have none."""
-        return producers(self.graph)
+        return graphs.producers(self.graph)
 
     @cached_property
     def remaker(self) -> dict[int, int]:
@@ -74,7 +65,7 @@ class GraphView:
     @cached_property
     def readers(self) -> dict[int, tuple[int, ...]]:
         """Storage -> the nodes that read it, ascending."""
-        return readers(self.graph)
+        return graphs.readers(self.graph)
 
     @cached_property
     def reads(self) -> tuple[tuple[int, ...], ...]:
@@ -95,7 +86,7 @@ class GraphView:
     @cached_property
     def again(self) -> frozenset[int]:
         """Nodes that may run more than once."""
-        return may_run_again(self.graph)
+        return graphs.may_run_again(self.graph)
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:
@@ -103,16 +94,16 @@ class GraphView:
         return tuple(self.bytes_of(n.writes) for n in self.graph.nodes)
 
     @cached_property
-    def takes(self) -> tuple[tuple[Takeover, ...], ...]:
+    def takes(self) -> tuple[tuple[graphs.Takeover, ...], ...]:
         """For each node, takeovers with results as large as operands, those that take more
         first."""
         return tuple(tuple(filter(self._fits, n.takes)) for n in self.graph.nodes)
 
-    def _fits(self, takeover: Takeover) -> bool:
+    def _fits(self, takeover: graphs.Takeover) -> bool:
         pairs = zip(takeover.operands, takeover.results, strict=True)
         return all(self.sizes[operand] == self.sizes[result] for operand, result in pairs)
 
-    def taken(self, node: int, dies: Callable[[int], bool]) -> Takeover | None:
+    def taken(self, node: int, dies: Callable[[int], bool]) -> graphs.Takeover | None:
         """Return the takeover that is used: the first whose operands all die; None if none does."""
         for takeover in self.takes[node]:
             if all(map(dies, takeover.operands)):
@@ -129,7 +120,7 @@ class GraphView:
     @cached_property
     def tangents(self) -> frozenset[int]:
         """Storages that come alive where the backward phase starts."""
-        return frozenset(d.index for d in self.graph.data if d.kind is DataKind.TANGENT)
+        return frozenset(d.index for d in self.graph.data if d.kind is graphs.DataKind.TANGENT)
 
     @cached_property
     def held(self) -> frozenset[int]:
@@ -170,7 +161,7 @@ class GraphView:
     def bytes_of(self, storages: Iterable[int]) -> int:
         return sum(map(self.sizes.__getitem__, storages))
 
-    def own_bytes(self, node: ComputeNode) -> int:
+    def own_bytes(self, node: graphs.ComputeNode) -> int:
         """Return the bytes that the node takes in addition to its operands."""
         return node.workspace_bytes + self.made_bytes[node.index]
 
@@ -178,7 +169,7 @@ class GraphView:
 _latest: tuple[GraphView, ...] = ()
 
 
-def view_of(graph: CDGraph) -> GraphView:
+def view_of(graph: graphs.CDGraph) -> GraphView:
     """Return the GraphView of `graph`; the latest `_MOST` are cached, by identity of the graph:
     many schedules of one graph are simulated in a row."""
     global _latest

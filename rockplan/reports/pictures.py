@@ -19,22 +19,8 @@ from typing import Any, Literal
 import graphviz
 
 from rockplan.errors import InvalidInput, MissingLibrary
-from rockplan.reports.palette import (
-    COLOURS,
-    FILLS,
-    KEPT_COLOUR,
-    RUN_COLOURS,
-    group_colours,
-    run_labels,
-)
-from rockplan.reports.timeline import (
-    BlockRow,
-    MemoryTimeline,
-    block_rows,
-    block_titles,
-    eager_timeline,
-    planned_timeline,
-)
+from rockplan.reports import palette
+from rockplan.reports import timeline as timelines
 from rockplan.values.curve import Curve
 from rockplan.values.graph import producers
 from rockplan.values.measured_timeline import MeasuredTimeline
@@ -97,10 +83,10 @@ def draw_memory(
     drawn as a line, at the measured times. Raises MissingLibrary."""
     drawn_plan = plan_in(plan)
     rows = (
-        (eager_timeline(drawn_plan), eager_measured, None),
-        (planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
+        (timelines.eager_timeline(drawn_plan), eager_measured, None),
+        (timelines.planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
     )
-    colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
+    colours = palette.group_colours([g for predicted, _, _ in rows for g in predicted.groups])
     figure = _figure(9, 5.6)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
     for axis, (predicted, measurement, budget_bytes) in zip(axes, rows, strict=True):
@@ -117,7 +103,7 @@ def draw_memory(
     return _image_bytes(figure, format)
 
 
-def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]) -> None:
+def _draw_stack(axis: Any, predicted: timelines.MemoryTimeline, colours: Mapping[str, str]) -> None:
     """Draw into `axis` the predicted bytes over time, stacked by group of modules. colours: by
     label of the group."""
     edges_ms = [m.start_ns / 1e6 for m in predicted.moments] + [predicted.time_ns / 1e6]
@@ -132,7 +118,7 @@ def _draw_stack(axis: Any, predicted: MemoryTimeline, colours: Mapping[str, str]
 
 def _draw_lines(
     axis: Any,
-    predicted: MemoryTimeline,
+    predicted: timelines.MemoryTimeline,
     measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
@@ -184,7 +170,7 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
         y = [100 * overhead for _, overhead, _ in series_points.points]
         style = "o-" if series_points.connected else next(markers)
         size = 3 if len(x) > _MANY_POINTS else 7
-        look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
+        look = {"markersize": size, "color": palette.COLOURS[number % len(palette.COLOURS)]}
         if not series_points.connected:
             look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
         axis.plot(x, y, style, label=series_points.name, zorder=2 + number, **look)
@@ -205,13 +191,13 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     pages, there is a row of copies each way. plan: a Plan or a planned module. Raises
     MissingLibrary."""
     drawn_plan = plan_in(plan)
-    rows = block_rows(drawn_plan)
+    rows = timelines.block_rows(drawn_plan)
     figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
     axis = figure.subplots()
     highest = max((alive for row in rows for _, alive in row.alive), default=1)
     for position, row in enumerate(rows):
         _draw_row(axis, position, row, highest)
-    boundary = planned_timeline(drawn_plan).backward_ns / 1e6
+    boundary = timelines.planned_timeline(drawn_plan).backward_ns / 1e6
     axis.axvline(boundary, color="#404040", linestyle=":", linewidth=1)
     axis.set_ylim(len(rows), -0.35)
     axis.set_xlim(0, drawn_plan.time_ns / 1e6)
@@ -227,19 +213,19 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     return _image_bytes(figure, format)
 
 
-def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> None:
+def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: int) -> None:
     """Draw into `axis`, at row `position`, when a block runs and how many bytes of its activations
     are alive; the number at the right is what it keeps for backward. highest_bytes: the largest of
     any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
-    for kind, colour in RUN_COLOURS.items():
+    for kind, colour in palette.RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
         axis.broken_barh(spans, (position + 0.08, 0.34), facecolors=colour, edgecolors="none")
     times = [t / 1e6 for t, _ in row.alive]
     if len(times) > 1:
         base = position + 0.95
         heights = [base - 0.47 * alive / max(highest_bytes, 1) for _, alive in row.alive[:-1]]
-        axis.stairs(heights, times, baseline=base, fill=True, color=KEPT_COLOUR)
+        axis.stairs(heights, times, baseline=base, fill=True, color=palette.KEPT_COLOUR)
     axis.annotate(
         format_bytes(row.saved_bytes),
         (1, position + 0.5),
@@ -251,10 +237,12 @@ def _draw_row(axis: Any, position: int, row: BlockRow, highest_bytes: int) -> No
     )
 
 
-def _legend_of_runs(figure: Any, rows: Sequence[BlockRow]) -> None:
+def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     patches = importlib.import_module("matplotlib.patches")
-    entries = [(label, RUN_COLOURS[kind]) for kind, label in run_labels(rows).items()]
-    entries.append(("activations alive (bytes)", KEPT_COLOUR))
+    entries = [
+        (label, palette.RUN_COLOURS[kind]) for kind, label in palette.run_labels(rows).items()
+    ]
+    entries.append(("activations alive (bytes)", palette.KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
@@ -268,7 +256,7 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
     drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
     drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
     kinds = {digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in plan.blocks))}
-    fills = [FILLS[kinds[b.digest] % len(FILLS)] for b in plan.blocks]
+    fills = [palette.FILLS[kinds[b.digest] % len(palette.FILLS)] for b in plan.blocks]
     (_operation_graph if operations else _block_graph)(drawing, plan, fills)
     return str(drawing.source)
 
@@ -278,7 +266,7 @@ def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
     bytes that cross between them. fills: colour of each block."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
-    titles = block_titles(plan)
+    titles = timelines.block_titles(plan)
     for index, block in enumerate(plan.blocks):
         nodes = [plan.graph.nodes[n] for n in block.forward]
         size_bytes = sum(
@@ -316,7 +304,7 @@ def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
     names = operation_names(plan.graph)
     again = recomputations(plan)
     made_by = producers(plan.graph)
-    titles = block_titles(plan)
+    titles = timelines.block_titles(plan)
     for index, block in enumerate(plan.blocks):
         with drawing.subgraph(name=f"cluster_{index}") as cluster:
             cluster.attr(label=titles[index], style="rounded", color="#808080")

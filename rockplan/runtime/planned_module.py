@@ -25,18 +25,8 @@ from rockplan.python_state import trees
 from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, with_collectives_done
 from rockplan.python_state.surroundings import Surroundings
+from rockplan.runtime import call_checks
 from rockplan.runtime.bound_program import matching, run
-from rockplan.runtime.call_checks import (
-    CHECKPOINT,
-    COMPILED,
-    is_compiled,
-    refuse_transforms,
-    under_checkpoint,
-    warn_of_checkpoint,
-    warn_of_compiled,
-    warn_of_dispatch_modes,
-    warn_of_saved_tensor_hooks,
-)
 from rockplan.runtime.guards import call_key, opened_key
 from rockplan.runtime.planned_state import (
     PLANNING,
@@ -138,15 +128,23 @@ class Planned(HasPlans):
         state = self._rockplan
         if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
             return _run_original(self, args, kwargs)
-        refuse_transforms()
-        warn_of_saved_tensor_hooks()
-        if state.settings.is_in_place and CHECKPOINT not in state.warned and under_checkpoint():
-            state.warned.add(CHECKPOINT)
-            warn_of_checkpoint(self)
-        if not state.has_run and COMPILED not in state.warned and is_compiled(self):
-            state.warned.add(COMPILED)
-            warn_of_compiled(self)
-        warn_of_dispatch_modes()
+        call_checks.refuse_transforms()
+        call_checks.warn_of_saved_tensor_hooks()
+        if (
+            state.settings.is_in_place
+            and call_checks.CHECKPOINT not in state.warned
+            and call_checks.under_checkpoint()
+        ):
+            state.warned.add(call_checks.CHECKPOINT)
+            call_checks.warn_of_checkpoint(self)
+        if (
+            not state.has_run
+            and call_checks.COMPILED not in state.warned
+            and call_checks.is_compiled(self)
+        ):
+            state.warned.add(call_checks.COMPILED)
+            call_checks.warn_of_compiled(self)
+        call_checks.warn_of_dispatch_modes()
         leaves, input_spec = trees.tree_flatten((args, kwargs))
         if any(map(is_awaited, leaves)):
             args, kwargs = with_collectives_done((args, kwargs))

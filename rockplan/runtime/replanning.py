@@ -30,17 +30,8 @@ from rockplan.errors import (
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
+from rockplan.runtime import call_checks
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
-from rockplan.runtime.call_checks import (
-    SHARDING,
-    TOO_OFTEN,
-    ordinal,
-    refuse_capture,
-    warn_of_changes,
-    warn_of_mismatch,
-    warn_of_original,
-    warn_of_sharding,
-)
 from rockplan.runtime.differences import (
     Difference,
     Differences,
@@ -96,14 +87,14 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
     if bound is None:
         rebind(planned, original_forward(planned), state.programs)
         bound = matching(state.programs.get(key, ()), leaves) or state.choose(key, leaves)
-        if SHARDING not in state.warned and is_sharded(planned):
-            state.warned.add(SHARDING)
-            warn_of_sharding(planned, state.settings.is_in_place)
+        if call_checks.SHARDING not in state.warned and is_sharded(planned):
+            state.warned.add(call_checks.SHARDING)
+            call_checks.warn_of_sharding(planned, state.settings.is_in_place)
     if bound is None:
         if not (planned.training and _has_gradients(planned, leaves)):
             return None
         if state.latest is None and not state.programs:
-            refuse_capture(planned, leaves)
+            call_checks.refuse_capture(planned, leaves)
             return _first_bound(planned, call)
         if state.rungs(key, leaves):  # a program that is known, in another schedule
             return _new_bound(planned, call, _changes(planned, call))
@@ -111,9 +102,9 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             return None
         if state.settings.on_mismatch == "original":
             state.has_warned_of_original = True
-            warn_of_mismatch(_changes(planned, call))
+            call_checks.warn_of_mismatch(_changes(planned, call))
             return None
-        refuse_capture(planned, leaves)
+        call_checks.refuse_capture(planned, leaves)
         if any(map(signature_holds, state.infeasible.get(key, ()))):
             return None
         changes = _changes(planned, call)
@@ -122,8 +113,8 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
                 f"this call does not match what was planned: {changes}. Plan again with this "
                 "sample, or pass Options(on_mismatch='replan')"
             )
-        if changes.has_values and len(state.programs.get(key, ())) >= TOO_OFTEN:
-            warn_of_changes(len(state.programs[key]), changes)
+        if changes.has_values and len(state.programs.get(key, ())) >= call_checks.TOO_OFTEN:
+            call_checks.warn_of_changes(len(state.programs[key]), changes)
         bound = _new_bound(planned, call, changes)
     return bound
 
@@ -179,7 +170,7 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
                 "'original' the original forward"
             )
             raise
-        warn_of_original(error, changes)
+        call_checks.warn_of_original(error, changes)
         state.infeasible.setdefault(call.key, []).append(
             module_signature(planned, original_forward(planned), ())
         )
@@ -266,7 +257,7 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
         logging.DEBUG if is_rung else level,
         "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
         state.original.__qualname__,
-        ordinal(state.count),
+        call_checks.ordinal(state.count),
         changes,
         taken_s,
         advice,

@@ -32,19 +32,12 @@ from rockplan.search.pipeline import POLISH, STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
 from rockplan.store.fingerprint import planner
 from rockplan.store.plan_file import is_outline_of
+from rockplan.values import schedule as schedules
 from rockplan.values.copies import shifted, with_copies, with_copies_of
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import BlockSummary, Certificate, Plan, Status
 from rockplan.values.profile import Profile
-from rockplan.values.schedule import (
-    Compute,
-    Schedule,
-    Waits,
-    first_executions,
-    merge_handovers,
-    with_waits,
-)
 
 
 def limits_of(options: Options) -> Limits:
@@ -113,10 +106,10 @@ gradients. On three blocks with gated layers (`tests/test_hooks.py`) at 60 % the
 it; on two layers of an encoder the first."""
 
 
-def waiting(plan: Plan, waits: Waits) -> Plan:
+def waiting(plan: Plan, waits: schedules.Waits) -> Plan:
     """Return `plan` with gradients of hooked parameters waiting; it may need more than its
     budget."""
-    schedule = with_waits(plan.graph, plan.schedule, waits)
+    schedule = schedules.with_waits(plan.graph, plan.schedule, waits)
     peak_bytes = simulate(plan.graph, schedule).peak_bytes
     return replace(plan, schedule=schedule, peak_bytes=peak_bytes)
 
@@ -125,7 +118,7 @@ def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
     """Return `plan`, which was made for another budget, with the certificate for this one. proven:
     a plan made for this budget; its lower bound on the time holds for `plan` if both have their
     first executions in the same order, else the bound is 0."""
-    orders = {first_executions(p.schedule) for p in (plan, proven)}
+    orders = {schedules.first_executions(p.schedule) for p in (plan, proven)}
     bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
     simulation = simulate(plan.graph, plan.schedule)
     certificate = _certificate(problem.constrained, simulation, bound_ns)
@@ -196,7 +189,7 @@ def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, s
     }
 
 
-def plan_of(problem: Problem, schedule: Schedule, budget_bytes: int) -> Plan | None:
+def plan_of(problem: Problem, schedule: schedules.Schedule, budget_bytes: int) -> Plan | None:
     """Return `schedule` as a plan for budget_bytes, None if it is illegal or exceeds them. The
     bound of its certificate is the time of running each operation once."""
     graph = problem.constrained
@@ -265,8 +258,8 @@ def _too_small(
     assert schedule is not None
     peak = simulate(graph, schedule)
     event = schedule.events[peak.peak_event]
-    where = _operation(graph, event.node) if isinstance(event, Compute) else "a free"
-    if event == Compute(len(graph.forward) - 1):
+    where = _operation(graph, event.node) if isinstance(event, schedules.Compute) else "a free"
+    if event == schedules.Compute(len(graph.forward) - 1):
         # The peak that a plan states leaves this room out, and may be less.
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
@@ -295,7 +288,7 @@ def _operation(graph: CDGraph, node: int) -> str:
 @paused_collection()
 def _finish(
     problem: Problem,
-    schedule: Schedule,
+    schedule: schedules.Schedule,
     budget_bytes: int,
     bound_ns: int,
     storages: Sequence[int] = (),
@@ -317,7 +310,7 @@ def _finish(
     )
     ends = frozenset(b.backward[-1] for b in blocks if b.backward)
     during_bytes = [step.during_bytes for step in timeline(graph, schedule)]
-    merged = merge_handovers(graph, schedule, view_of(graph).sizes, during_bytes, ends)
+    merged = schedules.merge_handovers(graph, schedule, view_of(graph).sizes, during_bytes, ends)
     verify(constrained, merged)
     simulation = simulate(graph, merged)
     certificate = _certificate(constrained, simulation, bound_ns)

@@ -18,15 +18,9 @@ import torch
 from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import CaptureError
+from rockplan.graph_builder.costs import ruler
 from rockplan.graph_builder.costs.call_key import call_key, device_of
 from rockplan.graph_builder.costs.execution import Execution, Inputs
-from rockplan.graph_builder.costs.ruler import (
-    memory_events,
-    peak_between,
-    peak_of,
-    profiled,
-    profiler_events,
-)
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.evaluate import flat_results
@@ -68,7 +62,7 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
     """Measure the memory of up to _SESSION_CALLS calls (key, call) on the CPU in one profiler
     session, and return it by key; calls that fail have no entry."""
     sizes: dict[str, tuple[int, ...]] = {}
-    with profiled() as session:
+    with ruler.profiled() as session:
         for key, call in calls:
             with _else_estimated(inputs, call):
                 execution = inputs.execution(call)
@@ -162,10 +156,10 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
     key."""
     ranges = sorted(
         (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
-        for e in profiler_events(session)
+        for e in ruler.profiler_events(session)
         if e.name().startswith(_RANGE)
     )
-    events = list(memory_events(session))
+    events = list(ruler.memory_events(session))
     seen: dict[str, tuple[int, int]] = {}
     position = 0
     for begin, end, key in ranges:
@@ -174,7 +168,7 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
         first = position
         while position < len(events) and events[position][0] <= end:
             position += 1
-        seen[key] = peak_of(change for _, change in events[first:position])
+        seen[key] = ruler.peak_of(change for _, change in events[first:position])
     return seen
 
 
@@ -193,7 +187,7 @@ def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str,
             result = execution.run()
             after = torch.cuda.memory_stats_as_nested_dict(device)
             sizes = _result_bytes(execution, result, "cuda")
-            peak_bytes = peak_between(before, after)
+            peak_bytes = ruler.peak_between(before, after)
             memory[key] = CallMemory(max(0, peak_bytes - sum(sizes)), sizes)
             del result, execution
     return memory

@@ -23,13 +23,7 @@ from torch.autograd.function import _is_setup_context_defined
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import InvalidInput, StalePlan, UnsupportedModel
-from rockplan.graph_builder.foreign.opaque_functions import (
-    KNOWN,
-    Known,
-    Opaque,
-    OpaqueBackward,
-    OpaqueForward,
-)
+from rockplan.graph_builder.foreign import opaque_functions
 from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, new_tensor, taken
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.run import tensor_spec
@@ -63,24 +57,28 @@ def operators_of(name_of_function: str) -> str:
     return packet
 
 
-def result_of(known: Known, tensors: Sequence[torch.Tensor]) -> Any:
+def result_of(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> Any:
     """Return the result of a known call, rebuilt from tensors by place."""
     leaves = [taken(ref, tensors) for ref in known.results]
     return pytree.tree_unflatten(leaves, known.structure)
 
 
-def _known(key: str) -> Known:
+def _known(key: str) -> opaque_functions.Known:
     """Return what is known of a call. Raises StalePlan if the call is from another process."""
-    if key not in KNOWN:
+    if key not in opaque_functions.KNOWN:
         raise StalePlan(
             "the plan calls a function that was given to rockplan.opaque in another process; plan "
             "the module in this one"
         )
-    return KNOWN[key]
+    return opaque_functions.KNOWN[key]
 
 
 def _made_as_known(*args: Any) -> list[torch.Tensor]:
-    return [new_tensor(made) for made in KNOWN[args[-2]].outcome.made if made.base is None]
+    return [
+        new_tensor(made)
+        for made in opaque_functions.KNOWN[args[-2]].outcome.made
+        if made.base is None
+    ]
 
 
 def _run_forward(
@@ -89,7 +87,7 @@ def _run_forward(
     """Implement the forward operator: run the function; return its results in new memory. call: key
     of what is known; given: tensors that it only reads; changed: those it writes into."""
     known = _known(call)
-    assert isinstance(known.call, OpaqueForward)
+    assert isinstance(known.call, opaque_functions.OpaqueForward)
     read, written = iter(given), iter(changed)
     places = range(len(given) + len(changed))
     tensors = [next(written if i in known.call.changed else read) for i in places]
@@ -100,12 +98,12 @@ def _run_backward(given: list[torch.Tensor], call: str, draws: bool) -> list[tor
     return _checked(_known(call), given)
 
 
-def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a known call on `tensors` for real; return its results in new memory. Raises
     UnsupportedModel if its outcome or its random draws differ from those recorded."""
     before = generator_states(tensors)
     run = known.call.run(tensors)
-    if isinstance(known.call, OpaqueBackward) and run.outcome != known.outcome:
+    if isinstance(known.call, opaque_functions.OpaqueBackward) and run.outcome != known.outcome:
         run = _with_copies(known, run)
     called = known.call.called
     if run.outcome != known.outcome:
@@ -125,7 +123,7 @@ def _checked(known: Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor
     return fresh
 
 
-def _with_copies(known: Known, run: OpaqueRun) -> OpaqueRun:
+def _with_copies(known: opaque_functions.Known, run: OpaqueRun) -> OpaqueRun:
     """Return the run with copies of results that are arguments, where a new tensor was recorded;
     `run` itself if copies do not make it as recorded. A backward may return an argument (a saved
     tensor, if the incoming gradient is one) where it made a new tensor when recorded."""
@@ -168,7 +166,7 @@ def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     return {device: state.numpy().tobytes() for device, state in states.items()}
 
 
-REGISTERED: dict[type[Function], Opaque] = {}
+REGISTERED: dict[type[Function], opaque_functions.Opaque] = {}
 
 
 def opaque(
@@ -292,7 +290,7 @@ def _register(
     NOT_FOLLOWED[id(kind)] = kind
     before = REGISTERED.get(kind)
     backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
-    REGISTERED[kind] = Opaque(
+    REGISTERED[kind] = opaque_functions.Opaque(
         kind=kind,
         declared=declared,
         called=called,

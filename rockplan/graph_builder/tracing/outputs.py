@@ -17,24 +17,9 @@ from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.python_state import trees
-from rockplan.python_state.distributed import (
-    is_distributed,
-    is_fake,
-    spec_of,
-    strides_of,
-    why_not_shown,
-)
+from rockplan.python_state import distributed, trees
 from rockplan.python_state.given import GivenContainer, WithContents
-from rockplan.values.interface import (
-    GivenLeaf,
-    Incoming,
-    OutputLeaf,
-    PlacedStrides,
-    Precedent,
-    Strides,
-    Unmade,
-)
+from rockplan.values import interface as interfaces
 
 # FullyShardedDataParallel keeps the parameters of a module in one.
 WITHOUT_FLAT_PARAMETERS = (
@@ -50,10 +35,12 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         _refuse_opaque(leaf, position)
         return leaf
-    if is_distributed(leaf) and (why := why_not_shown(spec_of(leaf))):
+    if distributed.is_distributed(leaf) and (
+        why := distributed.why_not_shown(distributed.spec_of(leaf))
+    ):
         named = f"leaf {position} of the module's result"
         raise NAMED["distributed tensor"].error(tensor=named, why=why)
-    if leaf.requires_grad and not is_fake(leaf):
+    if leaf.requires_grad and not distributed.is_fake(leaf):
         raise foreign_gradient(leaf)
     try:
         _ = leaf.grad_fn
@@ -64,7 +51,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
 
 def _refuse_opaque(output: object, position: int) -> None:
     plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
-    plain += (torch.dtype, torch.device, torch.Size, GivenLeaf, GivenContainer)
+    plain += (torch.dtype, torch.device, torch.Size, interfaces.GivenLeaf, GivenContainer)
     if isinstance(output, plain):
         return
     name = "key-value cache" if "Cache" in type(output).__name__ else "opaque result"
@@ -84,7 +71,7 @@ def given_apart(
 ) -> list[Any]:
     """Return `outputs` with a `GivenLeaf` for each that is an argument which requires a gradient:
     its gradient does not go through the plan. inputs: (position of an argument's leaf, value)."""
-    leaf_of = {value: GivenLeaf(position) for position, value in inputs}
+    leaf_of = {value: interfaces.GivenLeaf(position) for position, value in inputs}
     return [
         leaf_of.get(recorder.value(output), output)
         if isinstance(output, torch.Tensor) and output.requires_grad
@@ -96,9 +83,9 @@ def given_apart(
 def backward_starts(
     outputs: Sequence[Any],
     spec: trees.TreeSpec,
-    incoming: Incoming | Precedent | None,
+    incoming: interfaces.Incoming | interfaces.Precedent | None,
     only_loss: bool = False,
-) -> dict[int, Strides]:
+) -> dict[int, interfaces.Strides]:
     """Return position of each leaf of the result that the backward pass starts from -> strides of
     its gradient. incoming: the same, as asked for, or of an earlier call (Precedent), where None
     means the strides of the leaf; None: the likely ones; only_loss: the caller uses only a loss.
@@ -106,7 +93,7 @@ def backward_starts(
     candidates = _differentiable(outputs)
     if not candidates:
         raise NAMED["nothing to differentiate"].error()
-    if isinstance(incoming, Precedent):
+    if isinstance(incoming, interfaces.Precedent):
         incoming = _as_before(incoming, outputs, candidates)
     if incoming is None:
         likely = _loss(outputs, spec, candidates) if only_loss else likely_starts(outputs, spec)
@@ -118,19 +105,23 @@ def backward_starts(
             f"gradient are {tuple(candidates)}"
         )
     firsts = first_places(outputs)
-    return {firsts[i]: chosen[i] or strides_of(outputs[i]) for i in sorted(chosen)}
+    return {firsts[i]: chosen[i] or distributed.strides_of(outputs[i]) for i in sorted(chosen)}
 
 
 def _as_before(
-    precedent: Precedent, outputs: Sequence[Any], candidates: Sequence[int]
-) -> Incoming | None:
+    precedent: interfaces.Precedent, outputs: Sequence[Any], candidates: Sequence[int]
+) -> interfaces.Incoming | None:
     """Return the starts of an earlier call, with strides for these outputs. None if they do not
     fit, or if they reach less than all `candidates` reach and occurred only once (a plan serves
     backward passes that reach less than planned, but none that reach more)."""
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
-    plain = {i: s for i, s in before.items() if s is not None and not isinstance(s, PlacedStrides)}
+    plain = {
+        i: s
+        for i, s in before.items()
+        if s is not None and not isinstance(s, interfaces.PlacedStrides)
+    }
     if any(len(s) != outputs[i].ndim for i, s in plain.items()):
         return None
     reached = leaves_reached(outputs[i] for i in before)
@@ -227,7 +218,7 @@ def without_unread(
             return output
         value = recorder.values[recorder.value(output)]
         is_given = value.storage in callers
-        return output if is_given else Unmade(names[position], value.spec)
+        return output if is_given else interfaces.Unmade(names[position], value.spec)
 
     return [known(position, output) for position, output in enumerate(outputs)]
 
@@ -284,11 +275,11 @@ def output_leaves(
     outputs: list[Any],
     sources: Sequence[tuple[int, ...]],
     tangents: Mapping[int, torch.Tensor],
-) -> tuple[OutputLeaf, ...]:
+) -> tuple[interfaces.OutputLeaf, ...]:
     """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents:
     position of a leaf -> its incoming gradient. Raises CaptureError for leaves that a plan cannot
     return."""
-    leaves: list[OutputLeaf] = []
+    leaves: list[interfaces.OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             _refuse_alias(recorder, output, position)
@@ -296,9 +287,13 @@ def output_leaves(
             value, tangent = recorder.value(output), tangents.get(position)
             incoming = None if tangent is None else recorder.value(tangent)
             leaf = (value, None, first, sources[position], incoming, output.requires_grad)
-            leaves.append(OutputLeaf(*leaf, spec_of(output), spec_of(tangent)))
+            leaves.append(
+                interfaces.OutputLeaf(
+                    *leaf, distributed.spec_of(output), distributed.spec_of(tangent)
+                )
+            )
             continue
-        leaves.append(OutputLeaf(None, output, first, (), None, False))
+        leaves.append(interfaces.OutputLeaf(None, output, first, (), None, False))
     return tuple(leaves)
 
 

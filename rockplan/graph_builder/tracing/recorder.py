@@ -42,13 +42,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
 from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
-from rockplan.python_state.distributed import (
-    is_distributed,
-    is_distributed_kind,
-    is_fake,
-    spec_of,
-    why_not_shown,
-)
+from rockplan.python_state import distributed
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
@@ -88,8 +82,8 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
     its own operators, a DTensor in unequal parts); None if it can. called: its name in the
     message."""
     kind = type(tensor)
-    if is_distributed(tensor):
-        why = why_not_shown(spec_of(tensor))
+    if distributed.is_distributed(tensor):
+        why = distributed.why_not_shown(distributed.spec_of(tensor))
         return NAMED["distributed tensor"].text(tensor=called, why=why) if why else None
     if tensor.is_nested:
         return NAMED["nested tensor that is given"].text(tensor=called)
@@ -197,7 +191,7 @@ class Recorder(TorchDispatchMode):
         """Return the number of the value of `tensor`, of a DTensor that of its local tensor; a
         tensor never seen before gets a new one, and is kept alive."""
         index = self._index_of.get(id(tensor))
-        if index is None and is_distributed(tensor):
+        if index is None and distributed.is_distributed(tensor):
             self._note_spec(tensor)
             return self.value(tensor._local_tensor)  # type: ignore[attr-defined]
         if index is None:
@@ -250,7 +244,7 @@ class Recorder(TorchDispatchMode):
         those of local tensors. Raises CaptureError if a plan cannot repeat the call."""
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return fake_device(args[0])
-        if any(map(is_distributed_kind, types)):
+        if any(map(distributed.is_distributed_kind, types)):
             self._refuse_distributed(func, args, kwargs or {})
             return NotImplemented  # what DTensor calls with local tensors comes here next
         try:
@@ -265,7 +259,7 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         """Note the process groups of the DTensors that an operator takes. Raises CaptureError where
         a layout, or a random draw, is not shown to be in a plan what DTensor makes of it."""
-        tensors = [t for t in facts.tensors((args, kwargs)) if is_distributed(t)]
+        tensors = [t for t in facts.tensors((args, kwargs)) if distributed.is_distributed(t)]
         for tensor in tensors:
             self._note_spec(tensor)
         if tensors[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
@@ -273,8 +267,8 @@ class Recorder(TorchDispatchMode):
 
     def _note_spec(self, tensor: torch.Tensor) -> None:
         """Note the processes of a DTensor. Raises where it is not shown that a plan has it."""
-        self._groups.add(spec_of(tensor).mesh)
-        if why := why_not_shown(spec_of(tensor)):
+        self._groups.add(distributed.spec_of(tensor).mesh)
+        if why := distributed.why_not_shown(distributed.spec_of(tensor)):
             self.refuse(NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why))
 
     def _record(
@@ -520,7 +514,7 @@ class Recorder(TorchDispatchMode):
     def known_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the fake tensor for `tensor`, itself if it is one. A real tensor that is neither
         parameter nor buffer (a table that a library keeps) becomes a constant."""
-        if is_fake(tensor):
+        if distributed.is_fake(tensor):
             self.value(tensor)
             return tensor
         for index, constant in self.constants:

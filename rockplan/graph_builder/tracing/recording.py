@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import left_behind, modes, own_gradients
+from rockplan.graph_builder.tracing import free_sizes, left_behind, modes, own_gradients
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, idle
 from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
 from rockplan.graph_builder.tracing.backward import (
@@ -30,12 +30,6 @@ from rockplan.graph_builder.tracing.backward import (
     refuse_gradients,
 )
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
-from rockplan.graph_builder.tracing.free_sizes import (
-    FreeSizes,
-    Layout,
-    StaticSizes,
-    texts_specialize,
-)
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
@@ -72,7 +66,7 @@ class Sample:
     incoming: Incoming | Precedent | None
     only_loss: bool
     foreign_rows: PatchSource
-    earlier: Mapping[int, Layout] | None = None
+    earlier: Mapping[int, free_sizes.Layout] | None = None
     unread: frozenset[int] = frozenset()
 
 
@@ -108,7 +102,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         found.restored(),
         stand_ins.without_history(),
         recorder.without_history(),
-        contextlib.nullcontext() if recording.free is None else texts_specialize(),
+        contextlib.nullcontext() if recording.free is None else free_sizes.texts_specialize(),
     ):
         exchanged = _exchanged(recording)
         answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
@@ -137,7 +131,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
     refuse_other_variants(recorder.values, recorder.calls)
     kept = trees.tree_leaves(first.outputs)
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in kept):
-        raise StaticSizes("the forward returns a size")
+        raise free_sizes.StaticSizes("the forward returns a size")
     return Capture(
         values=values,
         calls=tuple(recorder.calls),
@@ -173,14 +167,14 @@ class _Recording:
     recorder: Recorder
     stand_ins: StandIns
     found: Walk
-    free: FreeSizes | None
+    free: free_sizes.FreeSizes | None
 
     @classmethod
     def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
         """Return the objects of a recording. Nothing is exchanged or run yet."""
         free = None
         if call.earlier is not None:
-            free = FreeSizes(trees.tree_leaves((call.args, call.kwargs)), call.earlier)
+            free = free_sizes.FreeSizes(trees.tree_leaves((call.args, call.kwargs)), call.earlier)
         # A kernel that got the address of a fake tensor would end the process.
         with functorch_config.patch(fake_tensor_allow_unsafe_data_ptr_access=False):
             env = None if free is None else free.env

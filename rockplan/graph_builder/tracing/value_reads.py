@@ -20,14 +20,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import RecordedCall
-from rockplan.graph_builder.tracing import value_shapes
-from rockplan.graph_builder.tracing.read_errors import (
-    ARGUMENT,
-    BUFFER,
-    OF_ARRAYS,
-    shape_error,
-    value_read_error,
-)
+from rockplan.graph_builder.tracing import read_errors, value_shapes
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
@@ -86,8 +79,10 @@ class ValueReader:
                 self._buffers[value] = tensor
                 self._buffer_positions[value] = position
         self.inputs = frozenset(inputs)
-        self._names = {v: f"{ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
-        self._names |= {v: f"{BUFFER} '{name}'" for name, v in buffers}
+        self._names = {
+            v: f"{read_errors.ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()
+        }
+        self._names |= {v: f"{read_errors.BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
 
     def read(
@@ -145,7 +140,9 @@ class ValueReader:
         value = recorder.value(recorder.known_tensor(tensor))
         recorder.refuse_unwritten([value], f"Python at {source} reads")
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(recorder, calls, leaves, module, source, OF_ARRAYS)
+        environment = self._environment(
+            recorder, calls, leaves, module, source, read_errors.OF_ARRAYS
+        )
         known = environment[value]
         with _disable_current_modes(), torch.no_grad():
             handed = _Handed(known, _bits(known).clone(), module, source)
@@ -188,7 +185,9 @@ class ValueReader:
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
-            recorder.refuse(value_read_error(calls, unknown, is_backward, module, source, more))
+            recorder.refuse(
+                read_errors.value_read_error(calls, unknown, is_backward, module, source, more)
+            )
         return self._run(recorder, calls, leaves)
 
     def _unknown(
@@ -235,7 +234,7 @@ class ValueReader:
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         unknown = self._unknown(recorder, calls, leaves)
         if rule is None or not deciding or unknown is not None:
-            raise shape_error(operator, calls, unknown or [], module, source)
+            raise read_errors.shape_error(operator, calls, unknown or [], module, source)
         environment = self._run(recorder, calls, leaves)
         real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
         plain = tuple(c.call for c in calls)
