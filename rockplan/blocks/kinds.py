@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rockplan import programs as module_programs
 from rockplan.agreement import refuse_apart
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
@@ -21,6 +20,14 @@ from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
+from rockplan.programs import (
+    NEARLY,
+    built_program,
+    program_in_training,
+    rung_program,
+    sized_problem,
+    with_sizes_open,
+)
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.open_program import Limits
 from rockplan.runtime.planned_state import PLANNING, original_forward
@@ -118,7 +125,7 @@ def built_block(
 ) -> PlannedProgram:
     """Return the program of a block that runs as `option` says."""
     made = bounded_plan(problem, option)
-    return module_programs.built_program(block.call, made, block.source, options)
+    return built_program(block.call, made, block.source, options)
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
@@ -192,7 +199,7 @@ class BlockMaker:
         """Return a program for one more kind of call. Raises CaptureError, naming the block, if it
         cannot be planned; the reason is noted in `programs.refused`."""
         try:
-            return module_programs.program_in_training(call, make=self._make)
+            return program_in_training(call, make=self._make)
         except CaptureError as error:
             self.programs.refused[self.path] = str(error)
             name_block_in(error, self.path)
@@ -207,7 +214,7 @@ class BlockMaker:
         block = captured_block(call, options)
         program = self.programs.find(block, self.allowance)
         if program is None:
-            source = module_programs.with_sizes_open(call, block.source, options, _of_a_step)
+            source = with_sizes_open(call, block.source, options, _of_a_step)
             block = replace(block, source=source)
         if program is None:
             if self.allowance != UNLIMITED:  # of a measured step, which all processes run
@@ -228,24 +235,22 @@ class BlockMaker:
     def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:
         """Return a known program for calls of many sizes in a schedule for this call's; None if
         there is none."""
-        known = module_programs.sized_problem(call, options)
+        known = sized_problem(call, options)
         if known is None:
             return None
         program, problem, interface = known
         problem = replace(problem, constrained=problem.graph, blocks=())
         less = replace(
             self.allowance,
-            saved_bytes=int(self.allowance.saved_bytes * module_programs.NEARLY),
-            peak_bytes=int(self.allowance.peak_bytes * module_programs.NEARLY),
+            saved_bytes=int(self.allowance.saved_bytes * NEARLY),
+            peak_bytes=int(self.allowance.peak_bytes * NEARLY),
         )
         chosen = self.programs.chosen
         option = chosen.get((problem.graph_digest, self.allowance))
         option = option or _adapted(problem, less, (program,)) or within(problem, less, options)
         option = option or block_option(problem, self.allowance, options)
         chosen[problem.graph_digest, self.allowance] = option
-        return module_programs.rung_program(
-            call, program, bounded_plan(problem, option), interface, options
-        )
+        return rung_program(call, program, bounded_plan(problem, option), interface, options)
 
 
 def _adapted(

@@ -44,12 +44,15 @@ class Rows:
         return Rows(self.first + by, self.last + by)
 
 
+RowsOf = Mapping[int, Rows]
+"""Value -> its rows, for operands that are cut."""
+
+
 @dataclass(frozen=True, slots=True)
 class RowWise:
-    """How a call is cut. operands: value -> rows, for operands that are cut; results: rows of each,
-    None if the results of the parts are added up."""
+    """How a call is cut. results: rows of each, None if the results of the parts are added up."""
 
-    operands: Mapping[int, Rows]
+    operands: RowsOf
     results: tuple[Rows | None, ...]
 
 
@@ -176,13 +179,12 @@ def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
 def row_wise(
     call: Call,
     specs: Specs,
-    known: Mapping[int, Rows],
+    known: RowsOf,
     groups: Groups,
     result_rows: Rows | None = None,
 ) -> RowWise | None:
     """Return how a call that makes new tensors can be computed by parts; None if it mixes rows.
-    specs: value -> spec; known: value -> rows, for operands that are cut; result_rows: rows that
-    its result should have if no operand decides."""
+    specs: value -> spec; result_rows: rows that its result should have if no operand decides."""
     op = call.op
     operands = list(dict.fromkeys(r.index for r in refs(call)))
     by_value = {v: known[v] for v in operands if v in known}
@@ -205,9 +207,9 @@ def row_wise(
     return None
 
 
-def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+def _product(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
     """Return how a matrix product is cut: along rows of the left operand, or along the summed
-    dimension, where parts add up; None for neither. rows_of: value -> rows, for cut operands."""
+    dimension, where parts add up; None for neither."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
@@ -226,9 +228,9 @@ def _product(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise |
     return None
 
 
-def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+def _nll(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
     """Return how a nll loss of a matrix, or its backward, is cut along rows; None if it cannot be.
-    The loss of a row needs only its target. rows_of: value -> rows, for operands that are cut."""
+    The loss of a row needs only its target."""
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
@@ -248,12 +250,9 @@ def _nll(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | Non
     return RowWise(operands, (FIRST if is_by_row else None, None))
 
 
-def _along(
-    call: Call, specs: Specs, rows_of: Mapping[int, Rows], result_rows: Rows | None
-) -> RowWise | None:
+def _along(call: Call, specs: Specs, rows_of: RowsOf, result_rows: Rows | None) -> RowWise | None:
     """Return how an operator along one dimension is cut; None if that dimension is among the rows,
-    or if operands and result differ in rows. rows_of: value -> rows, for operands that are cut;
-    result_rows: rows if no operand is."""
+    or if operands and result differ in rows. result_rows: rows if no operand is cut."""
     rows = _common(rows_of) if rows_of else result_rows
     operands = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
@@ -267,15 +266,15 @@ def _along(
     return RowWise(dict.fromkeys(operands, rows), (rows,))
 
 
-def _common(rows_of: Mapping[int, Rows]) -> Rows | None:
+def _common(rows_of: RowsOf) -> Rows | None:
     """Return the rows that all operands have, None if they differ."""
     kinds = set(rows_of.values())
     return kinds.pop() if len(kinds) == 1 else None
 
 
-def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+def _reduction(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
     """Return how a reduction is cut: by rows, or, over all rows, as a sum of parts; None if it
-    reduces some dimensions of rows only, or parts cannot be added up. rows_of: value -> rows."""
+    reduces some dimensions of rows only, or parts cannot be added up."""
     rows = _common(rows_of)
     (operand,) = (r.index for r in refs(call))
     if rows is None:
@@ -296,9 +295,9 @@ def _reduction(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise
     return RowWise({operand: rows}, (made,) * len(call.results))
 
 
-def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> RowWise | None:
+def _select_backward(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
     """Return how the backward of `select` is cut, whose result has one dimension more; None if that
-    is among the rows. rows_of: value -> rows."""
+    is among the rows."""
     rows = _common(rows_of)
     if rows is None:
         return None
@@ -309,11 +308,10 @@ def _select_backward(call: Call, specs: Specs, rows_of: Mapping[int, Rows]) -> R
 
 
 def _pointwise(
-    call: Call, specs: Specs, rows_of: Mapping[int, Rows], result_rows: Rows | None
+    call: Call, specs: Specs, rows_of: RowsOf, result_rows: Rows | None
 ) -> RowWise | None:
     """Return how an elementwise operator is cut; None if operands disagree on rows. Operands of
-    size 1 along rows are broadcast, not cut. rows_of: value -> rows; result_rows: rows if no
-    operand has any."""
+    size 1 along rows are broadcast, not cut. result_rows: rows if no operand has any."""
     result = specs(call.results[0] or 0).shape
     places = {r.moved(len(result) - len(specs(v).shape)) for v, r in rows_of.items()}
     places |= {result_rows} if result_rows else set()
