@@ -506,6 +506,27 @@ def test_replanning_under_the_autocast_of_the_forward() -> None:
         both(planned, eager, use, f"step {step}")
 
 
+class Shifted(nn.Module):
+    """The gradient of its input is that of the sum, which is read three times."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + 0.1
+        return y.tanh() * y.sigmoid() + y.sin()
+
+
+def test_gradients_that_meet_inside_are_added_before_those_outside() -> None:
+    torch.manual_seed(0)
+    block = rockplan.solve(Shifted(), torch.randn(8, 16, requires_grad=True), "100%", options=QUICK)
+    x = torch.randn(8, 16)
+    found = []
+    for module in (block, Shifted()):
+        leaf = x.clone().requires_grad_()
+        h = leaf * 2
+        mean_square(torch.cat([module(h), h.exp(), h.cos()])).backward()
+        found.append(leaf.grad)
+    assert torch.equal(*found)
+
+
 class Readers(nn.Module):
     """Two products read the input, and one weight is read twice."""
 

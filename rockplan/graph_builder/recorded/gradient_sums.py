@@ -46,16 +46,19 @@ def split(view: RunView) -> tuple[Gradients, frozenset[int]]:
             view.spec(t).shape == spec.shape and uses[t] == 1 for t in added_values
         )
 
-    def terms(gradient: int) -> tuple[int, ...]:
-        """Return the contributions that add up to `gradient`, in the engine's order; the gradient
-        itself if the engine did not add it up. Notes the positions of additions in `added`."""
-        if not is_engine_sum(gradient):
+    def terms(gradient: int, most: int) -> tuple[int, ...]:
+        """Return the contributions that add up to `gradient`, `most` of them, in the engine's
+        order; the gradient itself if the engine did not add it up. (What the target was added to
+        may have the same gradient, and be read several times: that sum is made inside.) Notes the
+        positions of additions in `added`."""
+        if most <= 1 or not is_engine_sum(gradient):
             return (gradient,)
         position = producer[gradient]
         added.add(position)
         arrived, last = (r.index for r in refs(view.calls[position].call))
         uses[arrived] -= 1
-        return (*terms(arrived), last)
+        return (*terms(arrived, most - 1), last)
 
-    gradients = tuple((t, () if g is None else terms(g)) for t, g in view.gradients)
+    pairs = zip(view.gradients, view.arrivals, strict=True)
+    gradients = tuple((t, () if g is None else terms(g, most)) for (t, g), most in pairs)
     return gradients, frozenset(added)

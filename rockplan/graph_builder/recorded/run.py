@@ -99,7 +99,8 @@ class Capture:
 
     parameters, buffers: (dotted name, value); inputs: (leaf position, value);
     constants: (value, tensor); gradients: (value of a parameter or input, value of its gradient
-    or None if the result does not depend on it). The backward pass is recorded without autocast;
+    or None if the result does not depend on it); arrivals: how many gradients arrive at each of
+    these, where other sums are of tensors inside. The backward pass is recorded without autocast;
     backward_ignores_autocast: it would be the same under the autocast state of the forward.
     output_spec: tree structure of the result.
     samples: value -> real tensor, for integer inputs and what is computed from them and constants.
@@ -130,6 +131,7 @@ class Capture:
     sizes: Sizes = STATIC
     unread: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
+    arrivals: tuple[int, ...] = ()
 
     @cached_property
     def view(self) -> RunView:

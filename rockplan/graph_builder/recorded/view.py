@@ -30,6 +30,7 @@ class RunView:
 
     def __init__(self, run: Capture) -> None:
         self.values, self.calls, self.gradients = run.values, run.calls, run.gradients
+        self.arrivals = run.arrivals or (len(run.calls),) * len(run.gradients)
         self.given: dict[int, DataKind] = {}
         for kind, values in (
             (DataKind.PARAMETER, (v for _, v in run.parameters)),

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.graph import get_gradient_edge
 
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.recorded.run import RecordedCall
@@ -65,12 +67,14 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
 class RecordedBackward:
     """What the recorded backward pass computed. targets: tensors whose gradients were asked for;
     gradients: one for each, None if the result does not depend on it; tangents: output position ->
-    its incoming gradient; sources: for each leaf of the result, the positions of other leaves that
+    its incoming gradient; arrivals: for each target, how many gradients arrive at it;
+    sources: for each leaf of the result, the positions of other leaves that
     its backward pass goes through; ignores_autocast: it is the same under the caller's autocast."""
 
     targets: list[torch.Tensor]
     gradients: tuple[torch.Tensor | None, ...]
     tangents: dict[int, torch.Tensor]
+    arrivals: list[int]
     sources: tuple[tuple[int, ...], ...]
     ignores_autocast: bool
 
@@ -102,6 +106,8 @@ def recorded_backward(
     sources = sources_of(outputs)
     roots = [outputs[i] for i in starts]
     tangents = [_tangent(o, strides) for o, strides in zip(roots, starts.values(), strict=True)]
+    edges = Counter(edge for node in backward_nodes(roots) for edge in node.next_functions)
+    arrivals = [edges[get_gradient_edge(t)[:2]] for t in targets]
     recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
     forward_calls = len(recorder.calls)
 
@@ -139,6 +145,7 @@ def recorded_backward(
         targets=targets,
         gradients=gradients,
         tangents=dict(zip(starts, tangents, strict=True)),
+        arrivals=arrivals,
         sources=sources,
         ignores_autocast=with_casts == _named(recorder.calls[forward_calls:]),
     )

@@ -141,6 +141,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         constants=tuple(recorder.constants),
         outputs=output_leaves(recorder, first.outputs, backward.sources, backward.tangents),
         gradients=backward.gradient_values(recorder),
+        arrivals=tuple(backward.arrivals),
         guards=tuple(recorder.guards),
         questions=tuple(exchanged.questions.asked.values()),
         backward_ignores_autocast=backward.ignores_autocast,
