@@ -602,7 +602,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
                 "argument",
                 lambda: nn.Linear(4, 4),
                 Scaled(SAMPLE),
-                "leaf 0 of the arguments",
+                "what it computes",
                 Scaled,
             ),
             (
@@ -920,7 +920,7 @@ def test_wrapped_modules_are_refused() -> None:
 def test_an_argument_of_another_class_of_tensors_is_noticed() -> None:
     planned = rockplan.solve(nn.Linear(4, 4), SAMPLE, "100%")
     planned(SAMPLE)
-    with pytest.raises(rockplan.UnsupportedModel, match=r"leaf 0 .* is a Scaled.*as_subclass"):
+    with pytest.raises(rockplan.UnsupportedModel, match=r"computes is a Scaled.*as_subclass"):
         planned(SAMPLE.as_subclass(Scaled))
 
 

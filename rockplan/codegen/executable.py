@@ -217,7 +217,8 @@ def _run(
     before = torch.is_grad_enabled()
     torch._C._set_grad_enabled(True)
     try:
-        with guard():
+        # Functions that classes of parameters override ran while the forward was recorded.
+        with guard(), torch._C.DisableTorchFunctionSubclass():
             return function(frame)
     except BaseException:
         frame.end_copies()

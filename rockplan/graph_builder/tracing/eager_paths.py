@@ -227,7 +227,7 @@ def _data(original: Any, recording: RecordingAccess) -> Any:
     the tensor has (`p.data = p.data.contiguous()`), and raises the refusal for other memory."""
 
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
-        if not is_same_memory(tensor, other):
+        if not is_same_memory(tensor, recording.known(other)):
             recording.refuse(NAMED["other memory"].text())
 
     return property(original.__get__, assign)

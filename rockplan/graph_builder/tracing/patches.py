@@ -35,7 +35,8 @@ def _nobody(message: object) -> NoReturn:
 class RecordingAccess:
     """What a replacement may ask of the recording.
 
-    refuse: raise with the place in the model; read_all: the real tensor for a recorded one;
+    refuse: raise with the place in the model; read_all: the real tensor for a recorded one; known:
+    the fake tensor for a real one;
     is_active: whether a call of an operator would be recorded now; stop: raise an error that ends
     the recording; place: path of the running module, and the user's source line; make_own: give
     tensors (grouped by storage) memory of their own if no plan writes into what they have;
@@ -45,6 +46,7 @@ class RecordingAccess:
 
     refuse: Callable[[str], NoReturn] = _nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
+    known: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     is_active: Callable[[], bool] = lambda: False
     stop: Callable[[CaptureError], NoReturn] = _nobody
     place: Callable[[], tuple[str, str]] = lambda: ("", "")

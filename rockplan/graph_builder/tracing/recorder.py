@@ -89,7 +89,7 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
         return NAMED["nested tensor that is given"].text(tensor=called)
     if tensor.layout is not torch.strided:
         return NAMED["layout"].text(tensor=called, layout=tensor.layout)
-    if _has_operations(kind):
+    if overrides(kind, "__torch_dispatch__"):
         return NAMED["class of tensors"].text(tensor=called, kind=kind.__qualname__)
     return None
 
@@ -105,9 +105,11 @@ def is_same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @functools.cache
-def _has_operations(kind: type) -> bool:
+def overrides(kind: type, name: str) -> bool:
+    """Return whether a class of tensors overrides operators (`__torch_dispatch__`), or functions of
+    PyTorch (`__torch_function__`), whose Python runs while a forward is recorded."""
     own = (vars(k) for k in kind.__mro__ if k not in _PLAIN_KINDS)
-    return any(o.get(name, no) is not no for o in own for name, no in _OPERATIONS.items())
+    return any(o.get(name, _OPERATIONS[name]) is not _OPERATIONS[name] for o in own)
 
 
 class Reader(Protocol):

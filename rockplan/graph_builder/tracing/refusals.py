@@ -308,8 +308,8 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
         "would not ask",
-        "use plain tensors (plan a module before it is sharded or quantized, pass "
-        "`tensor.as_subclass(torch.Tensor)`)",
+        "use plain tensors (of quantized parameters what they dequantize to; those of bitsandbytes "
+        "are planned; pass `tensor.as_subclass(torch.Tensor)`)",
     ),
     Refusal(
         "distributed tensor",

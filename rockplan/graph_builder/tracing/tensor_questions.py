@@ -20,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.graph_builder.tracing.patches import exchanged
+from rockplan.graph_builder.tracing.recorder import overrides
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 from rockplan.python_state.contents import described
@@ -115,6 +116,8 @@ class Questions:
         def class_too(tensor: torch.Tensor, name: str) -> Any:
             if name == "__class__":
                 return self._class(tensor)
+            if name == "__torch_function__":
+                return self._function(tensor)
             if name == "__dict__" and _asks_users_file():
                 self._refuse(tensor, name, "all of its attributes")
             return _ATTRIBUTE(tensor, name)
@@ -157,6 +160,19 @@ class Questions:
         if real is not None:
             return type(real)
         return nn.Parameter if "_is_param" in own else torch.Tensor
+
+    def _function(self, tensor: torch.Tensor) -> Any:
+        """Return the `__torch_function__` of a fake tensor; of a stand-in that of the class of the
+        real tensor, if it has one, which is told of that class."""
+        kind = type(self.real.get(id(tensor), tensor))
+        if not overrides(kind, "__torch_function__"):
+            return _ATTRIBUTE(tensor, "__torch_function__")
+
+        def call(func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kinds = dict.fromkeys(kind if k is FakeTensor else k for k in types)
+            return kind.__torch_function__(func, tuple(kinds), args, kwargs or {})
+
+        return call
 
     def _is_a(self) -> Callable[[Any, Any], bool]:
         """Return what replaces the `__instancecheck__` of nn.Parameter's metaclass: `isinstance` as
@@ -265,7 +281,14 @@ class Questions:
 
         if not callable(original):
             return property(ask)
-        return lambda tensor, *args, **kwargs: ask(tensor)(*args, **kwargs)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            if name == "as_subclass" and overrides(args[0], "__torch_function__"):
+                kind = args[0].__qualname__
+                self.refuse(NAMED["class of tensors"].text(tensor="what it computes", kind=kind))
+            return ask(tensor)(*args, **kwargs)
+
+        return call
 
     def _if_none(self, name: str, what: str) -> property:
         """Return what replaces a property of tensors: None of the real tensor is noted as the
