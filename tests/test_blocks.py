@@ -620,7 +620,7 @@ def test_options_of_one_module(name: str) -> None:
 def test_a_block_that_cannot_be_planned() -> None:
     model, eager = Stack().train(), Stack().train()
     model.layers[2].up.register_forward_hook(lambda module, args, result: None)
-    with pytest.raises(rockplan.UnsupportedModel, match="block 'layers.2' cannot be planned"):
+    with pytest.raises(rockplan.UnsupportedModel, match=r"block 'layers.2' cannot be .*'leave'"):
         solved(model, "min", blocks="layers.*")
     options = rockplan.Options(**QUICK, on_refused="leave")
     solved(model, "min", blocks="layers.*", options=options)
@@ -631,6 +631,16 @@ def test_a_block_that_cannot_be_planned() -> None:
     assert_trains_alike(model, eager)
     with pytest.raises(rockplan.InvalidInput, match="on_refused"):
         rockplan.Options(on_refused="skip")  # type: ignore[arg-type]
+
+
+def test_leaving_all_blocks_is_not_advised() -> None:
+    model = Stack().train()
+    for layer in model.layers:
+        layer.up.register_forward_hook(lambda module, args, result: None)
+    with pytest.raises(
+        rockplan.UnsupportedModel, match=r"'layers\.0' .*no other block can be planned"
+    ):
+        solved(model, "min", blocks="layers.*")
 
 
 def test_a_model_with_planned_blocks_is_not_planned_as_a_whole() -> None:

@@ -179,12 +179,15 @@ class BlockPrograms:
         return _shared(known, block)
 
 
-def name_block_in(error: CaptureError, path: str) -> None:
+def name_block_in(error: CaptureError, path: str, *, are_others_planned: bool = True) -> None:
     """Put the path of the block, and what to do, into the message of `error`."""
-    error.args = (
-        f"block '{path}' cannot be planned: {error} (Options(on_refused='leave') leaves it as it "
-        "is; or name parts of it as the blocks, such as its attention)",
+    advice = (
+        "Options(on_refused='leave') leaves it as it is; or name parts of it as the blocks, such "
+        "as its attention"
+        if are_others_planned
+        else "no other block can be planned; name parts of them as the blocks, such as attention"
     )
+    error.args = (f"block '{path}' cannot be planned: {error} ({advice})",)
 
 
 @dataclass(frozen=True, eq=False)

@@ -393,10 +393,11 @@ class _Job:
         CaptureError for one of the latter if the options say so, after all blocks were gathered."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
-        failure: CaptureError | None = None
+        failure: tuple[CaptureError, str] | None = None
         for number, (path, block) in enumerate(named.items()):
             report("capturing blocks", number, len(named))
-            if failure is not None:  # other processes wait until all gather each block
+            # Other processes wait until all gather each block.
+            if failure is not None and captured:
                 with gathered(block):
                     continue
             try:
@@ -405,13 +406,13 @@ class _Job:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
                 if self.options.on_refused == "error":
-                    name_block_in(error, path)
-                    failure = error
+                    failure = failure or (error, path)
                     continue
                 left.append((path, str(error)))
                 _LOGGER.warning("block '%s' is left as it is: %s", path, error)
         if failure is not None:
-            raise failure
+            name_block_in(*failure, are_others_planned=bool(captured))
+            raise failure[0]
         return captured, tuple(left)
 
     def _refused_by_any(self, own: Left) -> Left:
