@@ -25,7 +25,7 @@ CUDA_VENV ?= .venv-cuda
 CUDA_TORCH ?= torch==2.11.0
 STAND_IN := build/stand_in
 
-.PHONY: demo test sweep matrix libraries wheels cuda lint clean always
+.PHONY: demo test sweep matrix libraries adapters wheels cuda lint clean always
 
 demo: $(VENV)/ready
 	$(BIN)/python -m benchmarks.demo
@@ -77,6 +77,13 @@ libraries: .venv-libraries/ready
 	.venv-libraries/bin/pip install --quiet --no-deps --requirement benchmarks/libraries.txt
 	.venv-libraries/bin/pip install --quiet --editable . pytest
 	touch $@
+
+# Quantized bases with adapters, in an environment with bitsandbytes.
+adapters:
+	$(MAKE) VENV=.venv-adapters .venv-adapters/ready
+	.venv-adapters/bin/pip install --quiet --no-deps bitsandbytes==0.50.2
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-adapters/bin/python -m pytest tests/test_quantized.py
+	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-adapters/bin/python -m benchmarks.adapters
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
