@@ -85,7 +85,7 @@ def test_auto_has_room_for_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_fit_of_calls_in_flight_is_refused() -> None:
     options = replace(OPTIONS, in_flight=2)
-    with pytest.raises(rockplan.InvalidInput, match=r"leave in_flight out.*rockplan\.plan"):
+    with pytest.raises(rockplan.InvalidInput, match=r"leave it out.*rockplan\.plan"):
         rockplan.fit(stage(), X, "8GiB", options=options)
 
 
