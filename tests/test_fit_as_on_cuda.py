@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import rockplan
 from rockplan.cli.main import app
 from rockplan.fitting import as_on_cuda as ways
 from rockplan.fitting.as_on_cuda import as_on_cuda
+from rockplan.fitting.gpus import gpu
 from rockplan.graph_builder.capture import capture
 from rockplan.options import Options
 
@@ -102,18 +104,19 @@ def test_attention_with_dropout_has_cudas_kernel(
     assert expected in called and f"{expected.split('.default')[0]}_backward.default" in called
 
 
-def test_masks_of_dropout_take_one_byte() -> None:
+@pytest.mark.parametrize("at_hand", ["", "cuda"])
+def test_masks_of_dropout_take_one_byte(at_hand: str) -> None:
     layers = 4
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.1)),) * layers)
     rows = 4096
     taken = {}
-    for device in ("cpu", "h100-80"):
+    for device in ("cpu", replace(gpu("h100-80"), at_hand=at_hand)):
         found = rockplan.fit(
             model, torch.rand(rows, 64), device, optimizer=None, options=Options(cache=False)
         )
-        taken[device] = found.breakdown("kept whole", None)["activations"]
+        taken[device == "cpu"] = found.breakdown("kept whole", None)["activations"]
     # On CPU a mask has the dtype of its input.
-    assert taken["cpu"] - taken["h100-80"] == layers * rows * 64 * (4 - 1)
+    assert taken[True] - taken[False] == layers * rows * 64 * (4 - 1)
 
 
 def test_autocast_of_a_model_on_the_meta_device(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ BY_TABLES = (
     "operators hold most); with CUDA's dropout, attention and autocast. by a table: context, "
     "cuBLAS's workspaces (those inside of other operators are not in the sum). by a model: "
     "reserved, of PyTorch's caching allocator without expandable_segments",
-    "times are estimates by the device's peaks: published steps reach half to two thirds of "
-    "what is said a second",
+    "times are estimates by the device's peaks: measured steps reach a fifth to two thirds "
+    "of what is said a second",
 )
 """What rows rest on."""
 

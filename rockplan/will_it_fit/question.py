@@ -238,9 +238,8 @@ class FitQuestion:
         batch, length = size
         sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
         call = resized(self.model, self.arguments, sizes)
-        is_elsewhere = not self.on.at_hand
         try:
-            with as_on_cuda() if is_elsewhere else contextlib.nullcontext():
+            with contextlib.nullcontext() if self.on.is_cpu else as_on_cuda():
                 return priced_call(self.model, call, options, self._rates, self._tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
