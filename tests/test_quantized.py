@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.integrations.transformers import RockplanCallback
 from testing import adapter_cases
 from testing.models import Case
 from testing.training import QUICK, train_side_by_side
@@ -121,3 +123,61 @@ def test_adapters_over_bitsandbytes_train_as_eager(scheme: str, adapter: str, mo
     case = Case(scheme, adapted, (), call, adapter_cases.loss_of)
     eager = copy.deepcopy(adapted)
     train_side_by_side(case, plan(case), eager, steps=2)
+
+
+def test_a_trainer_with_the_callback_trains_a_quantized_base_as_eager(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is in no extra of this package")
+    transformers = pytest.importorskip("transformers")
+    ids = torch.randint(0, adapter_cases.VOCABULARY, (16, adapter_cases.SEQUENCE))
+    data = [{"input_ids": row, "labels": row} for row in ids]
+
+    def trained(*callbacks: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        base = adapter_cases.SCHEMES["bitsandbytes/nf4, double"]("Llama")
+        model = adapter_cases.ADAPTERS["LoRA"](base).train()
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=4, per_device_train_batch_size=4, report_to=[],
+            save_strategy="no", use_cpu=True, disable_tqdm=True,
+        )  # fmt: skip
+        transformers.Trainer(
+            model=model, args=arguments, train_dataset=data, callbacks=[*callbacks]
+        ).train()
+        return [p.detach() for p in model.parameters() if p.requires_grad]
+
+    with caplog.at_level("INFO", "rockplan"):
+        planned = trained(RockplanCallback(budget="50%"))
+    assert "planned PeftModel at its first call in training" in caplog.text
+    assert all(map(torch.equal, planned, trained()))
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
+def test_optimizers_in_8_bits_and_merged_adapters_beside_a_plan(name: str) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="it is in no extra of this package")
+    call = adapter_cases.call_of("Llama")
+
+    def made() -> Any:
+        torch.manual_seed(0)
+        return adapter_cases.ADAPTERS["LoRA"](adapter_cases.SCHEMES["bitsandbytes/nf4"]("Llama"))
+
+    eager, model = made().train(), made().train()
+    planned: Any = rockplan.solve(model, (), "50%", sample_kwargs=call, options=QUICK)
+
+    def steps(module: Any, of: Any) -> list[Tensor]:
+        trained = [p for p in of.parameters() if p.requires_grad]
+        optimizer = getattr(bitsandbytes.optim, name)(trained, lr=1e-2)
+        found = []
+        for number in range(4):
+            if number == 2:
+                of.merge_adapter()
+                with torch.no_grad():
+                    found.append(module(**call).logits)
+                of.unmerge_adapter()
+            torch.manual_seed(number)
+            adapter_cases.loss_of(module(**call)).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [*found, *(p.detach() for p in trained)]
+
+    assert all(map(torch.equal, steps(planned, model), steps(eager, eager)))
