@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
+    from rockplan.kinds import Kinds, kinds
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
@@ -68,6 +69,7 @@ _NAMES = {
     "explained": "explain",
     "will_it_fit.what_fits": "fit",
     "reports.html": "html_report",
+    "kinds": "Kinds kinds",
     "api": "load pareto plan solve",
     "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
@@ -94,6 +96,7 @@ __all__ = [
     "InvalidBudget",
     "InvalidConstraint",
     "InvalidInput",
+    "Kinds",
     "MissingLibrary",
     "NothingToDifferentiate",
     "Options",
@@ -119,6 +122,7 @@ __all__ = [
     "explain",
     "fit",
     "html_report",
+    "kinds",
     "load",
     "measured_timeline",
     "opaque",

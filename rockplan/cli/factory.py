@@ -41,22 +41,26 @@ class Subject:
 
 
 def make_subject(name: str) -> Subject:
+    """Return the model and sample that the factory `name` makes, as `made_by` finds it. Raises
+    InvalidInput, with an exception of the factory as its cause."""
+    return _subject(name, made_by(name))
+
+
+def made_by(name: str) -> object:
     """Import and call the factory that `name` ('module:factory' or 'file.py:factory') names, and
-    return the model and sample that it makes. Raises InvalidInput, with an exception of the factory
-    as its cause."""
+    return what it makes. Raises InvalidInput, with an exception of the factory as its cause."""
     module_name, colon, path = name.rpartition(":")
     if not (module_name and colon and path):
         raise InvalidInput(f"{name!r} does not name a model; {_FORM}")
     module = _file(module_name) if module_name.endswith(".py") else _module(module_name)
     factory = _attribute(module, module_name, path)
     try:
-        made = factory()
+        return factory()
     except (Exception, SystemExit) as error:
         raise InvalidInput(
             f"{name} {_failed(error)}. A factory takes no arguments; call it by itself to see "
             "where it fails"
         ) from error
-    return _subject(name, made)
 
 
 def _subject(name: str, made: object) -> Subject:

@@ -26,7 +26,8 @@ from rockplan.python_state.autocast import autocast_state
 from rockplan.python_state.distributed import is_awaited, with_collectives_done
 from rockplan.python_state.surroundings import Surroundings
 from rockplan.runtime import call_checks
-from rockplan.runtime.bound_program import matching, run
+from rockplan.runtime.bound_program import BoundProgram, matching, run
+from rockplan.runtime.differences import Differences
 from rockplan.runtime.guards import call_key, opened_key
 from rockplan.runtime.planned_state import (
     PLANNING,
@@ -37,7 +38,7 @@ from rockplan.runtime.planned_state import (
     original_forward,
 )
 from rockplan.runtime.program import PlannedProgram
-from rockplan.runtime.replanning import Called, Situation, bound_program
+from rockplan.runtime.replanning import Called, Situation, bound_program, changes_from
 from rockplan.runtime.switches import function_modes, without_default_device
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
@@ -145,24 +146,49 @@ class Planned(HasPlans):
             state.warned.add(call_checks.COMPILED)
             call_checks.warn_of_compiled(self)
         call_checks.warn_of_dispatch_modes()
-        leaves, input_spec = trees.tree_flatten((args, kwargs))
-        if any(map(is_awaited, leaves)):
-            args, kwargs = with_collectives_done((args, kwargs))
-            leaves = trees.tree_leaves((args, kwargs))
-        unread = state.unread.get(input_spec, NOTHING)
-        key = (input_spec, call_key((args, kwargs), leaves, unread))
-        with without_default_device():
-            bound = matching(state.programs.get(key, ()), leaves) or state.known_at(key, leaves)
-        call = Called(key, args, kwargs, leaves)
-        if bound is None:
-            with PLANNING, paused_collection():
-                bound = bound_program(self, call)
+        call = _called(state, args, kwargs)
+        bound = _bound(self, call)
         if bound is None:
             return _run_original(self, args, kwargs)
         state.latest, state.has_run = bound.program, True
         state.watch.called()
         situation = Situation(self, call, bound, autocast_state(), function_modes())
-        return run(bound, (args, kwargs), leaves, situation.replan)
+        return run(bound, (call.args, call.kwargs), call.leaves, situation.replan)
+
+
+def _called(state: PlannedState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
+    leaves, input_spec = trees.tree_flatten((args, kwargs))
+    if any(map(is_awaited, leaves)):
+        args, kwargs = with_collectives_done((args, kwargs))
+        leaves = trees.tree_leaves((args, kwargs))
+    unread = state.unread.get(input_spec, NOTHING)
+    return Called((input_spec, call_key((args, kwargs), leaves, unread)), args, kwargs, leaves)
+
+
+def _bound(planned: HasPlans, call: Called) -> BoundProgram | None:
+    """Return the program of a call, planned now if there is none; None to run the original."""
+    state, leaves = planned._rockplan, call.leaves
+    with without_default_device():
+        bound = matching(state.programs.get(call.key, ()), leaves)
+        bound = bound or state.known_at(call.key, leaves)
+    if bound is None:
+        with PLANNING, paused_collection():
+            bound = bound_program(planned, call)
+    return bound
+
+
+def planned_for(
+    planned: HasPlans, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[PlannedProgram | None, Differences | None]:
+    """Return the program that a call would run, planned now if there is none, and how the call
+    differs from those before; (None, ...) if it would run the original, (..., None) of the first
+    call. Nothing runs."""
+    state = planned._rockplan
+    call = _called(state, args, kwargs)
+    differences = changes_from(planned, call) if state.programs else None
+    bound = _bound(planned, call)
+    state.has_run = True
+    return (None if bound is None else bound.program), differences
 
 
 def _surround(copied: Any, planned: Planned) -> None:

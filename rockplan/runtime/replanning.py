@@ -97,17 +97,17 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             call_checks.refuse_capture(planned, leaves)
             return _first_bound(planned, call)
         if state.rungs(key, leaves):  # a program that is known, in another schedule
-            return _new_bound(planned, call, _changes(planned, call))
+            return _new_bound(planned, call, changes_from(planned, call))
         if state.settings.on_mismatch == "original" and state.has_warned_of_original:
             return None
         if state.settings.on_mismatch == "original":
             state.has_warned_of_original = True
-            call_checks.warn_of_mismatch(_changes(planned, call))
+            call_checks.warn_of_mismatch(changes_from(planned, call))
             return None
         call_checks.refuse_capture(planned, leaves)
         if any(map(signature_holds, state.infeasible.get(key, ()))):
             return None
-        changes = _changes(planned, call)
+        changes = changes_from(planned, call)
         if state.settings.on_mismatch == "error":
             raise StalePlan(
                 f"this call does not match what was planned: {changes}. Plan again with this "
@@ -304,7 +304,7 @@ _FOR_EVER_NEW = (
 )
 
 
-def _changes(planned: HasPlans, call: Called) -> Differences:
+def changes_from(planned: HasPlans, call: Called) -> Differences:
     """Return how a call, or the module, differs from what was planned: from the one that differs
     least among the latest `_COMPARED` programs of its kind (if it has none, of all kinds)."""
     state = planned._rockplan

@@ -1,0 +1,99 @@
+"""`rockplan.kinds`: which kinds of step a loader makes, by planning for them; none is run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import rockplan
+from rockplan.cli import main
+from testing.training import QUICK
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            *(m for _ in range(3) for m in (nn.Linear(8, 8), nn.BatchNorm1d(8), nn.GELU()))
+        )
+
+    def forward(self, x: Tensor, scale: Tensor | None = None) -> Tensor:
+        y: Tensor = self.layers(x)
+        return y if scale is None else y * scale
+
+
+def test_kinds_are_those_of_training() -> None:
+    x = [torch.randn(n, 8) for n in (16, 16, 24, 12, 16, 20)]
+    batches = [*x, {"x": x[0], "scale": torch.ones(1)}, x[2]]
+    net = Net()
+    before = {name: tensor.clone() for name, tensor in net.state_dict().items()}
+    found = rockplan.kinds(net, batches, "min", options=QUICK)
+    assert [kind.steps for kind in found.each] == [3, 4, 1]
+    assert [kind.is_of_all_sizes for kind in found.each] == [False, True, False]
+    assert found.each[0].why == "" and "x: 24x8, planned 16x8" in found.each[1].why
+    assert "scale" in found.each[2].why
+    assert found.planning_s > 0 and str(found).startswith("8 steps, 3 kinds, planned in")
+    for name, tensor in net.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+    fast = rockplan.solve(net, budget="min", options=QUICK)
+    for batch in batches:
+        out = fast(**batch) if isinstance(batch, dict) else fast(batch)
+        out.square().mean().backward()
+    assert len(fast._rockplan.programs) == len(found.each)  # type: ignore[union-attr]
+
+
+def test_only_the_first_steps_are_looked_at() -> None:
+    def ever_new() -> object:
+        for n in range(16, 10**6):
+            yield torch.randn(n, 8)
+
+    found = rockplan.kinds(Net(), ever_new(), steps=5, options=QUICK)  # type: ignore[arg-type]
+    assert [kind.steps for kind in found.each] == [1, 4]
+
+
+def test_steps_without_a_plan_are_counted() -> None:
+    found = rockplan.kinds(Net().eval(), [torch.randn(4, 8)] * 3, options=QUICK)
+    assert found.each == () and found.unplanned == 3
+    assert "3 steps run the original" in str(found)
+
+
+def test_errors_name_the_batch() -> None:
+    batches = [torch.randn(16, 8), torch.randn(16, 7)]
+    with pytest.raises(rockplan.ForwardRaises) as caught:
+        rockplan.kinds(Net(), batches, options=QUICK)
+    assert "batch 1 of the loader" in "".join(caught.value.__notes__)
+    with pytest.raises(rockplan.InvalidInput, match="at least 1"):
+        rockplan.kinds(Net(), batches, steps=0)
+
+
+def test_the_command_says_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        "import torch\n"
+        "def model():\n"
+        "    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())\n"
+        "    return net, torch.randn(16, 8)\n"
+        "def batches():\n"
+        "    return [torch.randn(n, 8) for n in (16, 24, 20)]\n"
+        "def number():\n"
+        "    return 3\n"
+    )
+
+    def run(*arguments: str) -> int:
+        monkeypatch.setattr("sys.argv", ["rockplan", "kinds", f"{script}:model", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main.main()
+        return int(end.value.code or 0)
+
+    assert run(f"{script}:batches", "-b", "min", "--json") == 0
+    rows = json.loads(capsys.readouterr().out)["each"]
+    assert [row["steps"] for row in rows] == [1, 2]
+    assert run(f"{script}:number") != 0
+    assert "return what yields batches" in capsys.readouterr().err
