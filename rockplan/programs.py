@@ -28,7 +28,7 @@ from rockplan.captures.captured_calls import (
     problems_of,
     waits_of,
 )
-from rockplan.captures.open_sizes import differing, layouts_of, may_be_open, with_open_sizes
+from rockplan.captures.open_sizes import may_be_open, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
@@ -54,7 +54,6 @@ from rockplan.runtime.planned_state import (
     opened_in,
     original_forward,
     programs_of,
-    sizes_in,
 )
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
@@ -77,7 +76,7 @@ from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
 from rockplan.values.schedule import keep_all
-from rockplan.values.sizes import resized
+from rockplan.values.sizes import LEAST, resized
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -258,13 +257,13 @@ def sized_problem(
     leaves, spec = trees.tree_flatten((call.args, call.kwargs))
     state = call.module._rockplan
     kind = kind_of_call(call.args, call.kwargs, state.unread.get(spec, frozenset()))
-    rungs = state.rungs(kind, leaves)
+    rungs, sizes = state.rungs(kind, leaves)
     if not rungs:
         return None
     # One that recomputes little is the best beginning.
     rung = min(rungs, key=lambda r: r.program.plan.overhead)
     known, opened = rung.program, opened_in(rung)
-    numbers = opened.numbers(sizes_in(rung, leaves), leaves)
+    numbers = opened.numbers(sizes, leaves)
     graph, interface = resized((opened.graph, opened.interface), numbers)
     waits = waits_of(graph, interface, known.hooked)
     return known, problem_at_other_sizes(known.plan, graph, waits, options), interface
@@ -304,7 +303,7 @@ def with_sizes_open(
         return source
     state = call.module._rockplan
     key = kind_of_call(call.args, call.kwargs, source.run.unread)
-    for known in _alike_but_for_sizes(state, call, key):
+    for known in _alike_but_for_sizes(state, source, key):
         kind = opened_key(key)
         try:
             return with_open_sizes(call, source, known, options, adjusted)
@@ -325,23 +324,25 @@ TRIES = 3
 
 
 def _alike_but_for_sizes(
-    state: PlannedState, call: ModuleCall, key: Any
+    state: PlannedState, source: CapturedCall, key: Any
 ) -> Iterator[PlannedProgram]:
-    """Yield programs for calls that differ from `call`, whose kind is `key`, in sizes alone, the
-    latest first, as long as nothing speaks against leaving these sizes open."""
+    """Yield programs for calls that differ from the captured one, whose kind is `key`, in sizes
+    alone, the latest first, as long as nothing speaks against leaving these sizes open."""
     kind = opened_key(key)
-    leaves = trees.tree_leaves((call.args, call.kwargs))
-    for other, bounds in reversed([*state.programs.items()]):
+    now = source.lowered.interface.call_in(source.lowered.graph)
+    alike = (
+        bound
+        for other, bounds in reversed([*state.programs.items()])
+        if other[1][:1] != ("open",) and opened_key(other) == kind
+        for bound in reversed(bounds)
+        if signature_holds(bound.signature)
+    )
+    for program in (bound.program for bound in alike):
         static, tries = state.static.get(kind, (frozenset(), 0))
-        if tries >= TRIES:
-            return
-        if other == key or other[1][:1] == ("open",) or opened_key(other) != kind:
-            continue
-        for bound in reversed(bounds):
-            places = set(differing(layouts_of(bound.program), leaves))
-            if signature_holds(bound.signature) and places.isdisjoint(static):
-                yield bound.program
-                break
+        places = dict(now.differing(program.interface.call_in(program.plan.graph)))
+        is_usual = min(places.values(), default=0) >= LEAST
+        if is_usual and tries < TRIES and static.isdisjoint(places):
+            yield program
 
 
 def _new_program(

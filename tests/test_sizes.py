@@ -60,6 +60,61 @@ class Messages(nn.Module):
         return x.square().mean()
 
 
+class OfMask(nn.Module):
+    """A loss of the labelled rows alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
+        is_labelled = labels >= 0
+        return nn.functional.cross_entropy(self.layers(x)[is_labelled], labels[is_labelled])
+
+
+def labelled(rows: int, count: int) -> dict[str, Tensor]:
+    labels = torch.full((rows,), -100)
+    labels[torch.randperm(rows)[:count]] = torch.randint(0, 8, (count,))
+    return {"x": torch.randn(rows, 8), "labels": labels}
+
+
+class WithoutLoops(Messages):
+    """Drops the edges from nodes to themselves, and gives each node one."""
+
+    def forward(self, x: Tensor, edges: Tensor) -> Tensor:
+        edges = edges[:, edges[0] != edges[1]]
+        return super().forward(x, torch.cat([edges, torch.arange(x.shape[0]).expand(2, -1)], 1))
+
+
+def with_loops(nodes: int, edges: int, loops: int) -> dict[str, Tensor]:
+    sent = torch.randint(0, nodes, (edges,))
+    arrived = (sent + torch.randint(1, nodes, (edges,))) % nodes
+    arrived[:loops] = sent[:loops]
+    return {"x": torch.randn(nodes, 16), "edges": torch.stack([sent, arrived])}
+
+
+class Segments(nn.Module):
+    """Attention inside of segments that lie one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:
+        lengths = ends.diff()
+        longest = lengths.max().item()
+        is_inside = torch.arange(longest)[None] < lengths[:, None]
+        padded = x.new_zeros(lengths.shape[0], longest, 8)
+        padded[is_inside] = self.layers(x)
+        mixed = (padded @ padded.mT / longest**0.5).softmax(-1) @ padded
+        place = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
+        return (self.layers(mixed[is_inside]) * place[:, None]).square().mean()
+
+
+def segments(*lengths: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(sum(lengths), 8), "ends": torch.tensor([0, *lengths]).cumsum(0)}
+
+
 class Recurrent(nn.Module):
     """The result of a scan over chunks is as long as its input."""
 
@@ -117,6 +172,26 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
             lambda n, e: {"x": torch.randn(n, 16), "edges": torch.randint(0, n, (2, e))},
         ),
         [(50, 200), (61, 180), (97, 301), (20, 90), (98, 299)],
+        "90%",
+    ),
+    "rows of a mask": (
+        lambda: (OfMask(), labelled),
+        [(80, 20), (90, 41), (90, 33), (200, 150), (80, 20), (41, 17)],
+        "80%",
+    ),
+    "rows of a mask alone": (
+        lambda: (OfMask(), labelled),
+        [(80, 20), (80, 40), (80, 71), (80, 80), (80, 65)],
+        "80%",
+    ),
+    "edges of a mask": (
+        lambda: (WithoutLoops(), with_loops),
+        [(50, 200, 9), (61, 180, 1), (97, 301, 33), (20, 90, 2), (98, 299, 100), (97, 300, 0)],
+        "90%",
+    ),
+    "segments": (
+        lambda: (Segments(), segments),
+        [(20, 10, 30), (25, 11, 3, 31), (4, 9, 10, 40, 50), (17, 25, 30, 30), (29, 43)],
         "90%",
     ),
     "recurrent": (
@@ -198,6 +273,43 @@ def test_what_decides_by_a_size_stays_right(name: str) -> None:
         train_side_by_side(case_of(model, {"x": torch.randn(n, 8)}), planned, eager, steps=1)
     opened = [program.open for program in programs_of(planned)]
     assert any(opened) is (name in SEEN)
+
+
+# What Python does with a number that it reads from values.
+COUNTS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
+    "a factor": (lambda h, n: h * n, True),
+    "a bound": (lambda h, n: h * 2 if n > 6 else h * 3, True),
+    "a part": (lambda h, n: h[:n] / n, True),
+    "an int": (lambda h, n: h * int(n), False),
+    "a loop": (lambda h, n: sum((h * i for i in range(n)), h), False),
+    "a table": (lambda h, n: h * {2: 2.0, 9: 3.0}.get(n, 1.0), False),
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_what_decides_by_a_count_stays_right(name: str) -> None:
+    treat, is_open = COUNTS[name]
+
+    class Counts(Treats):
+        def forward(self, x: Tensor, of: Tensor) -> Tensor:
+            return treat(self.layers(x), of.max().item()).square().mean()
+
+    torch.manual_seed(0)
+    model = Counts(lambda h, n: h)
+    eager = copy.deepcopy(model)
+    sample = {"x": torch.randn(12, 8), "of": torch.tensor([1, 5])}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    captured = []
+    for n in (5, 1, 0, 9, 2, 8, 3, 1, 9):
+        call = {"x": torch.randn(12, 8), "of": torch.tensor([n, -3])}
+        case = case_of(model, call)
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        planned.zero_grad()
+        train_side_by_side(case, planned, eager, steps=1)
+    # Counts of 0 and 1 are kinds of their own.
+    assert captured[:4] == [False, *[True] * 3] and not any(captured[7:])
+    assert any(captured[4:]) is not (is_open and name != "a bound")
+    assert any(program.open for program in programs_of(planned)) is is_open
 
 
 def test_a_size_that_is_constant_leaves_others_free() -> None:

@@ -23,7 +23,6 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.free_sizes import Layout
 from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
 from rockplan.options import Options, checked
@@ -38,6 +37,7 @@ from rockplan.values.interface import Interface
 from rockplan.values.progress import report
 from rockplan.values.released import Releasable, releasable
 from rockplan.values.schedule import Waits
+from rockplan.values.sizes import CallSizes
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -200,7 +200,7 @@ def captured_call(
     options: Options,
     is_asked: bool = True,
     may_run: bool = True,
-    earlier: Mapping[int, Layout] | None = None,
+    earlier: CallSizes | None = None,
 ) -> CapturedCall:
     """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
     Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
@@ -226,7 +226,7 @@ def captured_call(
 
 
 def _recorded(
-    call: ModuleCall, only_loss: bool, may_run: bool, earlier: Mapping[int, Layout] | None
+    call: ModuleCall, only_loss: bool, may_run: bool, earlier: CallSizes | None
 ) -> Capture:
     """Record one call. If the module's first call stores tables and the original may be called for
     real (`may_run`), record it as a second call."""

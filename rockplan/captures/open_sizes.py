@@ -8,16 +8,15 @@ recorded program is that call's own, operator by operator: what Python decides b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.codegen.expressions import function_of
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.free_sizes import Layout, StaticSizes
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
-from rockplan.runtime.open_program import Place
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.values.graph import (
     CDGraph,
@@ -36,25 +35,6 @@ def may_be_open(options: Options) -> bool:
     return not (options.tile or options.compile or options.host or options.in_flight > 1)
 
 
-def layouts_of(program: PlannedProgram) -> dict[int, Layout]:
-    """Return position of an argument's leaf -> shape and strides in the planned call."""
-    values = program.plan.graph.values
-    specs = ((position, values[v].spec) for position, v in program.interface.inputs)
-    return {position: (spec.shape, spec.stride) for position, spec in specs}
-
-
-def differing(layouts: Mapping[int, Layout], leaves: Sequence[Any]) -> Iterator[Place]:
-    """Yield where arguments differ from those of these layouts."""
-    for position, (shape, strides) in layouts.items():
-        tensor = leaves[position]
-        for axis, before, now in (
-            ("shape", shape, tensor.shape),
-            ("stride", strides, tensor.stride()),
-        ):
-            pairs = enumerate(zip(before, now, strict=True))
-            yield from ((position, axis, d) for d, (a, b) in pairs if a != b)
-
-
 def with_open_sizes(
     call: ModuleCall,
     source: CapturedCall,
@@ -65,11 +45,11 @@ def with_open_sizes(
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
-    opened = captured_call(call, options, is_asked=False, earlier=layouts_of(known))
+    earlier = known.interface.call_in(known.plan.graph)
+    opened = captured_call(call, options, is_asked=False, earlier=earlier)
     lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
     _compare(_run_differences, lowered.run, source.lowered.run, "this call")
-    layouts = layouts_of(known)
-    at = tuple(symbol.of(layouts) for symbol in lowered.interface.sizes.symbols)
+    at = tuple(symbol.of(earlier) for symbol in lowered.interface.sizes.symbols)
     graph, interface = lowered.graph, lowered.interface
     names = interface.sizes.names
     texts = texts_in((graph, interface))
@@ -100,7 +80,7 @@ def _compare(
 
 def _run_differences(opened: Capture, static: Capture) -> list[str]:
     """List in what two recorded runs differ; offsets of arguments do not count."""
-    of_constants = [g for g in opened.guards if g.inputs or g.buffers or g.constants or g.draws]
+    of_constants = [g for g in opened.guards if not g.is_of_sizes]
     pairs = {
         "guards": (tuple(of_constants), static.guards),
         **{
@@ -150,7 +130,7 @@ def _program_differences(
             break
     names = ("outputs", "held", "handed", "dropped", "rng_state_bytes")
     found += [name for name in names if getattr(graph, name) != getattr(other, name)]
-    kept = tuple(g for g in interface.guards if g.inputs or g.buffers or g.constants or g.draws)
+    kept = tuple(g for g in interface.guards if not g.is_of_sizes)
     mine = replace(interface, guards=kept, sizes=planned.sizes)
     found += [
         field.name

@@ -8,7 +8,7 @@ What a Capture becomes: docs/model.md, Capture and lowering.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -16,10 +16,10 @@ from torch import nn
 from rockplan.graph_builder.foreign import dtensor, flex_attention, opaque_calls, triton_launches
 from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.free_sizes import Layout
 from rockplan.graph_builder.tracing.patches import Interrupted, Patch
 from rockplan.graph_builder.tracing.recording import Sample, record
 from rockplan.values.interface import Incoming, Precedent
+from rockplan.values.sizes import CallSizes
 
 
 def capture(
@@ -29,7 +29,7 @@ def capture(
     forward: Callable[..., Any] | None = None,
     incoming: Incoming | Precedent | None = None,
     only_loss: bool = False,
-    earlier: Mapping[int, Layout] | None = None,
+    earlier: CallSizes | None = None,
     unread: frozenset[int] = frozenset(),
 ) -> Capture:
     """Record one forward and backward of `module(*args, **kwargs)` over fake tensors.
@@ -37,10 +37,9 @@ def capture(
     forward: called instead of `module.forward`.
     incoming: the leaves that the backward pass starts from; None: those that a step probably starts
     from (`likely_starts`), with only_loss the loss. only_loss: of the result only scalars and the
-    leaves that backward starts from are needed. earlier: position of a leaf of (args, kwargs) ->
-    shape and strides that it had in another call: sizes that differ are symbols in the run, or
-    StaticSizes is raised. unread: positions of leaves that are believed to be unread; the result
-    says which are.
+    leaves that backward starts from are needed. earlier: of another call: sizes that differ are
+    symbols in the run, or StaticSizes is raised. unread: positions of leaves that are believed to
+    be unread; the result says which are.
     Raises CaptureError (or a subclass) naming the place in the model and the remedy.
     """
     call = forward or module.forward

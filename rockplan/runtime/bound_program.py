@@ -37,6 +37,7 @@ from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.program import PlannedProgram
 from rockplan.runtime.switches import without_default_device
 from rockplan.values.interface import ABSENT, Guard, Question, Unmade
+from rockplan.values.sizes import Size
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,17 +61,41 @@ class BoundProgram:
 
     def holds(self, leaves: Sequence[Any]) -> bool:
         """True if the program is for the module as it is now and a call with these `leaves`."""
+        return self.holds_but_for_reads(leaves) and all(
+            is_same(value, guard.expected) for guard, value in self.read(leaves)
+        )
+
+    def holds_but_for_reads(self, leaves: Sequence[Any]) -> bool:
+        """Return `holds` without a look at what Python reads from values."""
         return (
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
-            and all(is_same(value, guard.expected) for guard, value in self.read(leaves))
             and self._answers_hold(leaves)
         )
 
-    def read(self, leaves: Sequence[Any]) -> Iterator[tuple[Guard, object]]:
+    def sizes_of(self, leaves: Sequence[Any]) -> tuple[int, ...] | None:
+        """Return the sizes of a call, which of a program for many sizes give the values of its
+        symbols; None if it is not for these, or for other values that Python reads."""
+        opened, symbols = self.program.open, self.program.interface.sizes
+        assert opened is not None
+        given = opened.given(leaves)
+        if given is None:
+            return None
+        sizes = [*given, *(0 for _ in symbols.counts)]
+        for guard, value in self.read(leaves, sizes):
+            if isinstance(guard.expected, Size):
+                sizes[symbols.names.index(guard.expected.text)] = value
+            elif not is_same(value, guard.expected):
+                return None
+        return tuple(sizes) if opened.agree(sizes) else None
+
+    def read(
+        self, leaves: Sequence[Any], sizes: Sequence[int] | None = None
+    ) -> Iterator[tuple[Guard, Any]]:
         """Yield (guard, value now) for each value that the forward's Python code reads from
-        tensors, such as `x.max().item()`."""
+        tensors, such as `x.max().item()`. sizes: of the call, None for those of the program."""
+        sizes = self.program.executable.sizes if sizes is None else sizes
         program, interface = self.program, self.program.interface
         if interface.guards:
             buffers = self.tensors[len(interface.parameters) :]
@@ -79,7 +104,7 @@ class BoundProgram:
             ):
                 # Random numbers that the check draws are put back.
                 with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
-                    value = check(leaves, program.constants, buffers, program.executable.sizes)
+                    value = check(leaves, program.constants, buffers, sizes)
                 yield guard, value
 
     def _answers_hold(self, leaves: Sequence[Any]) -> bool:

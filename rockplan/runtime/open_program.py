@@ -8,6 +8,7 @@ run once to see what they take inside.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,9 +25,6 @@ from rockplan.values.plan import Certificate, Plan, Status
 from rockplan.values.schedule import Schedule, keep_all
 from rockplan.values.sizes import resized, text_of, texts_in
 
-Place = tuple[int, str, int]
-"""Position of a leaf of the arguments, axis ('shape', 'stride') and dimension of a size."""
-
 Limits = tuple[int, int]
 """Most bytes of (peak, what is saved between the phases)."""
 
@@ -36,13 +34,15 @@ Numbers = Mapping[str, int | float]
 
 @dataclass(frozen=True, slots=True)
 class OpenProgram:
-    """sizes_of: leaves of (args, kwargs), as `opened_key` describes them -> values of the symbols;
-    None for a call that the program is not for. rows, kept: of its schedule, and of eager's; few,
+    """given: leaves of (args, kwargs), as `opened_key` describes them -> values of the symbols that
+    are no counts; None for a call that the program is not for; agree: values of all symbols ->
+    whether it is for counts like these. rows, kept: of its schedule, and of eager's; few,
     all: expressions that each call needs, and all of the graph."""
 
     graph: CDGraph
     interface: Interface
-    sizes_of: Callable[[Sequence[Any]], tuple[int, ...] | None]
+    given: Callable[[Sequence[Any]], tuple[int, ...] | None]
+    agree: Callable[[Sequence[int]], bool]
     rows: PeakRows
     kept: PeakRows
     workspaces: OpenWorkspaces
@@ -67,10 +67,10 @@ class OpenProgram:
         return cls(
             graph,
             interface,
-            sizes_reader(graph, interface),
+            *_size_readers(graph, interface),
             rows,
             kept,
-            workspaces or OpenWorkspaces.in_graph(graph),
+            workspaces or OpenWorkspaces.in_graph(graph, interface.sizes_in(graph)),
             _Expressions.of(names, (*run, *rows.texts, *kept.texts)),
             _Expressions.of(names, texts_in((graph, interface))),
         )
@@ -100,7 +100,10 @@ class OpenProgram:
 
     def plan_at(self, plan: Plan, sizes: tuple[int, ...]) -> Plan:
         """Return the plan of this program as one for a call of these sizes, with times scaled."""
-        graph = resized(self.graph, self.numbers(sizes, ()))
+        _, most = self.workspaces.bounds(sizes)
+        # Made-up masks have other counts.
+        inside = most if most and self.interface.sizes.counts else self.measured(sizes, ())
+        graph = resized(self.graph, {**self.all.at(sizes), **inside})
         graph = with_scaled_times(graph, plan.graph, {n.index: n.index for n in graph.nodes})
         eager = as_eager(graph)
         unplanned, simulation = simulate(eager, keep_all(eager)), simulate(graph, plan.schedule)
@@ -141,14 +144,17 @@ class _Expressions:
         return dict(zip(self.texts, self.function(sizes), strict=True))
 
 
-def sizes_reader(
+def _size_readers(
     graph: CDGraph, interface: Interface
-) -> Callable[[Sequence[Any]], tuple[int, ...] | None]:
-    """Return the function `OpenProgram.sizes_of`."""
-    sizes = interface.sizes
+) -> tuple[Callable[[Sequence[Any]], tuple[int, ...] | None], Callable[[Sequence[int]], bool]]:
+    """Return the functions `OpenProgram.given` and `OpenProgram.agree`."""
+    sizes, counts = interface.sizes, {*interface.sizes.counts}
+    given = [symbol for symbol in sizes.symbols if symbol.name not in counts]
+    of_counts = [g for g in sizes.guards if counts.intersection(re.findall(r"\w+", g))]
     lines = ["def sizes(leaves):", "    try:"]
-    lines += [f"        {symbol.name} = {symbol.place}" for symbol in sizes.symbols]
-    checks = [f"{name} > 1" for name in sizes.names] + [f"({guard})" for guard in sizes.guards]
+    lines += [f"        {symbol.name} = {symbol.place}" for symbol in given]
+    checks = [f"{symbol.name} > 1" for symbol in given]
+    checks += [f"({guard})" for guard in sizes.guards if guard not in of_counts]
     for position, value in interface.inputs:
         spec = graph.values[value].spec
         for where, numbers in (("shape", spec.shape), ("stride()", spec.stride)):
@@ -156,6 +162,7 @@ def sizes_reader(
             checks.append(f"leaves[{position}].{where} == ({listed})")
     lines.append(f"        is_for = {' and '.join(checks)}")
     lines += ["    except (IndexError, ZeroDivisionError):", "        return None"]
-    lines.append(f"    return ({''.join(f'{n}, ' for n in sizes.names)}) if is_for else None")
-    made: Callable[[Sequence[Any]], tuple[int, ...] | None] = loaded(lines, "sizes")
-    return made
+    lines.append(f"    return ({''.join(f'{s.name}, ' for s in given)}) if is_for else None")
+    checks = [f"{name} > 1" for name in sizes.counts] + [f"({guard})" for guard in of_counts]
+    agree = function_of(sizes.names, checks)
+    return loaded(lines, "sizes"), lambda found: all(agree(found))

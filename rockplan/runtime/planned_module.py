@@ -169,8 +169,8 @@ def _bound(planned: HasPlans, call: Called) -> BoundProgram | None:
     """Return the program of a call, planned now if there is none; None to run the original."""
     state, leaves = planned._rockplan, call.leaves
     with without_default_device():
-        bound = matching(state.programs.get(call.key, ()), leaves)
-        bound = bound or state.known_at(call.key, leaves)
+        bound = state.known_at(call.key, leaves)
+        bound = bound or matching(state.programs.get(call.key, ()), leaves)
     if bound is None:
         with PLANNING, paused_collection():
             bound = bound_program(planned, call)

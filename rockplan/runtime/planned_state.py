@@ -14,11 +14,12 @@ from torch import nn
 from rockplan.errors import InvalidInput
 from rockplan.runtime.bound_program import BoundProgram, bind
 from rockplan.runtime.guards import ModuleSignature, opened_key, signature_holds
-from rockplan.runtime.open_program import Limits, OpenProgram, Place
+from rockplan.runtime.open_program import Limits, OpenProgram
 from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
 from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
+from rockplan.values.sizes import Place
 
 # One thread plans at a time: meanwhile tensors of the module and functions of libraries are
 # replaced, and random generators draw.
@@ -98,16 +99,21 @@ class PlannedState:
         rung, bound = self.chosen.get(key, (None, None))
         if bound is None or not any(b is rung for b in self.programs.get(opened_key(key), ())):
             return None
+        if bound.program.interface.sizes.counts:  # the kind does not say what these are
+            with PLANNING:
+                return self.choose(key, leaves)
         return bound if bound.holds(leaves) else None
 
     def choose(self, key: Any, leaves: Sequence[Any]) -> BoundProgram | None:
         """Return the fastest of the programs for many sizes that is for this call and stays within
         its budget; None if there is none, or if one that is made for these sizes would be much
         faster."""
-        rungs = self.rungs(key, leaves)
+        rungs, sizes = self.rungs(key, leaves)
         if not rungs:
             return None
-        sizes = sizes_in(rungs[0], leaves)
+        chosen, bound = self.chosen.get((key, sizes), (None, None))
+        if any(rung is chosen for rung in rungs):
+            return bound
         limits = self._limits(rungs, sizes)
         for rung in sorted(rungs, key=lambda r: r.program.plan.overhead):
             opened = opened_in(rung)
@@ -116,12 +122,13 @@ class PlannedState:
             is_fast = rung.program.plan.overhead <= LITTLE or len(rungs) >= MOST_RUNGS
             pairs = zip(opened.least_bytes(opened.rows, sizes), limits, strict=True)
             if is_fast or any(needed >= FULL * limit for needed, limit in pairs):
-                return self.at(key, rung, leaves, limits[0])
+                return self.at(key, rung, sizes, limits[0])
             return None
         for rung in rungs:  # where not even the smallest plan fitted, and runs all the same
             own = rung.program.executable.sizes
             if not opened_in(rung).fits(own, (), self._limits(rungs, own)):
-                return self.at(key, rung, leaves, limits[0])
+                opened_in(rung).measured(sizes, leaves)
+                return self.at(key, rung, sizes, limits[0])
         return None
 
     def _limits(self, rungs: Sequence[BoundProgram], sizes: tuple[int, ...]) -> Limits:
@@ -140,26 +147,28 @@ class PlannedState:
         most_bytes = max(min(budgets), *own, int((settings.share or 0) * peak_bytes))
         return most_bytes, most_bytes
 
-    def rungs(self, key: Any, leaves: Sequence[Any]) -> list[BoundProgram]:
-        """Return the programs for many sizes that are for this call: plans of one program."""
+    def rungs(self, key: Any, leaves: Sequence[Any]) -> tuple[list[BoundProgram], tuple[int, ...]]:
+        """Return the programs for many sizes that are for this call, plans of one program, and its
+        sizes; ([], ()) if there are none."""
         families: dict[int, list[BoundProgram]] = {}
         for bound in self.programs.get(opened_key(key), ()):
-            if bound.program.open is not None and bound.program.open.sizes_of(leaves) is not None:
-                families.setdefault(id(bound.program.open.workspaces), []).append(bound)
+            families.setdefault(id(opened_in(bound).workspaces), []).append(bound)
         for rungs in families.values():
-            if _at(rungs[-1], leaves, 0).holds(leaves):
-                return rungs
-        return []
+            sizes = rungs[-1].sizes_of(leaves)
+            if sizes is not None and rungs[-1].holds_but_for_reads(leaves):
+                return rungs, sizes
+        return [], ()
 
     def at(
-        self, key: Any, rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int
+        self, key: Any, rung: BoundProgram, sizes: tuple[int, ...], limit_bytes: int
     ) -> BoundProgram:
         """Return one of the programs for many sizes at those of a call, which later calls of this
         kind find. limit_bytes: their budget."""
-        bound = _at(rung, leaves, limit_bytes)
-        if len(self.chosen) >= MOST_CHOSEN:
+        bound = replace(rung, program=rung.program.at(sizes, limit_bytes))
+        kinds = (key, (key, sizes)) if rung.program.interface.sizes.counts else (key,)
+        if len(self.chosen) + len(kinds) > MOST_CHOSEN:
             del self.chosen[next(iter(self.chosen))]
-        self.chosen[key] = rung, bound
+        self.chosen |= dict.fromkeys(kinds, (rung, bound))
         return bound
 
     @property
@@ -215,17 +224,6 @@ def opened_in(rung: BoundProgram) -> OpenProgram:
     """Return what a program for many sizes knows of them."""
     assert rung.program.open is not None
     return rung.program.open
-
-
-def sizes_in(rung: BoundProgram, leaves: Sequence[Any]) -> tuple[int, ...]:
-    """Return the sizes of a call that a program is for."""
-    sizes = opened_in(rung).sizes_of(leaves)
-    assert sizes is not None
-    return sizes
-
-
-def _at(rung: BoundProgram, leaves: Sequence[Any], limit_bytes: int) -> BoundProgram:
-    return replace(rung, program=rung.program.at(sizes_in(rung, leaves), limit_bytes))
 
 
 class HasPlans(nn.Module):

@@ -96,7 +96,7 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
         if state.latest is None and not state.programs:
             call_checks.refuse_capture(planned, leaves)
             return _first_bound(planned, call)
-        if state.rungs(key, leaves):  # a program that is known, in another schedule
+        if state.rungs(key, leaves)[0]:  # a program that is known, in another schedule
             return _new_bound(planned, call, changes_from(planned, call))
         if state.settings.on_mismatch == "original" and state.has_warned_of_original:
             return None
@@ -184,7 +184,8 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
         state.add(call.key, bound)
         return bound
     state.add(opened_key(call.key), bound)
-    return state.at(call.key, bound, call.leaves, program.plan.budget_bytes)
+    sizes = program.executable.sizes
+    return state.at(call.key, bound, sizes, program.plan.budget_bytes)
 
 
 def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
@@ -193,7 +194,7 @@ def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
     values, and tensors that no operator reads."""
     state, (spec, now) = planned._rockplan, call.key
     unread, read = (of.get(spec, frozenset()) for of in (state.unread, state.read))
-    if state.rungs(call.key, call.leaves):  # nothing will be recorded
+    if state.rungs(call.key, call.leaves)[0]:  # nothing will be recorded
         return unread
     plain = {i for i, leaf in enumerate(call.leaves) if type(leaf) in PLAIN}
     for (other_spec, then), bounds in state.programs.items():

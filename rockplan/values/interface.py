@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rockplan.values.graph import Call, CDGraph, TensorSpec
-from rockplan.values.sizes import STATIC, Sizes
+from rockplan.values.sizes import STATIC, CallSizes, Sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,7 @@ class Question:
 class Guard:
     """A value that Python read during capture: `calls` compute the arguments of `read` from
     integer inputs and buffers and from constants, and every later call of the planned module must
-    get `expected` again.
+    get `expected` again; or, where that is a Size, what it gets is the size (`Interface.sizes`).
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
     constants, buffers: (value, position among these). draws: `calls` include all random draws
@@ -127,6 +127,11 @@ class Guard:
     source: str
     buffers: tuple[tuple[int, int], ...] = ()
     draws: bool = False
+
+    @property
+    def is_of_sizes(self) -> bool:
+        """True if the value depends on sizes alone."""
+        return not (self.inputs or self.buffers or self.constants or self.draws)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +188,16 @@ class Interface:
     reads: AttributesRead = field(default=EVERYTHING, compare=False)
     sizes: Sizes = STATIC
 
-    def sizes_in(self, graph: CDGraph) -> tuple[int, ...]:
-        """Return the values of the symbols in the call of `graph`."""
+    def call_in(self, graph: CDGraph) -> CallSizes:
+        """Return what has the sizes of the call of `graph`."""
         specs = ((position, graph.values[value].spec) for position, value in self.inputs)
         layouts = {position: (spec.shape, spec.stride) for position, spec in specs}
-        return tuple(int(symbol.of(layouts)) for symbol in self.sizes.symbols)
+        return CallSizes(layouts, tuple(g.expected for g in self.guards if not g.is_of_sizes))
+
+    def sizes_in(self, graph: CDGraph) -> tuple[int, ...]:
+        """Return the values of the symbols in the call of `graph`."""
+        call = self.call_in(graph)
+        return tuple(symbol.of(call) for symbol in self.sizes.symbols)
 
     unread: frozenset[int] = field(default=frozenset(), compare=False)
     idle: frozenset[int] = field(default=frozenset(), compare=False)

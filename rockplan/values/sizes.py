@@ -3,14 +3,14 @@
 A `Size` is an int, that of the call which was captured, and carries the expression by which any
 other call has its own. So search, prices, digests and files see the captured call; only what runs
 or weighs other calls reads expressions. Arithmetic on a Size gives a plain int: what computes with
-sizes (`graph_builder.sized`) is compared with a static capture at a second size.
+sizes (`captures.open_sizes`) is compared with a static capture at a second size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 
 class Size(int):
@@ -41,24 +41,67 @@ class Real(float):
         return Real, (float(self), self.text)
 
 
+Layout = tuple[tuple[int, ...], tuple[int, ...]]
+"""Shape and strides of a tensor."""
+
+Place = tuple[int, str, int]
+"""Where a size of a call is: as position, axis and dimension of a `Symbol`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallSizes:
+    """What the sizes of a call are taken from. layouts: of tensors among the leaves of
+    (args, kwargs), by position; read: what its guards expect, in order, but for those of sizes
+    alone."""
+
+    layouts: Mapping[int, Layout]
+    read: tuple[object, ...]
+
+    def differing(self, other: CallSizes) -> Iterator[tuple[Place, int]]:
+        """Yield (place, the smaller size) where sizes of another call differ."""
+        for position, layout in self.layouts.items():
+            for axis, own, others in zip(_AXES, layout, other.layouts[position], strict=True):
+                pairs = enumerate(zip(own, others, strict=True))
+                yield from (((position, axis, d), min(a, b)) for d, (a, b) in pairs if a != b)
+        for i, (a, b) in enumerate(zip(self.read, other.read, strict=False)):
+            if is_count(a) and is_count(b) and a != b:
+                yield (i, "count", 0), min(a, b)
+
+
+_AXES = "shape", "stride"
+
+LEAST = 2
+"""Sizes 0 and 1 broadcast and end loops: calls with these are kinds of their own."""
+
+
+def is_count(read: object) -> TypeGuard[int]:
+    """Return whether a value that Python reads may be a number of something."""
+    return type(read) is int or isinstance(read, Size)
+
+
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that differs between calls. position: of the leaf of (args, kwargs) that has it;
-    axis, dimension: where in its shape or strides."""
+    """A size that differs between calls. position: of the leaf of (args, kwargs) that has it; axis,
+    dimension: where in its shape or strides; or, of a count, which of `CallSizes.read` it is."""
 
     name: str
     position: int
-    axis: Literal["shape", "stride"]
+    axis: Literal["shape", "stride", "count"]
     dimension: int
 
-    def of(self, layouts: Mapping[int, tuple[tuple[int, ...], tuple[int, ...]]]) -> int:
-        """Return the size in a call. layouts: leaf position -> (shape, strides)."""
-        shape, strides = layouts[self.position]
-        return (shape if self.axis == "shape" else strides)[self.dimension]
+    def of(self, call: CallSizes) -> int:
+        """Return the size in a call."""
+        if self.axis == "count":
+            number = call.read[self.position]
+            assert isinstance(number, int)
+            return int(number)
+        return int(call.layouts[self.position][_AXES.index(self.axis)][self.dimension])
 
     @property
     def place(self) -> str:
-        """The Python expression that reads it from `leaves`."""
+        """The Python expression that reads it from `leaves`; of a count, what it is in words."""
+        if self.axis == "count":
+            return f"the count that guard {self.position} reads"
         where = "shape" if self.axis == "shape" else "stride()"
         return f"leaves[{self.position}].{where}[{self.dimension}]"
 
@@ -66,7 +109,7 @@ class Symbol:
 @dataclass(frozen=True, slots=True)
 class Sizes:
     """Which calls one program is for. symbols: sizes of a call, in the order in which generated
-    code takes them; guards: expressions of these that are true for each such call."""
+    code takes them, counts last; guards: expressions of these that are true for each such call."""
 
     symbols: tuple[Symbol, ...] = ()
     guards: tuple[str, ...] = ()
@@ -74,6 +117,11 @@ class Sizes:
     @property
     def names(self) -> tuple[str, ...]:
         return tuple(symbol.name for symbol in self.symbols)
+
+    @property
+    def counts(self) -> tuple[str, ...]:
+        """Names of the symbols that the values of tensors decide."""
+        return tuple(symbol.name for symbol in self.symbols if symbol.axis == "count")
 
 
 STATIC = Sizes()

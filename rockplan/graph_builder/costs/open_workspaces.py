@@ -78,12 +78,14 @@ class OpenWorkspaces:
     known: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def in_graph(cls, graph: CDGraph) -> OpenWorkspaces:
+    def in_graph(cls, graph: CDGraph, sizes: tuple[int, ...]) -> OpenWorkspaces:
+        """Return those of a graph, which was measured at `sizes`."""
         of: dict[str, int] = {}
         for node in graph.nodes:
             if isinstance(node.workspace_bytes, Size):
                 of.setdefault(node.workspace_bytes.text, node.index)
-        return cls(graph, of, *_executed(graph, of.values()))
+        known = {name: int(graph.nodes[index].workspace_bytes) for name, index in of.items()}
+        return cls(graph, of, *_executed(graph, of.values()), {sizes: known})
 
     def bounds(self, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int] | None]:
         """Return symbol -> bytes that the workspaces take at least at `sizes`, and at most (None if

@@ -41,6 +41,11 @@ def hints(sizes: Iterable[Any]) -> tuple[int, ...]:
     return tuple([n if type(n) is int else int(known_number(n)) for n in sizes])
 
 
+def is_unknown(size: Any) -> bool:
+    """Return whether a size follows from values, so that the recorded call has none."""
+    return isinstance(size, torch.SymInt) and not size.node.has_hint()
+
+
 def are_known(sizes: Iterable[Any]) -> bool:
     """Return whether no size is a symbol."""
     return all(type(n) is int for n in sizes)

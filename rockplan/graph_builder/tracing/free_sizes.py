@@ -1,16 +1,17 @@
 """Free sizes: dimensions of arguments that are symbols while a forward is recorded.
 
-takes: how the arguments of an earlier call lay in memory, and those of this one. returns: fake
-tensors whose differing dimensions are SymInts of one ShapeEnv; afterwards the symbols and what must
-hold of them (`values.sizes`). guarantees: a choice by a size that PyTorch sees is a guard; one that
-it cannot see (`isinstance(n, int)`, `str(n)`) either makes the size a constant, or is found where
-the run is compared with static ones (`graph_builder.sized`).
+takes: how the arguments of an earlier call lay in memory, and what Python read from its values;
+those of this one. returns: fake tensors whose differing dimensions are SymInts of one ShapeEnv, and
+SymInts in place of differing counts; afterwards the symbols and what must hold of them
+(`values.sizes`). guarantees: a choice by a size that PyTorch sees is a guard; one that it cannot
+see (`isinstance(n, int)`, `str(n)`) either makes the size a constant, or is found where the run is
+compared with static ones (`captures.open_sizes`).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -22,24 +23,20 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.graph_builder.operators.symbols import printed
-from rockplan.values.sizes import Sizes, Symbol
+from rockplan.values.sizes import LEAST, CallSizes, Layout, Place, Sizes, Symbol, is_count
 
-Layout = tuple[tuple[int, ...], tuple[int, ...]]
-"""Shape and strides of a tensor."""
-
-LEAST, MOST = 2, 2**31
-"""Sizes 0 and 1 broadcast and end loops: calls with these are kinds of their own. Without an upper
-bound, `h[:, :]` would not be eager's alias."""
+MOST = 2**31
+"""Without an upper bound of sizes, `h[:, :]` would not be eager's alias."""
 
 
 class StaticSizes(CaptureError):
     """The sizes in which two calls differ cannot be left open. fixed: those that the forward makes
-    constants, each as (leaf, axis, dimension); is_of_pair: other sizes may be open."""
+    constants; is_of_pair: other sizes may be open."""
 
     def __init__(
         self,
         message: str,
-        fixed: tuple[tuple[int, str, int], ...] = (),
+        fixed: tuple[Place, ...] = (),
         is_of_pair: bool = False,
     ) -> None:
         super().__init__(message)
@@ -48,13 +45,14 @@ class StaticSizes(CaptureError):
 
 
 class FreeSizes:
-    """The symbols of one recording. leaves: of (args, kwargs); earlier: position of a tensor among
-    them -> its layout in another call; dimensions in which that differs become symbols, one for all
-    that are equal in both calls."""
+    """The symbols of one recording. leaves: of (args, kwargs); earlier: of another call; dimensions
+    in which that differs become symbols, one for all that are equal in both calls, and so do counts
+    in which it differs."""
 
-    def __init__(self, leaves: Sequence[Any], earlier: Mapping[int, Layout]) -> None:
+    def __init__(self, leaves: Sequence[Any], earlier: CallSizes) -> None:
         self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
-        self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.items()}
+        self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.layouts.items()}
+        self._read = earlier.read
         self._of_pair: dict[object, Any] = {}
         self._symbols: list[tuple[Symbol, Any]] = []
 
@@ -90,20 +88,29 @@ class FreeSizes:
     def _size(
         self, position: int, axis: Literal["shape", "stride"], dimension: int, was: int, now: int
     ) -> Any:
+        pair = (axis, was, now)
+        if pair not in self._of_pair:
+            self._of_pair[pair] = self._made(position, axis, dimension, was, now)
+        return self._of_pair[pair]
+
+    def count(self, place: int, now: object) -> Any:
+        """Return what Python gets where guard `place` of those that depend on values reads `now`:
+        a symbol if both calls read numbers there, and others."""
+        was = self._read[place] if place < len(self._read) else now
+        if not (is_count(was) and is_count(now)):
+            return now
+        return self._made(place, "count", 0, was, now)
+
+    def _made(self, position: int, axis: Any, dimension: int, was: Any, now: Any) -> Any:
         if was == now:
             return now
         if min(was, now) < LEAST:
-            raise StaticSizes("a size of 0 or 1 is a kind of its own")
-        pair = (axis, was, now)
-        if pair not in self._of_pair:
-            source = ConstantSource(f"leaf{position}_{axis}{dimension}")
-            symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
-            self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
-            made = self.env.create_symintnode(symbol, hint=now, source=source)
-            self._of_pair[pair] = made
-            place = Symbol(str(symbol), position, axis, dimension)
-            self._symbols.append((place, symbol))
-        return self._of_pair[pair]
+            raise StaticSizes("a size of 0 or 1 is a kind of its own", is_of_pair=True)
+        source = ConstantSource(f"leaf{position}_{axis}{dimension}")
+        symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
+        self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
+        self._symbols.append((Symbol(str(symbol), position, axis, dimension), symbol))
+        return self.env.create_symintnode(symbol, hint=now, source=source)
 
     def sizes(self) -> Sizes:
         """Return the symbols, and the guards on them. Raises StaticSizes if the forward made

@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.effects import Effect
-from rockplan.graph_builder.operators.symbols import known_number
+from rockplan.graph_builder.operators.symbols import is_unknown, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
@@ -129,9 +129,10 @@ class Reader(Protocol):
         kwargs: dict[str, Any],
         module: str,
         source: str,
+        unsized: Any = None,
     ) -> Any:
         """Return the fake result of an operator whose result shape depends on values. module,
-        source: path and line of the call."""
+        source: path and line of the call; unsized: the result with unknown sizes."""
 
 
 class Recorder(TorchDispatchMode):
@@ -314,6 +315,8 @@ class Recorder(TorchDispatchMode):
         call = self._call(func, args, kwargs, ())
         try:
             result = self._result(func, args, kwargs)
+            if self.fake_mode.shape_env is not None and _is_unsized(result):
+                result = self.reader.shaped(self, func, args, kwargs, module, source, result)
         except DynamicOutputShapeException:
             result = self.reader.shaped(self, func, args, kwargs, module, source)
         except UnsupportedOperatorException as error:
@@ -624,6 +627,11 @@ def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if is_one:
         return [copied]
     return [copied.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
+
+
+def _is_unsized(result: Any) -> bool:
+    shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
+    return any(is_unknown(n) for tensor in facts.tensors(result) for n in shape(tensor))
 
 
 def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -49,14 +49,14 @@ from rockplan.python_state.elements import replaced
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.walk import Root, Walk, is_iterator, roots_of_arguments, walk_of
 from rockplan.values.interface import Incoming, Precedent
-from rockplan.values.sizes import STATIC
+from rockplan.values.sizes import STATIC, CallSizes
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
     """What is recorded: one call of `forward`, and the backward pass from `incoming`, as in
-    `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`. earlier: layouts
-    of arguments in another call; sizes that differ become symbols (`free_sizes`). unread: positions
+    `graph_builder.capture`. foreign_rows: patches besides those of `eager_paths`. earlier: of
+    another call; sizes that differ become symbols (`free_sizes`). unread: positions
     of leaves of the arguments that are believed to be unread."""
 
     module: nn.Module
@@ -66,7 +66,7 @@ class Sample:
     incoming: Incoming | Precedent | None
     only_loss: bool
     foreign_rows: PatchSource
-    earlier: Mapping[int, free_sizes.Layout] | None = None
+    earlier: CallSizes | None = None
     unread: frozenset[int] = frozenset()
 
 
@@ -182,7 +182,7 @@ class _Recording:
             fake_mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         # `recorded.results` caches results of distinct calls: a second cache would not be used.
         fake_mode.cache_enabled = False
-        reader = ValueReader()
+        reader = ValueReader(free)
         recorder = Recorder(fake_mode, reader, leftovers)
         stand_ins = StandIns(fake_mode, recorder, free)
         found = walk_of(call.module, call.forward, call.args, call.kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence, Set
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -18,15 +18,17 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
+from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import read_errors, value_shapes
+from rockplan.graph_builder.tracing.free_sizes import FreeSizes
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
-from rockplan.values.sizes import texts_in
+from rockplan.values.sizes import Size, texts_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +44,14 @@ class _Handed:
 class ValueReader:
     """Answers Python's reads of tensor values (`.item()`, `bool(tensor)`, `.tolist()`).
 
-    inputs: values that are arguments of the call. `_known`: integer arguments, `_buffers`: integer
-    buffers, `_numbers`: small floating-point arguments, each value -> real tensor.
+    free: makes symbols of counts. inputs: values that are arguments of the call. `_known`: integer
+    arguments, `_buffers`: integer buffers, `_numbers`: small floating-point arguments, each value
+    -> real tensor.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, free: FreeSizes | None = None) -> None:
+        self._free = free
+        self._counts: dict[str, Any] = {}
         self._known: dict[int, torch.Tensor] = {}
         self._positions: dict[int, int] = {}
         self._buffers: dict[int, torch.Tensor] = {}
@@ -106,8 +111,7 @@ class ValueReader:
         environment = self._environment(recorder, calls, leaves, module, source, more, numbers)
         expected = evaluate.execute(call, environment)
         plain = tuple(c.call for c in calls)
-        self._guard(recorder, plain, call, expected, leaves, module, source)
-        return expected
+        return self._guard(recorder, plain, call, expected, leaves, module, source)
 
     def _drawn(self, recorder: Recorder, call: Call, module: str, source: str) -> bool | None:
         """Return a bool that depends on few random draws, and add a guard: the draws are repeated
@@ -224,10 +228,12 @@ class ValueReader:
         kwargs: dict[str, Any],
         module: str,
         source: str,
+        unsized: Any = None,
     ) -> Any:
         """Return the fake result of an operator whose result shape depends on values that are known
-        before the call; guards require the same sizes at each later call. Raises CaptureError if
-        the values are unknown, or it is unknown which values decide."""
+        before the call; guards require the same sizes at each later call, or define them. unsized:
+        the result with unknown sizes, where sizes are symbols. Raises CaptureError if the values
+        are unknown, or it is unknown which values decide."""
         rule = value_shapes.rule_of(operator, args, kwargs)
         deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
         read_values = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
@@ -238,11 +244,16 @@ class ValueReader:
         environment = self._run(recorder, calls, leaves)
         real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
         plain = tuple(c.call for c in calls)
-        for size in rule.sizes(deciding, len(recorder.values)):
+        free = max((*deciding, *(v for c in plain for v in c.made))) + 1
+        counts = []
+        for size in rule.sizes(deciding, free):
             expected = evaluate.execute(size.read, evaluate.run(size.calls, environment))
             all_calls = (*plain, *size.calls)
-            self._guard(recorder, all_calls, size.read, expected, leaves, module, source)
-        return value_shapes.result(operator, args, kwargs, real)
+            counts.append(
+                self._guard(recorder, all_calls, size.read, expected, leaves, module, source)
+            )
+        result = value_shapes.result(operator, args, kwargs, real)
+        return value_shapes.sized(result if unsized is None else unsized, result, counts)
 
     def _guard(
         self,
@@ -254,19 +265,30 @@ class ValueReader:
         module: str,
         source: str,
         draws: bool = False,
-    ) -> None:
+    ) -> object:
         """Add a guard to the recorder, unless it has the same: `read` after `calls` must give
         `expected` from `leaves`. Without leaves, draws and sizes nothing can differ: none is added.
-        draws: some calls draw; module, source: path and line that read."""
+        Return `expected`, or the symbol in its place. draws: some calls draw; module, source: path
+        and line that read."""
         if not (leaves or draws or texts_in((calls, read))):
-            return
+            return expected
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
         of_buffers = self._buffer_positions
         buffers = tuple((v, of_buffers[v]) for v in sorted(leaves & of_buffers.keys()))
         guard = Guard(calls, read, expected, inputs, used, module, source, buffers, draws)
-        if guard not in recorder.guards:
-            recorder.guards.append(guard)
+        known = next((g for g in recorder.guards if g == guard), None)
+        if known is None:
+            number = expected
+            if self._free is not None and not guard.is_of_sizes:
+                place = sum(not g.is_of_sizes for g in recorder.guards)
+                number = self._free.count(place, expected)
+            known = replace(guard, expected=known_number(number))
+            recorder.guards.append(known)
+            if isinstance(known.expected, Size):
+                self._counts[known.expected.text] = number
+        expected = known.expected
+        return self._counts[expected.text] if isinstance(expected, Size) else expected
 
     def refuse_another_call(self, recorder: Recorder) -> None:
         """Raise CaptureError if the run changes a buffer from which Python has read a value, and

@@ -17,7 +17,9 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.symbols import hints, known_number
+from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
+from rockplan.graph_builder.operators.symbols import hints, is_unknown, known_number
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.values.graph import Call, ValueRef
 
 _MASKS = (torch.bool, torch.uint8)
@@ -103,8 +105,31 @@ def result(
     return tuple(map(_like, value))
 
 
+def sized(unsized: Any, result: Any, counts: Sequence[Any]) -> Any:
+    """Return `result` of a call with symbols as sizes. unsized: the same with unknown sizes where
+    values decide; counts: what these are, as ints or symbols. Raises StaticSizes."""
+
+    def of(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
+        sizes = _SHAPE(fake)
+        if not any(map(is_unknown, sizes)):
+            [int(c) for c in counts]
+        shape = [counts[0] if is_unknown(n) else n for n in sizes]
+        order = outermost_first(made.stride())
+        is_dense = dense_strides(made.shape, order) == made.stride()
+        is_one = all(bool(c == counts[0]) for c in counts)
+        if not (is_dense and is_one and hints(shape) == tuple(made.shape)):
+            raise StaticSizes("a size follows from values in a way that has no expression")
+        strides = dense_strides(shape, order)
+        return torch.empty_strided(shape, strides, dtype=made.dtype, device=made.device)
+
+    is_one = isinstance(result, torch.Tensor)
+    return of(unsized, result) if is_one else tuple(map(of, unsized, result))
+
+
+_SHAPE = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
+
+
 def _like(tensor: torch.Tensor) -> torch.Tensor:
     """Return a new tensor of the same layout; a fake one under a FakeTensorMode."""
-    of = torch._C.TensorBase
-    layout = hints(of.shape.__get__(tensor)), hints(of.stride(tensor))  # type: ignore[attr-defined]
+    layout = hints(_SHAPE(tensor)), hints(torch._C.TensorBase.stride(tensor))
     return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)
