@@ -76,7 +76,7 @@ from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
 from rockplan.values.schedule import keep_all
-from rockplan.values.sizes import LEAST, resized
+from rockplan.values.sizes import resized
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -312,7 +312,7 @@ def with_sizes_open(
         except Exception as error:  # symbols are PyTorch's own: what is static runs all the same
             reason = StaticSizes(f"with symbols the recording fails: {error}")
         places, tries = state.static.get(kind, (frozenset(), 0))
-        tries = tries + 1 if reason.is_of_pair else TRIES
+        tries = tries + (not reason.fixed) if reason.is_of_pair else TRIES
         state.static[kind] = places.union(reason.fixed), tries
         if reason.fixed or tries == TRIES:
             _LOGGER.info("sizes of such calls are planned each by itself: %s", reason)
@@ -339,9 +339,9 @@ def _alike_but_for_sizes(
     )
     for program in (bound.program for bound in alike):
         static, tries = state.static.get(kind, (frozenset(), 0))
-        places = dict(now.differing(program.interface.call_in(program.plan.graph)))
-        is_usual = min(places.values(), default=0) >= LEAST
-        if is_usual and tries < TRIES and static.isdisjoint(places):
+        places = now.differing(program.interface.call_in(program.plan.graph))
+        may_be = places and all(places.values()) and static.isdisjoint(places)
+        if may_be and tries < TRIES:
             yield program
 
 

@@ -312,6 +312,44 @@ def test_what_decides_by_a_count_stays_right(name: str) -> None:
     assert any(program.open for program in programs_of(planned)) is is_open
 
 
+# What the forward does with a number among its arguments.
+NUMBERS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
+    "a divisor": (lambda h, n: h / n, True),
+    "a shift": (lambda h, n: h.clamp(max=n) + torch.full_like(h, n) * n, True),
+    "a factor in an operator": (lambda h, n: torch.add(h, h, alpha=n), True),
+    "a power": (lambda h, n: h.abs() ** n, False),
+    "a constant": (lambda h, n: h * torch.tensor(n), False),
+    "a text": (lambda h, n: h * len(f"{n:.3f}"), False),
+    "its class": (lambda h, n: h * 2 if isinstance(n, int | float) else h, True),
+}
+
+
+@pytest.mark.parametrize("numbers", [(5, 9, 0, 1, 7, 100, 2), (0.5, 0.75, 0.0, -0.0, 2.0, 7.25)])
+@pytest.mark.parametrize("name", NUMBERS)
+def test_numbers_in_arithmetic_are_data(name: str, numbers: Sequence[float]) -> None:
+    treat, is_open = NUMBERS[name]
+
+    class Takes(Treats):
+        def forward(self, x: Tensor, n: float) -> Tensor:
+            return treat(self.layers(x), n).square().mean()
+
+    torch.manual_seed(0)
+    model = Takes(lambda h, n: h)
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(
+        model, (), "100%", sample_kwargs={"x": torch.randn(12, 8), "n": numbers[0]}, options=OPTIONS
+    )
+    captured = []
+    for n in numbers:
+        case = case_of(model, {"x": torch.randn(12, 8), "n": n})
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        for module in (planned, eager):
+            module.zero_grad()
+            module.load_state_dict(model.state_dict())
+        train_side_by_side(case, planned, eager, steps=1)
+    assert any(captured[4:]) is not is_open
+
+
 def test_a_size_that_is_constant_leaves_others_free() -> None:
     class Both(nn.Module):
         def __init__(self) -> None:

@@ -249,7 +249,8 @@ def _recorded(
         if watched is None or not _do_the_same(watched, run):
             return run
         inputs = tuple((i, v) for i, v in run.inputs if i not in unread)
-        return replace(run, unread=unread, inputs=inputs)
+        numbers = tuple((i, n) for i, n in run.numbers if i not in unread)
+        return replace(run, unread=unread, inputs=inputs, numbers=numbers)
 
     try:
         return record()

@@ -85,7 +85,7 @@ def _run_differences(opened: Capture, static: Capture) -> list[str]:
         "guards": (tuple(of_constants), static.guards),
         **{
             name: (getattr(opened, name), getattr(static, name))
-            for name in ("parameters", "buffers", "inputs", "outputs", "gradients")
+            for name in ("parameters", "buffers", "inputs", "numbers", "outputs", "gradients")
         },
         "questions": (opened.questions, static.questions),
     }

@@ -296,15 +296,20 @@ def call_key(
 
 
 def opened_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the key of a call (structure, `call_key`) without sizes and strides of its tensors."""
+    """Return the key of a call (structure, `call_key`) without sizes and strides of its tensors,
+    and without numbers."""
     structure, parts = key
-    return structure, ("open", *map(_without_sizes, parts))
+    count = structure.num_leaves
+    return structure, ("open", *map(_without_sizes, parts[:count]), *parts[count:])
 
 
 def _without_sizes(part: Any) -> Any:
     # Of a tensor (`call_key`) 3 is the shape, 5 the strides.
-    is_tensor = type(part) is tuple and len(part) > 5 and type(part[3]) is torch.Size
-    return (*part[:3], len(part[3]), part[4], *part[6:]) if is_tensor else part
+    if type(part) is tuple and len(part) > 5 and type(part[3]) is torch.Size:
+        return (*part[:3], len(part[3]), part[4], *part[6:])
+    if type(part) is tuple and part[:1] == (tuple,) and part[1][:1] == (float,):
+        return float if "x" in part[1][1] else part  # its text; others are no numbers
+    return int if type(part) is int else part
 
 
 def _input_key(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -23,7 +23,7 @@ from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Certificate, Plan, Status
 from rockplan.values.schedule import Schedule, keep_all
-from rockplan.values.sizes import resized, text_of, texts_in
+from rockplan.values.sizes import LEAST, MOST, resized, text_of, texts_in
 
 Limits = tuple[int, int]
 """Most bytes of (peak, what is saved between the phases)."""
@@ -148,12 +148,16 @@ def _size_readers(
     graph: CDGraph, interface: Interface
 ) -> tuple[Callable[[Sequence[Any]], tuple[int, ...] | None], Callable[[Sequence[int]], bool]]:
     """Return the functions `OpenProgram.given` and `OpenProgram.agree`."""
-    sizes, counts = interface.sizes, {*interface.sizes.counts}
+    sizes, counts, call = interface.sizes, {*interface.sizes.counts}, interface.call_in(graph)
     given = [symbol for symbol in sizes.symbols if symbol.name not in counts]
     of_counts = [g for g in sizes.guards if counts.intersection(re.findall(r"\w+", g))]
     lines = ["def sizes(leaves):", "    try:"]
     lines += [f"        {symbol.name} = {symbol.place}" for symbol in given]
-    checks = [f"{symbol.name} > 1" for symbol in given]
+    whole = [symbol.name for symbol in given if isinstance(symbol.of(call), int)]
+    checks = [f"{LEAST} <= {name} <= {MOST}" for name in whole]
+    open_numbers = {symbol.position for symbol in given if symbol.axis == "number"}
+    static = ((i, repr(n)) for i, n in interface.numbers if i not in open_numbers)
+    checks += [f"repr(leaves[{position}]) == {number!r}" for position, number in static]
     checks += [f"({guard})" for guard in sizes.guards if guard not in of_counts]
     for position, value in interface.inputs:
         spec = graph.values[value].spec
@@ -163,6 +167,8 @@ def _size_readers(
     lines.append(f"        is_for = {' and '.join(checks)}")
     lines += ["    except (IndexError, ZeroDivisionError):", "        return None"]
     lines.append(f"    return ({''.join(f'{s.name}, ' for s in given)}) if is_for else None")
-    checks = [f"{name} > 1" for name in sizes.counts] + [f"({guard})" for guard in of_counts]
+    checks = [f"{LEAST} <= {name} <= {MOST}" for name in sizes.counts] + [
+        f"({guard})" for guard in of_counts
+    ]
     agree = function_of(sizes.names, checks)
     return loaded(lines, "sizes"), lambda found: all(agree(found))

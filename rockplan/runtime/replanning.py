@@ -201,7 +201,8 @@ def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
         if other_spec == spec and bounds:
             is_open = then[:1] == ("open",)
             may = (plain if is_open else plain | bounds[-1].program.interface.idle) - read - unread
-            if any(now[i] != then[i + is_open] for i in may):
+            own = opened_key(call.key)[1][1:] if is_open else now
+            if any(own[i] != then[i + is_open] for i in may):
                 return unread | may
     return unread
 

@@ -170,7 +170,8 @@ class Interface:
     arguments of which it was shown that nothing looks at them; idle: of tensors that no operator
     reads (Python may).
     distributed: values of DTensors (of each its local tensor) that the caller has, with the spec of
-    their gradient, None without one. sizes: symbols of the sizes of calls that it is for.
+    their gradient, None without one. sizes: symbols of the sizes of calls that it is for. numbers:
+    (position, number) of leaves of the arguments.
     """
 
     parameters: tuple[tuple[str, int], ...]
@@ -192,13 +193,15 @@ class Interface:
         """Return what has the sizes of the call of `graph`."""
         specs = ((position, graph.values[value].spec) for position, value in self.inputs)
         layouts = {position: (spec.shape, spec.stride) for position, spec in specs}
-        return CallSizes(layouts, tuple(g.expected for g in self.guards if not g.is_of_sizes))
+        read = (g.expected for g in self.guards if not g.is_of_sizes)
+        return CallSizes(layouts, dict(self.numbers), tuple(read))
 
     def sizes_in(self, graph: CDGraph) -> tuple[int, ...]:
         """Return the values of the symbols in the call of `graph`."""
         call = self.call_in(graph)
         return tuple(symbol.of(call) for symbol in self.sizes.symbols)
 
+    numbers: tuple[tuple[int, int | float], ...] = ()
     unread: frozenset[int] = field(default=frozenset(), compare=False)
     idle: frozenset[int] = field(default=frozenset(), compare=False)
 

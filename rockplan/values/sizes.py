@@ -8,7 +8,8 @@ sizes (`captures.open_sizes`) is compared with a static capture at a second size
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeGuard
 
@@ -51,27 +52,41 @@ Place = tuple[int, str, int]
 @dataclass(frozen=True, slots=True)
 class CallSizes:
     """What the sizes of a call are taken from. layouts: of tensors among the leaves of
-    (args, kwargs), by position; read: what its guards expect, in order, but for those of sizes
-    alone."""
+    (args, kwargs), by position; numbers: those among the leaves; read: what its guards expect, in
+    order, but for those of sizes alone."""
 
     layouts: Mapping[int, Layout]
+    numbers: Mapping[int, int | float]
     read: tuple[object, ...]
 
-    def differing(self, other: CallSizes) -> Iterator[tuple[Place, int]]:
-        """Yield (place, the smaller size) where sizes of another call differ."""
+    def differing(self, other: CallSizes) -> dict[Place, bool]:
+        """Return place -> whether it may be a symbol, where sizes of another call differ."""
+        pairs: list[tuple[Place, Any, Any]] = []
         for position, layout in self.layouts.items():
             for axis, own, others in zip(_AXES, layout, other.layouts[position], strict=True):
-                pairs = enumerate(zip(own, others, strict=True))
-                yield from (((position, axis, d), min(a, b)) for d, (a, b) in pairs if a != b)
-        for i, (a, b) in enumerate(zip(self.read, other.read, strict=False)):
-            if is_count(a) and is_count(b) and a != b:
-                yield (i, "count", 0), min(a, b)
+                sizes = enumerate(zip(own, others, strict=True))
+                pairs += (((position, axis, d), a, b) for d, (a, b) in sizes)
+        pairs += (((i, "number", 0), n, other.numbers.get(i, n)) for i, n in self.numbers.items())
+        read = enumerate(zip(self.read, other.read, strict=False))
+        pairs += (((i, "count", 0), a, b) for i, (a, b) in read if is_count(a) and is_count(b))
+        return {place: is_usual(a) and is_usual(b) for place, a, b in pairs if a != b}
 
 
 _AXES = "shape", "stride"
 
-LEAST = 2
-"""Sizes 0 and 1 broadcast and end loops: calls with these are kinds of their own."""
+LEAST, MOST = 2, 2**31
+"""Sizes 0 and 1 broadcast and end loops: calls with these are kinds of their own. Without an upper
+bound, `h[:, :]` would not be eager's alias."""
+
+
+def is_usual(number: float) -> bool:
+    """Return whether a symbol may stand for a number."""
+    return isinstance(number, float) or LEAST <= number <= MOST
+
+
+def is_number(leaf: object) -> TypeGuard[int | float]:
+    """Return whether a leaf of the arguments is a number that may be a symbol in other calls."""
+    return type(leaf) is int or (type(leaf) is float and math.isfinite(leaf))
 
 
 def is_count(read: object) -> TypeGuard[int]:
@@ -81,20 +96,24 @@ def is_count(read: object) -> TypeGuard[int]:
 
 @dataclass(frozen=True, slots=True)
 class Symbol:
-    """A size that differs between calls. position: of the leaf of (args, kwargs) that has it; axis,
-    dimension: where in its shape or strides; or, of a count, which of `CallSizes.read` it is."""
+    """A size, or number, that differs between calls. position: of the leaf of (args, kwargs) that
+    has it, or is it; axis, dimension: where in its shape or strides; of a count, position is the
+    place in `CallSizes.read`."""
 
     name: str
     position: int
-    axis: Literal["shape", "stride", "count"]
+    axis: Literal["shape", "stride", "number", "count"]
     dimension: int
 
-    def of(self, call: CallSizes) -> int:
+    def of(self, call: CallSizes) -> Any:
         """Return the size in a call."""
+        if self.axis == "number":
+            number = call.numbers[self.position]
+            return int(number) if isinstance(number, int) else float(number)
         if self.axis == "count":
-            number = call.read[self.position]
-            assert isinstance(number, int)
-            return int(number)
+            count = call.read[self.position]
+            assert isinstance(count, int)
+            return int(count)
         return int(call.layouts[self.position][_AXES.index(self.axis)][self.dimension])
 
     @property
@@ -102,6 +121,8 @@ class Symbol:
         """The Python expression that reads it from `leaves`; of a count, what it is in words."""
         if self.axis == "count":
             return f"the count that guard {self.position} reads"
+        if self.axis == "number":
+            return f"leaves[{self.position}]"
         where = "shape" if self.axis == "shape" else "stride()"
         return f"leaves[{self.position}].{where}[{self.dimension}]"
 

@@ -220,6 +220,7 @@ def _interface(capture: Capture, numbering: _Numbering) -> Interface:
         distributed=tuple((of(value), spec) for value, spec in capture.distributed),
         reads=capture.reads,
         sizes=capture.sizes,
+        numbers=capture.numbers,
         unread=capture.unread,
         idle=capture.idle,
     )

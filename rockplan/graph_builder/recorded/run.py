@@ -106,8 +106,8 @@ class Capture:
     samples: value -> real tensor, for integer inputs and what is computed from them and constants.
     copies: (value of a buffer, value that holds two copies of it), see
     `lowering.buffer_copies`. kernels: those that calls name, see `fusion`. tiles: how the head is
-    tiled, see `tiling`. distributed, reads, unread, idle: as in Interface. sizes: symbols of its
-    sizes, if it is for calls of several.
+    tiled, see `tiling`. distributed, reads, numbers, unread, idle: as in Interface. sizes: symbols
+    of its sizes, if it is for calls of several.
     """
 
     values: tuple[RecordedValue, ...]
@@ -129,6 +129,7 @@ class Capture:
     distributed: tuple[tuple[int, Any], ...] = ()
     reads: AttributesRead = EVERYTHING
     sizes: Sizes = STATIC
+    numbers: tuple[tuple[int, int | float], ...] = ()
     unread: frozenset[int] = frozenset()
     idle: frozenset[int] = frozenset()
     arrivals: tuple[int, ...] = ()

@@ -11,7 +11,7 @@ compared with static ones (`captures.open_sizes`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -23,10 +23,17 @@ from torch.utils._sympy.value_ranges import ValueRanges
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.graph_builder.operators.symbols import printed
-from rockplan.values.sizes import LEAST, CallSizes, Layout, Place, Sizes, Symbol, is_count
-
-MOST = 2**31
-"""Without an upper bound of sizes, `h[:, :]` would not be eager's alias."""
+from rockplan.values.sizes import (
+    LEAST,
+    MOST,
+    CallSizes,
+    Layout,
+    Place,
+    Sizes,
+    Symbol,
+    is_count,
+    is_usual,
+)
 
 
 class StaticSizes(CaptureError):
@@ -46,13 +53,13 @@ class StaticSizes(CaptureError):
 
 class FreeSizes:
     """The symbols of one recording. leaves: of (args, kwargs); earlier: of another call; dimensions
-    in which that differs become symbols, one for all that are equal in both calls, and so do counts
-    in which it differs."""
+    in which that differs become symbols, one for all that are equal in both calls, and so do
+    numbers among the leaves and counts."""
 
     def __init__(self, leaves: Sequence[Any], earlier: CallSizes) -> None:
         self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
         self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.layouts.items()}
-        self._read = earlier.read
+        self._numbers, self._read = earlier.numbers, earlier.read
         self._of_pair: dict[object, Any] = {}
         self._symbols: list[tuple[Symbol, Any]] = []
 
@@ -93,6 +100,10 @@ class FreeSizes:
             self._of_pair[pair] = self._made(position, axis, dimension, was, now)
         return self._of_pair[pair]
 
+    def number(self, position: int, now: int | float) -> Any:
+        """Return what the forward gets for a number among the leaves."""
+        return self._made(position, "number", 0, self._numbers.get(position, now), now)
+
     def count(self, place: int, now: object) -> Any:
         """Return what Python gets where guard `place` of those that depend on values reads `now`:
         a symbol if both calls read numbers there, and others."""
@@ -104,13 +115,18 @@ class FreeSizes:
     def _made(self, position: int, axis: Any, dimension: int, was: Any, now: Any) -> Any:
         if was == now:
             return now
-        if min(was, now) < LEAST:
+        if not (is_usual(was) and is_usual(now)):
             raise StaticSizes("a size of 0 or 1 is a kind of its own", is_of_pair=True)
         source = ConstantSource(f"leaf{position}_{axis}{dimension}")
-        symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
-        self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
+        if isinstance(now, float):
+            symbol = self.env.create_unspecified_symbol(now, source, DimDynamic.DYNAMIC)
+            made: Any = self.env.create_symfloatnode(symbol, hint=now, source=source)
+        else:
+            symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
+            self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
+            made = self.env.create_symintnode(symbol, hint=now, source=source)
         self._symbols.append((Symbol(str(symbol), position, axis, dimension), symbol))
-        return self.env.create_symintnode(symbol, hint=now, source=source)
+        return made
 
     def sizes(self) -> Sizes:
         """Return the symbols, and the guards on them. Raises StaticSizes if the forward made
@@ -130,23 +146,17 @@ class FreeSizes:
 
 @contextlib.contextmanager
 def texts_specialize() -> Iterator[None]:
-    """While active, a SymInt as text is its number, which makes it a constant: the text of a symbol
-    would be another one than in eager execution, and nothing would say so."""
-    before = {name: vars(torch.SymInt).get(name) for name in _TEXTS}
-    for name in _TEXTS:
-        setattr(torch.SymInt, name, _as_number(name))
-    try:
+    """While active, a SymInt or SymFloat as text is its number, which makes it a constant: the text
+    of a symbol would be another one than in eager execution, and nothing would say so."""
+    with contextlib.ExitStack() as stack:
+        for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
+            for name in ("__str__", "__repr__", "__format__"):
+                own = vars(kind).get(name)
+                undo = (delattr, kind, name) if own is None else (setattr, kind, name, own)
+                stack.callback(*undo)
+                setattr(kind, name, _as_number(name, plain))
         yield
-    finally:
-        for name, original in before.items():
-            if original is None:
-                delattr(torch.SymInt, name)
-            else:
-                setattr(torch.SymInt, name, original)
 
 
-_TEXTS = ("__str__", "__repr__", "__format__")
-
-
-def _as_number(name: str) -> Any:
-    return lambda number, *args: getattr(int(number), name)(*args)
+def _as_number(name: str, plain: Callable[[Any], Any]) -> Any:
+    return lambda number, *args: getattr(plain(number), name)(*args)

@@ -40,7 +40,7 @@ from rockplan.graph_builder.tracing.patches import Interrupted, PatchSource
 from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
-from rockplan.graph_builder.tracing.stand_ins import StandIns, with_stand_ins
+from rockplan.graph_builder.tracing.stand_ins import StandIns, with_numbers, with_stand_ins
 from rockplan.graph_builder.tracing.tensor_questions import Questions
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
@@ -138,6 +138,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         parameters=exchanged.parameters,
         buffers=exchanged.buffers,
         inputs=exchanged.inputs,
+        numbers=exchanged.numbers,
         constants=tuple(recorder.constants),
         outputs=output_leaves(recorder, first.outputs, backward.sources, backward.tangents),
         gradients=backward.gradient_values(recorder),
@@ -193,14 +194,15 @@ class _Recording:
 class _Exchanged:
     """A call with stand-ins for all tensors of the caller.
 
-    parameters, buffers, inputs: as in Capture; autograd: what it kept of the stand-ins before the
-    run.
+    parameters, buffers, inputs, numbers: as in Capture; autograd: what it kept of the stand-ins
+    before the run.
     """
 
     forward: ForwardCall
     parameters: tuple[tuple[str, int], ...]
     buffers: tuple[tuple[str, int], ...]
     inputs: tuple[tuple[int, int], ...]
+    numbers: tuple[tuple[int, int | float], ...]
     questions: Questions
     autograd: tuple[own_gradients.AutogradState, ...]
 
@@ -219,6 +221,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     left_behind.refuse_iterators(found)
     left_behind.refuse_kept_arguments(found, (call.args, call.kwargs), registered)
     arguments = with_stand_ins(call.args, call.kwargs, stand_ins.of)
+    arguments, numbers = with_numbers(arguments, recording.free)
     inputs = tuple((i, recorder.value(stand_ins.of(leaf))) for i, leaf in real_leaves.items())
     parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
     buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
@@ -248,7 +251,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
         reading=ReadsNoted(call.module),
         watched=ArgumentsWatched(call.unread, found.objects),
     )
-    return _Exchanged(forward, parameters, buffers, inputs, questions, autograd)
+    return _Exchanged(forward, parameters, buffers, inputs, numbers, questions, autograd)
 
 
 def _with_backward(

@@ -15,11 +15,13 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.tracing.free_sizes import FreeSizes
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
 from rockplan.python_state.distributed import distributed, is_distributed, local_of, spec_of
+from rockplan.values.sizes import is_number
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,20 @@ def with_stand_ins(
     exchange = _Exchange(of)
     own = tuple(map(exchange.value, args))
     return Arguments(own, {name: exchange.value(value) for name, value in kwargs.items()})
+
+
+def with_numbers(
+    arguments: Arguments, free: FreeSizes | None
+) -> tuple[Arguments, tuple[tuple[int, int | float], ...]]:
+    """Return (the arguments with symbols for numbers that differ from an earlier call; position
+    and number of each leaf that is one)."""
+    leaves, spec = trees.tree_flatten((arguments.args, arguments.kwargs))
+    numbers = {i: leaf for i, leaf in enumerate(leaves) if is_number(leaf)}
+    own = {i: n if free is None else free.number(i, n) for i, n in numbers.items()}
+    if any(own[i] is not n for i, n in numbers.items()):
+        exchanged = [own.get(i, leaf) for i, leaf in enumerate(leaves)]
+        arguments = Arguments(*trees.tree_unflatten(exchanged, spec))
+    return arguments, tuple((i, known_number(n)) for i, n in own.items())
 
 
 @dataclass(slots=True)
