@@ -20,6 +20,7 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
+from torch.nn import functional
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from typer.testing import CliRunner
 
@@ -230,7 +231,29 @@ def test_optimizers_that_step_in_backward_need_what_is_said(name: str, optimizer
     assert all(b <= a <= 1.1 * b for a, b in zip(said, real, strict=True)), (said, real)
 
 
+class _Written(torch.nn.Module):
+    """A block whose variables hold what its gradients do not need."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(width, 4 * width), torch.nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        shifted = hidden + 1
+        doubled = shifted * 2
+        return x + self.down((doubled - 3).sigmoid())
+
+
+def _written() -> models.Case:
+    blocks = torch.nn.Sequential(*(_Written(64) for _ in range(3)))
+    return models.Case(
+        "written out", blocks, (torch.randn(2048, 64),), {}, lambda y: y.square().mean()
+    )
+
+
 WAYS = {
+    "written out": _written,
     "gpt2": lambda: models.gpt2(3, width=64, batch=4, attention_dropout=0.0),
     "llama": lambda: models.llama(3, width=64, batch=4),
     "bert": lambda: models.bert(3, width=64, batch=4),
@@ -985,6 +1008,23 @@ def _eager_bytes(model: torch.nn.Module, x: torch.Tensor, make: Any) -> int:
     return fixed_bytes + max(itertools.accumulate(changes, initial=0))
 
 
+class _Cubed(torch.autograd.Function):
+    """Holds variables of its own while it runs, and while its backward does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        square = x * x
+        return square.sin() * x
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        square = x * x
+        cosine = square.cos()
+        return gradient * (2 * square * cosine + square.sin())
+
+
 FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean of squares": lambda h: h.pow(2).mean(),
     "erf": lambda h: (h * torch.erf(h / 1.4)).sum(),
@@ -992,6 +1032,18 @@ FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cumsum": lambda h: h.cumsum(0).pow(3).sum(),
     "where": lambda h: torch.where(h > 0, h, h.exp()).sum(),
     "cat": lambda h: torch.cat([h, h.exp()]).sin().sum(),
+    # Statements of C++, each of which lets go of its temporaries.
+    "std": lambda h: h.std(-1).sum(),
+    "norm": lambda h: h.norm(dim=-1).sum(),
+    "cosine": lambda h: functional.cosine_similarity(h, h.sin(), dim=-1).sum(),
+    "atan2": lambda h: torch.atan2(h, h.exp()).sum(),
+    "maximum": lambda h: torch.maximum(h, -h).sum(),
+    "logits": lambda h: functional.binary_cross_entropy_with_logits(h, torch.ones_like(h)),
+    # `h` is a variable of the caller: it outlives what its gradient needs.
+    "divergence": lambda h: functional.kl_div(
+        h.log_softmax(-1), h.detach().softmax(-1), reduction="sum"
+    ),
+    "a function": lambda h: _Cubed.apply(h.exp()).sum(),
 }
 
 

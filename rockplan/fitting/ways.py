@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
+from itertools import chain, islice, pairwise, takewhile
 
 from rockplan.oracles.verify import verify
 from rockplan.values.graph import CDGraph, ComputeNode, in_eager_order, producers
@@ -31,8 +31,8 @@ def as_autograd_runs(graph: CDGraph) -> CDGraph:
         of = {function_of.get(data) for data in node.reads}
         is_last = node.function > 0 and node.index in ends
         if is_added and is_last and (is_gone or of != {node.function}):
-            return replace(node, function=0)
-        return replace(node, takes=()) if node.takes else node
+            return replace(node, was_in_place=True)
+        return replace(node, takes=()) if node.takes and not node.was_in_place else node
 
     return replace(graph, nodes=tuple(map(eager, graph.nodes)))
 
@@ -40,7 +40,7 @@ def as_autograd_runs(graph: CDGraph) -> CDGraph:
 def kept_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
     """Run every node once, in eager's order."""
     eager = as_autograd_runs(graph)
-    return eager, _freed_as_eager_does(eager, keep_all(eager))
+    return eager, _freed_as_eager_does(eager, keep_all(eager), defaultdict(str), {})
 
 
 def compiled_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
@@ -76,62 +76,56 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
                 held[data].append(block)
             order += again
         order.append(index)
-    schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order))
-    schedule = _held(schedule, held, path_of)
+    schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order), path_of, held)
     verify(eager, schedule)
     return eager, schedule
 
 
-def _held(
-    schedule: Schedule, held: Mapping[int, Sequence[str]], path_of: Mapping[int, str]
+def _freed_as_eager_does(
+    graph: CDGraph,
+    schedule: Schedule,
+    path_of: Mapping[int, str],
+    held: Mapping[int, Sequence[str]],
 ) -> Schedule:
-    """Return `schedule` with the data of `held` (data -> blocks that it was given to) freed in the
-    backward phase only when these have run. path_of: node -> its block."""
+    """Return `schedule` with each storage freed only when eager lets it go (`ComputeNode.ends`), as
+    variables of Python and kernels in C++ hold it, and not before the blocks have run that it was
+    given to in the backward phase. path_of: node -> its block, '' for none; held: data -> these
+    blocks."""
     events, boundary = schedule.events, schedule.forward_length
-    ends = {path_of[e.node]: p for p, e in enumerate(events) if isinstance(e, Compute)}
-    made: list[Event] = []
-    waiting = defaultdict[int, list[Event]](list)
+    last = {d: node.index for node in graph.nodes for d in node.ends}
+    maker, forward = producers(graph), len(graph.forward)
+    runs, block_end = defaultdict[int, list[int]](list), dict[str, int]()
     for position, event in enumerate(events):
-        end = 0
-        if position >= boundary and isinstance(event, Free):
-            end = max((ends[block] for block in held.get(event.data, ())), default=0)
-        (waiting[end] if position < end else made).append(event)
-        made += waiting.pop(position, ())
-    return Schedule(tuple(made), boundary)
+        if isinstance(event, Compute):
+            runs[event.node].append(position)
+            block_end[path_of[event.node]] = position
 
+    def end(position: int, data: int) -> int:
+        """Return the position of the event after which eager lets go what is freed at another."""
+        node, made_by = last.get(data, -1), maker.get(data, -1)
+        ends = [position]
+        if position >= boundary:
+            ends += (block_end[block] for block in held.get(data, ()))
+        if node < forward:
+            # Also where it runs again, which ends where another node follows.
+            phase_end = boundary if position < boundary else None
+            following = enumerate(islice(events, position, phase_end), position)
+            computed = ((p, e.node) for p, e in following if isinstance(e, Compute))
+            ends += (p for p, _ in takewhile(lambda pair: pair[1] <= node, computed))
+        elif position >= boundary or not path_of[made_by]:
+            ends += runs[node]
+        again = next((p for p in runs[made_by] if p > position), len(events))
+        return max(p for p in ends if p < again)
 
-def _freed_as_eager_does(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Return `schedule` with what a backward function reads freed only when all of it has run, as
-    autograd does. One in C++ keeps temporaries until it has the result of their expression: one
-    that something else reads, while no temporary waits for another expression."""
-    boundary = schedule.forward_length
-    computed = [e.node for e in schedule.events[boundary:] if isinstance(e, Compute)]
-    nodes = [graph.nodes[node] for node in computed]
-    function_of = {data: node.function for node in nodes for data in node.writes}
-    leaving = {d for n in nodes for d in n.reads if function_of.get(d) != n.function}
-    leaving |= {*graph.handed, *graph.held}
-    events: list[Event] = [*schedule.events[:boundary]]
-    waiting: list[Event] = []
-    temporary: list[Event] = []
-    alive: set[int] = set()
-    node = None
-    for event in schedule.events[boundary:]:
+    frees = defaultdict[int, list[Event]](list)
+    for position, event in enumerate(events):
         if isinstance(event, Free):
-            is_own = node is not None and function_of.get(event.data) == node.function
-            is_at_once = is_own and node is not None and node.function <= 0
-            (events if is_at_once else temporary if is_own else waiting).append(event)
-            alive.discard(event.data)
-            continue
-        before, node = node, graph.nodes[event.node]
-        if before is None or not node.function or before.function != node.function:
-            events += (*temporary, *waiting)
-            waiting, temporary, alive = [], [], set()
-        elif not alive and not leaving.isdisjoint(before.writes):
-            events += temporary
-            temporary = []
-        alive |= {*node.writes} - leaving
-        events.append(event)
-    return Schedule((*events, *temporary, *waiting), boundary)
+            frees[end(position, event.data)].append(event)
+    made = [
+        [*([event] if isinstance(event, Compute) else []), *frees[position]]
+        for position, event in enumerate(events)
+    ]
+    return Schedule(tuple(chain(*made)), sum(map(len, made[:boundary])))
 
 
 def block_of(node: ComputeNode, blocks: Iterable[str]) -> str:

@@ -271,7 +271,9 @@ class ComputeNode:
     queue: where it takes that time (`oracles.clock`). optional: a schedule may leave it out; it
     then makes again what required nodes make too (copies in).
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
-    function: of autograd, which eager runs at once (`RecordedCall`); unknown to plan files.
+    function: of autograd, which eager runs at once (`RecordedCall`); ends: data that eager lets go
+    after it, which nothing but Python or a kernel in C++ may hold; was_in_place: eager changes an
+    operand in place; all unknown to plan files.
     """
 
     index: int
@@ -291,6 +293,8 @@ class ComputeNode:
     queue: Queue = Queue.COMPUTE
     optional: bool = False
     function: int = field(default=0, compare=False, repr=False)
+    ends: tuple[int, ...] = field(default=(), compare=False, repr=False)
+    was_in_place: bool = field(default=False, compare=False, repr=False)
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
         """Return the calls of one execution. again: a re-execution; takeover: if it uses one."""

@@ -20,10 +20,9 @@ from rockplan.will_it_fit.question import FitQuestion
 
 BY_TABLES = (
     "as measured on CPU: parameters, gradients, optimizer and plans to the byte, kept whole within "
-    "0.1 %, checkpointing within 2 % (further off where local variables or gradients of several "
-    "operators hold most); with CUDA's dropout, attention and autocast. by a table: context, "
-    "cuBLAS's workspaces (those inside of other operators are not in the sum). by a model: "
-    "reserved, of PyTorch's caching allocator without expandable_segments",
+    "0.1 %, checkpointing within 2 %; with CUDA's dropout, attention and autocast. by a table: "
+    "context, cuBLAS's workspaces (those inside of other operators are not in the sum). by a "
+    "model: reserved, of PyTorch's caching allocator without expandable_segments",
     "times are estimates by the device's peaks: measured steps reach a fifth to two thirds "
     "of what is said a second",
 )
@@ -35,10 +34,7 @@ ON_CPU = (
     "Python and its libraries",
     "times are estimates by bytes and operations: overheads are ratios of them",
 )
-EAGER = (
-    "eager PyTorch, as measured: kept whole within 0.1 %, checkpointing within 2 % (further off "
-    "where local variables or gradients of several operators hold most)"
-)
+EAGER = "eager PyTorch, as measured: kept whole within 0.1 %, checkpointing within 2 %"
 COMPILED = (
     "kernels are those that were compiled here: kept whole is the compiled program, nothing of it "
     "run again. no row for checkpointing, in which torch.compile chooses itself what to keep"

@@ -94,7 +94,9 @@ class _Rewriting:
             call = replace(call, results=self._results_of(recorded))
         if not self._run.is_view(position):
             self._note_versions(recorded, read)
-        self._calls.append(replace(recorded, call=call, reads=reads, writes=writes))
+        ends = (self._versions[s].storage if s in self._versions else s for s in recorded.ends)
+        made = replace(recorded, call=call, reads=reads, writes=writes, ends=tuple(ends))
+        self._calls.append(replace(made, was_in_place=changing is not None))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
         """Update what is known of the latest versions (what they were made from, whether something

@@ -74,7 +74,8 @@ def assembled(
     for number, (value, _) in enumerate(capture.constants):
         numbering.value(value, f"constant_{number}")
     nodes: list[ComputeNode] = []
-    for unit in sorted(divided(view), key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD):
+    units = sorted(divided(view), key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD)
+    for unit in units:
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
             check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
@@ -86,6 +87,7 @@ def assembled(
     }
     summed = summed_in_place(nodes, numbering.values, interface.gradients)
     keep_what_acts(nodes, numbering.values, interface)
+    _note_ends(nodes, units, capture, numbering)
     held_tangents = _held_tangents(capture, numbering)
     of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
@@ -304,7 +306,25 @@ def _node(
         module=main.module,
         source=main.source,
         function=main.function,
+        was_in_place=main.was_in_place,
     )
+
+
+def _note_ends(
+    nodes: list[ComputeNode],
+    units: Sequence[tuple[int, ...]],
+    capture: Capture,
+    numbering: _Numbering,
+) -> None:
+    """Note in each of `nodes` what eager lets go after it, and after calls behind it that are in
+    none of `units` (those of the nodes), such as views."""
+    node_of = {position: index for index, unit in enumerate(units) for position in unit}
+    ends = defaultdict[int, list[int]](list)
+    index = 0
+    for position, call in enumerate(capture.calls):
+        index = node_of.get(position, index)
+        ends[index] += (numbering.data_of[s] for s in call.ends if s in numbering.data_of)
+    nodes[:] = [replace(node, ends=tuple(ends[node.index])) for node in nodes]
 
 
 def _recall_of(call: Call) -> Call:

@@ -109,7 +109,7 @@ def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
         before = len(recording.made())
         with recording.refusing_writes(
             [*args, *kwargs.values()],
-            lambda: any(made.requires_grad for made in recording.made()[before:]),
+            lambda: any(t is not None and t.requires_grad for t in recording.made()[before:]),
         ):
             yield
 

@@ -40,7 +40,8 @@ class RecordingAccess:
     is_active: whether a call of an operator would be recorded now; stop: raise an error that ends
     the recording; place: path of the running module, and the user's source line; make_own: give
     tensors (grouped by storage) memory of their own if no plan writes into what they have;
-    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order;
+    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order,
+    None for one that is gone;
     checkpoints: gets what the function of each checkpoint that eager runs again could reach.
     """
 
@@ -52,7 +53,7 @@ class RecordingAccess:
     place: Callable[[], tuple[str, str]] = lambda: ("", "")
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
     callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
-    made: Callable[[], Sequence[torch.Tensor]] = lambda: ()
+    made: Callable[[], Sequence[torch.Tensor | None]] = lambda: ()
     checkpoints: list[Walk] = field(default_factory=list)
 
     @contextlib.contextmanager

@@ -10,6 +10,8 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -135,6 +137,48 @@ class Reader(Protocol):
         source: path and line of the call; unsized: the result with unknown sizes."""
 
 
+class _Lives:
+    """Knows tensors and storages as long as eager would hold them, and holds none of them.
+
+    number_of: id of a tensor -> number of its value; storages: address -> number; ended: number of
+    recorded calls -> storages whose last holder let go then. Autograd, frames of Python and kernels
+    in C++ hold fake tensors as they hold real ones.
+    """
+
+    def __init__(self, calls: Sequence[object]) -> None:
+        self.number_of: dict[int, int] = {}
+        self.storages: dict[int, int] = {}
+        self.ended = defaultdict[int, list[int]](list)
+        self.storages_met = 0
+        self._calls = calls
+        self._watched: list[weakref.ref[Any]] = []
+
+    def know(self, tensor: torch.Tensor, number: int) -> weakref.ref[torch.Tensor]:
+        """Let `tensor` be the value with that number as long as it lives."""
+
+        def forget(_: object, known: int = id(tensor)) -> None:
+            if self.number_of.get(known) == number:
+                del self.number_of[known]
+
+        self.number_of[id(tensor)] = number
+        return weakref.ref(tensor, forget)
+
+    def storage(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage, a new one for one that was never seen before."""
+        address = storage._cdata
+        if address in self.storages:
+            return self.storages[address]
+        number = self.storages[address] = self.storages_met
+
+        def end(_: object) -> None:
+            del self.storages[address]
+            self.ended[len(self._calls)].append(number)
+
+        self._watched.append(weakref.ref(storage, end))
+        self.storages_met += 1
+        return number
+
+
 class Recorder(TorchDispatchMode):
     """Records calls.
 
@@ -167,9 +211,9 @@ class Recorder(TorchDispatchMode):
             lambda tensor: self.values[self.value(tensor)].storage, self._results.of
         )
         self._groups = MeshGroups()
-        self._index_of: dict[int, int] = {}
-        self._alive: list[object] = []
-        self._storages: dict[int, int] = {}
+        self._lives = _Lives(self.calls)
+        self._fakes: list[torch.Tensor] = []
+        self._met: list[weakref.ref[torch.Tensor]] = []
         self._sequence: list[int] = []
         self._sequence_place: list[tuple[str, str]] = []
         self._views: list[tuple[int, int, int]] = []
@@ -192,15 +236,14 @@ class Recorder(TorchDispatchMode):
 
     def value(self, tensor: torch.Tensor) -> int:
         """Return the number of the value of `tensor`, of a DTensor that of its local tensor; a
-        tensor never seen before gets a new one, and is kept alive."""
-        index = self._index_of.get(id(tensor))
+        tensor never seen before gets a new one."""
+        index = self._lives.number_of.get(id(tensor))
         if index is None and distributed.is_distributed(tensor):
             self._note_spec(tensor)
             return self.value(tensor._local_tensor)  # type: ignore[attr-defined]
         if index is None:
             index = len(self.values)
-            self._index_of[id(tensor)] = index
-            self._alive.append(tensor)
+            self._met.append(self._lives.know(tensor, index))
             self._leftovers.note((tensor,))
             self.values.append(self._describe(tensor))
         return index
@@ -221,9 +264,8 @@ class Recorder(TorchDispatchMode):
         """Return a new value for a tensor. Raises UnsupportedModel for an unsupported class."""
         self._refuse_kind(tensor)
         storage = tensor.untyped_storage()
-        ordinal = self._storages.setdefault(storage._cdata, len(self._storages))
-        self._alive.append(storage)
-        return RecordedValue(tensor_spec(tensor), ordinal, known_number(storage.nbytes()))
+        number = self._lives.storage(storage)
+        return RecordedValue(tensor_spec(tensor), number, known_number(storage.nbytes()))
 
     def refuse(self, error: CaptureError) -> NoReturn:
         """Raise `error`, and remember it: a model that catches it, and continues in another way
@@ -412,7 +454,7 @@ class Recorder(TorchDispatchMode):
         and `_in_layout_of_base` copies their gradients.
         """
         self.phase = Phase.BACKWARD
-        self._forward_storages = len(self._storages)
+        self._forward_storages = self._lives.storages_met
         used = {self.value(t) for t in outputs}
         views = {view for _, _, view in self._views}
         for call in reversed(self.calls):
@@ -460,7 +502,7 @@ class Recorder(TorchDispatchMode):
         call = self._call(view, args, kwargs, ())
         reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
         func(*args, **kwargs)
-        del self._index_of[id(changed)]
+        del self._lives.number_of[id(changed)]
         call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
         self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
         return changed
@@ -484,12 +526,20 @@ class Recorder(TorchDispatchMode):
                 layout = view.storage_offset(), tuple(view.shape), view.stride()
                 with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
                     tensor.set_(view.untyped_storage(), *layout)
-                self._index_of[id(tensor)] = self.value(view)
+                self._met.append(self._lives.know(tensor, self.value(view)))
             self._overwritten.add(storage)
 
-    def made(self) -> list[torch.Tensor]:
-        """Return the tensors met so far, in order."""
-        return [t for t in self._alive if isinstance(t, torch.Tensor)]
+    def made(self) -> list[torch.Tensor | None]:
+        """Return the tensors met so far, in order; None for one that nobody holds any more."""
+        return [met() for met in self._met]
+
+    def ended_calls(self) -> tuple[RecordedCall, ...]:
+        """Return the calls so far, with the storages that nobody held any more after each."""
+        ended = self._lives.ended
+        return tuple(
+            replace(call, ends=tuple(ended[number])) if number in ended else call
+            for number, call in enumerate(self.calls, 1)
+        )
 
     def callers_writes(self) -> list[RecordedCall]:
         """Return the calls so far that have changed a tensor of the caller, in order."""
@@ -522,14 +572,15 @@ class Recorder(TorchDispatchMode):
         if distributed.is_fake(tensor):
             self.value(tensor)
             return tensor
-        for index, constant in self.constants:
+        for fake, (_, constant) in zip(self._fakes, self.constants, strict=True):
             if constant is tensor:
-                return self._alive_value(index)
+                return fake
         self._refuse_kind(tensor)
         with torch._C._DisableTorchDispatch():
             plain = tensor.detach()
         fake = self.fake_mode.from_tensor(plain, static_shapes=True)
         self.constants.append((self.value(fake), tensor))
+        self._fakes.append(fake)
         self._had_history[id(tensor)] = tensor.requires_grad
         return fake
 
@@ -545,7 +596,7 @@ class Recorder(TorchDispatchMode):
         try:
             yield
         except BaseException:
-            self._alive.clear()
+            self._fakes.clear()
             raise
         finally:
             with _disable_current_modes(), torch.no_grad():
@@ -556,12 +607,6 @@ class Recorder(TorchDispatchMode):
         reason = why_not_planned(tensor, "what the forward computes with")
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)
-
-    def _alive_value(self, index: int) -> torch.Tensor:
-        for candidate in self._alive:
-            if isinstance(candidate, torch.Tensor) and self._index_of.get(id(candidate)) == index:
-                return candidate
-        raise AssertionError("a recorded value is kept alive")
 
     def _call(
         self,

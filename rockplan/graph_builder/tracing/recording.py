@@ -134,7 +134,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         raise free_sizes.StaticSizes("the forward returns a size")
     return Capture(
         values=values,
-        calls=tuple(recorder.calls),
+        calls=recorder.ended_calls(),
         parameters=exchanged.parameters,
         buffers=exchanged.buffers,
         inputs=exchanged.inputs,
