@@ -153,8 +153,8 @@ def _first_program(
     loss: Loss | None = None,
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
     least: dict[Autocast, int] = {}
-    given = _measured(loss, call, options, agreed)
-    program = _program_in(room, call, options, least, agreed, given)
+    given, source = _measured(loss, call, options, agreed)
+    program = _program_in(room, call, options, least, agreed, given, source)
     advise(program, options)
     if options.reserve:
         _reserve(room, program, call)
@@ -165,12 +165,15 @@ def _first_program(
 
 def _measured(
     loss: Loss | None, call: ModuleCall, options: Options, agreed: Agreement
-) -> MeasuredLoss:
+) -> tuple[MeasuredLoss, CapturedCall | None]:
+    """Return what is known of the loss, and the captured call, None if it has to be captured for
+    this loss."""
     if loss is None:
-        return NO_LOSS
+        return NO_LOSS, None
     source = captured_call(call, replace(options, tile=False))
     own = measured_loss(loss, source, options.differentiated)
-    return max(agreed.gathered("loss", own).values(), key=lambda measured: measured.ratio)
+    given = max(agreed.gathered("loss", own).values(), key=lambda measured: measured.ratio)
+    return given, None if options.tile or not given.is_as_captured(source) else source
 
 
 @dataclass(eq=False)
@@ -240,15 +243,18 @@ def _program_in(
     least: dict[Autocast, int],
     agreed: Agreement = ALONE,
     given: MeasuredLoss = NO_LOSS,
+    source: CapturedCall | None = None,
 ) -> PlannedProgram:
     """Return the program of a call under the largest budget with which a step stays within `room`.
     least: autocast state -> bytes of the first such budget, which is added; a budget given as a
-    share never means less; given: the caller's loss."""
+    share never means less; given: the caller's loss; source: the call as captured, if it was."""
 
     call = given.of(call)
 
     def new(budget: Budget) -> PlannedProgram:
-        return new_or_known_program(call, budget=budget, options=options, agreed=agreed)
+        return new_or_known_program(
+            call, budget=budget, options=options, agreed=agreed, source=source
+        )
 
     def make(budget: Budget) -> PlannedProgram:
         return beside_loss(new(budget), _parts_of, given.ratio, new)
@@ -297,9 +303,9 @@ def plan(
         call = largest_call(model, args, kwargs, options)
         with named_in_refusals(model), call.named_in_errors():
             with outside_of_initialization():
-                given = _measured(loss, call.of(model), options, agreed)
+                given, known = _measured(loss, call.of(model), options, agreed)
                 started = given.of(call.of(model))
-                source = captured_call(started, options)
+                source = known or captured_call(started, options)
             parts = _interface_of(source)
 
             def plan_here(wanted: Budget) -> Plan:

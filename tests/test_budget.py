@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import nn
 
 import rockplan
 from rockplan.budget import Budget, parse_budget
+from rockplan.captures import captured_calls
 from rockplan.errors import InvalidBudget
 from testing.training import QUICK
 
@@ -115,3 +117,23 @@ def test_a_loss_outside_has_room_in_the_budget(caplog: pytest.LogCaptureFixture)
     for wrong in (lambda y: y.no_such(), lambda y: y):
         with pytest.raises(rockplan.InvalidInput, match="loss= does not run"):
             rockplan.solve(model, x, "60%", loss=wrong, options=QUICK)
+
+
+@pytest.mark.parametrize(
+    "loss, recordings", [(lambda y: y.square().mean(), 1), (lambda y: y.sum(), 2)]
+)
+def test_a_loss_as_expected_needs_one_recording(
+    loss: Callable[[torch.Tensor], torch.Tensor],
+    recordings: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also where a second plan leaves it room; gradients in other strides need another."""
+    found: list[int] = []
+    real = captured_calls.capture
+    monkeypatch.setattr(captured_calls, "capture", lambda *call: (found.append(1), real(*call))[1])
+    layers = [k for _ in range(4) for k in (nn.Linear(64, 64), nn.GELU(), nn.LayerNorm(64))]
+    model, x = nn.Sequential(*layers), torch.randn(128, 64)
+    for made in (rockplan.solve, rockplan.plan):
+        found.clear()
+        made(model, x, "80%", loss=loss, options=QUICK)  # type: ignore[operator]
+        assert len(found) == recordings

@@ -47,6 +47,13 @@ class MeasuredLoss:
     ratio: float = 0.0
     starts: Precedent | None = None
 
+    def is_as_captured(self, source: CapturedCall) -> bool:
+        """Return whether the backward pass was captured from what it starts from."""
+        graph, outputs = source.lowered.graph, source.lowered.interface.outputs
+        tangents = {i: leaf.tangent for i, leaf in enumerate(outputs)}
+        found = {i: graph.values[t].spec.stride for i, t in tangents.items() if t is not None}
+        return self.starts is None or self.starts.incoming == found
+
     def of(self, call: ModuleCall) -> ModuleCall:
         """Return the call with a backward pass that starts as this loss has it, if nothing else is
         known of that."""

@@ -39,8 +39,8 @@ class RecordedValue:
 class RecordedCall:
     """One operator call. reads: values among its arguments, in order; writes: values that it
     changes in place; random: it draws random numbers; function: number of the autograd function
-    that makes it in the backward pass; 0 for none; ends: storages that eager lets go after it; was_in_place:
-    it stands for a change in place."""
+    that makes it in the backward pass, below 0 if that is Python's; 0 for none; ends: storages that
+    eager lets go after it; was_in_place: eager changes an operand in place."""
 
     call: Call
     phase: Phase
