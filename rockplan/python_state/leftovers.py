@@ -16,7 +16,7 @@ import sys
 import traceback
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,13 +41,9 @@ _YOUNG, _ALL = 0, 2
 
 @dataclass(slots=True)
 class Leftovers:
-    """Weak references to the tensors that were made while recording."""
+    """Weak references to the tensors that were made while recording, which none may outlive."""
 
     made: list[weakref.ref[torch.Tensor]] = field(default_factory=list)
-
-    def note(self, objects: Iterable[object]) -> None:
-        """Note the tensors among `objects`: none of them may outlive the recording."""
-        self.made += [weakref.ref(o) for o in objects if isinstance(o, torch.Tensor)]
 
     def alive(self) -> list[torch.Tensor]:
         """Return the noted tensors that are still alive."""

@@ -87,7 +87,13 @@ def assembled(
     }
     summed = summed_in_place(nodes, numbering.values, interface.gradients)
     keep_what_acts(nodes, numbering.values, interface)
-    _note_ends(nodes, units, capture, numbering)
+    # What eager lets go after a call that is in no unit, such as a view, it does after the node.
+    node_of = {position: index for index, unit in enumerate(units) for position in unit}
+    ends, index = defaultdict[int, list[int]](list), 0
+    for position, call in enumerate(capture.calls):
+        index = node_of.get(position, index)
+        ends[index] += (numbering.data_of[s] for s in call.ends if s in numbering.data_of)
+    nodes = [replace(node, ends=tuple(ends[node.index])) for node in nodes]
     held_tangents = _held_tangents(capture, numbering)
     of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
@@ -308,23 +314,6 @@ def _node(
         function=main.function,
         was_in_place=main.was_in_place,
     )
-
-
-def _note_ends(
-    nodes: list[ComputeNode],
-    units: Sequence[tuple[int, ...]],
-    capture: Capture,
-    numbering: _Numbering,
-) -> None:
-    """Note in each of `nodes` what eager lets go after it, and after calls behind it that are in
-    none of `units` (those of the nodes), such as views."""
-    node_of = {position: index for index, unit in enumerate(units) for position in unit}
-    ends = defaultdict[int, list[int]](list)
-    index = 0
-    for position, call in enumerate(capture.calls):
-        index = node_of.get(position, index)
-        ends[index] += (numbering.data_of[s] for s in call.ends if s in numbering.data_of)
-    nodes[:] = [replace(node, ends=tuple(ends[node.index])) for node in nodes]
 
 
 def _recall_of(call: Call) -> Call:

@@ -11,7 +11,6 @@ import bisect
 import contextlib
 import functools
 import weakref
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
@@ -137,48 +136,6 @@ class Reader(Protocol):
         source: path and line of the call; unsized: the result with unknown sizes."""
 
 
-class _Lives:
-    """Knows tensors and storages as long as eager would hold them, and holds none of them.
-
-    number_of: id of a tensor -> number of its value; storages: address -> number; ended: number of
-    recorded calls -> storages whose last holder let go then. Autograd, frames of Python and kernels
-    in C++ hold fake tensors as they hold real ones.
-    """
-
-    def __init__(self, calls: Sequence[object]) -> None:
-        self.number_of: dict[int, int] = {}
-        self.storages: dict[int, int] = {}
-        self.ended = defaultdict[int, list[int]](list)
-        self.storages_met = 0
-        self._calls = calls
-        self._watched: list[weakref.ref[Any]] = []
-
-    def know(self, tensor: torch.Tensor, number: int) -> weakref.ref[torch.Tensor]:
-        """Let `tensor` be the value with that number as long as it lives."""
-
-        def forget(_: object, known: int = id(tensor)) -> None:
-            if self.number_of.get(known) == number:
-                del self.number_of[known]
-
-        self.number_of[id(tensor)] = number
-        return weakref.ref(tensor, forget)
-
-    def storage(self, storage: torch.UntypedStorage) -> int:
-        """Return the number of a storage, a new one for one that was never seen before."""
-        address = storage._cdata
-        if address in self.storages:
-            return self.storages[address]
-        number = self.storages[address] = self.storages_met
-
-        def end(_: object) -> None:
-            del self.storages[address]
-            self.ended[len(self._calls)].append(number)
-
-        self._watched.append(weakref.ref(storage, end))
-        self.storages_met += 1
-        return number
-
-
 class Recorder(TorchDispatchMode):
     """Records calls.
 
@@ -211,9 +168,11 @@ class Recorder(TorchDispatchMode):
             lambda tensor: self.values[self.value(tensor)].storage, self._results.of
         )
         self._groups = MeshGroups()
-        self._lives = _Lives(self.calls)
+        # Tensors and storages are known as long as somebody else holds them.
+        self._index_of: dict[int, int] = {}
+        self._storages: dict[int, int] = {}
+        self._storage_deaths: list[weakref.ref[torch.UntypedStorage]] = []
         self._fakes: list[torch.Tensor] = []
-        self._met: list[weakref.ref[torch.Tensor]] = []
         self._sequence: list[int] = []
         self._sequence_place: list[tuple[str, str]] = []
         self._views: list[tuple[int, int, int]] = []
@@ -237,16 +196,42 @@ class Recorder(TorchDispatchMode):
     def value(self, tensor: torch.Tensor) -> int:
         """Return the number of the value of `tensor`, of a DTensor that of its local tensor; a
         tensor never seen before gets a new one."""
-        index = self._lives.number_of.get(id(tensor))
+        index = self._index_of.get(id(tensor))
         if index is None and distributed.is_distributed(tensor):
             self._note_spec(tensor)
             return self.value(tensor._local_tensor)  # type: ignore[attr-defined]
         if index is None:
             index = len(self.values)
-            self._met.append(self._lives.know(tensor, index))
-            self._leftovers.note((tensor,))
+            self._know(tensor, index)
             self.values.append(self._describe(tensor))
         return index
+
+    def _know(self, tensor: torch.Tensor, index: int) -> None:
+        """Let `tensor` be the value with this number while it lives."""
+        key, known = id(tensor), self._index_of
+
+        def forget(_: object) -> None:
+            if known.get(key) == index:
+                del known[key]
+
+        known[key] = index
+        self._leftovers.made.append(weakref.ref(tensor, forget))
+
+    def _storage(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage. When its last holder lets go (autograd, a variable of
+        Python, a kernel in C++: they hold fake tensors as real ones), the last call says so."""
+        key, known, calls = storage._cdata, self._storages, self.calls
+        if key in known:
+            return known[key]
+        number = known[key] = len(self._storage_deaths)
+
+        def end(_: object) -> None:
+            del known[key]
+            if calls:
+                calls[-1] = replace(calls[-1], ends=(*calls[-1].ends, number))
+
+        self._storage_deaths.append(weakref.ref(storage, end))
+        return number
 
     def begin_forward(self) -> None:
         """Mark all values so far as the caller's: parameters, buffers and inputs. A fake storage
@@ -264,8 +249,8 @@ class Recorder(TorchDispatchMode):
         """Return a new value for a tensor. Raises UnsupportedModel for an unsupported class."""
         self._refuse_kind(tensor)
         storage = tensor.untyped_storage()
-        number = self._lives.storage(storage)
-        return RecordedValue(tensor_spec(tensor), number, known_number(storage.nbytes()))
+        size_bytes = known_number(storage.nbytes())
+        return RecordedValue(tensor_spec(tensor), self._storage(storage), size_bytes)
 
     def refuse(self, error: CaptureError) -> NoReturn:
         """Raise `error`, and remember it: a model that catches it, and continues in another way
@@ -454,7 +439,7 @@ class Recorder(TorchDispatchMode):
         and `_in_layout_of_base` copies their gradients.
         """
         self.phase = Phase.BACKWARD
-        self._forward_storages = self._lives.storages_met
+        self._forward_storages = len(self._storage_deaths)
         used = {self.value(t) for t in outputs}
         views = {view for _, _, view in self._views}
         for call in reversed(self.calls):
@@ -502,7 +487,7 @@ class Recorder(TorchDispatchMode):
         call = self._call(view, args, kwargs, ())
         reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
         func(*args, **kwargs)
-        del self._lives.number_of[id(changed)]
+        del self._index_of[id(changed)]
         call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
         self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
         return changed
@@ -526,20 +511,12 @@ class Recorder(TorchDispatchMode):
                 layout = view.storage_offset(), tuple(view.shape), view.stride()
                 with torch._C._DisableTorchDispatch(), torch._C._AutoDispatchBelowADInplaceOrView():
                     tensor.set_(view.untyped_storage(), *layout)
-                self._met.append(self._lives.know(tensor, self.value(view)))
+                self._know(tensor, self.value(view))
             self._overwritten.add(storage)
 
     def made(self) -> list[torch.Tensor | None]:
         """Return the tensors met so far, in order; None for one that nobody holds any more."""
-        return [met() for met in self._met]
-
-    def ended_calls(self) -> tuple[RecordedCall, ...]:
-        """Return the calls so far, with the storages that nobody held any more after each."""
-        ended = self._lives.ended
-        return tuple(
-            replace(call, ends=tuple(ended[number])) if number in ended else call
-            for number, call in enumerate(self.calls, 1)
-        )
+        return [made() for made in self._leftovers.made]
 
     def callers_writes(self) -> list[RecordedCall]:
         """Return the calls so far that have changed a tensor of the caller, in order."""

@@ -134,7 +134,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         raise free_sizes.StaticSizes("the forward returns a size")
     return Capture(
         values=values,
-        calls=recorder.ended_calls(),
+        calls=tuple(recorder.calls),
         parameters=exchanged.parameters,
         buffers=exchanged.buffers,
         inputs=exchanged.inputs,
