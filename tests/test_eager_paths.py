@@ -87,3 +87,15 @@ def test_pooling_is_that_of_eager_execution() -> None:
         assert torch.max_pool1d(x.transpose(1, 2), 2).stride() != expected
         with patched([row]):
             assert torch.max_pool1d(x.transpose(1, 2), 2).stride() == expected
+
+
+def test_files_that_are_loaded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    class File(types.ModuleType):
+        @property
+        def __dict__(self) -> Any:  # what another thread does while names are looked up
+            monkeypatch.setitem(sys.modules, "a_package.later", types.ModuleType("later"))
+            return {"ask": None}
+
+    found = File("a_package")
+    monkeypatch.setitem(sys.modules, "a_package", found)
+    assert Patch("a_package", "ask", lambda before, _: before, "").owners() == [found]

@@ -93,7 +93,9 @@ class Patch:
         if not isinstance(self.owner, str):
             return [self.owner]
         inside = f"{self.owner}."
-        files = (f for n, f in sys.modules.items() if n == self.owner or n.startswith(inside))
+        # A copy: another thread may import meanwhile.
+        loaded = [*sys.modules.items()]
+        files = (f for n, f in loaded if n == self.owner or n.startswith(inside))
         return [file for file in files if self.name in vars(file)]
 
 
