@@ -88,50 +88,27 @@ def twice(m: Any, x: Tensor) -> Tensor:
 
 BYPASSES: dict[str, Step] = {
     "methods": lambda m: m.decode(m.encode(X)).pow(2).sum(),
-    "one method": lambda m: m.encode(X).pow(2).sum(),
     "a submodule": lambda m: m.d(X).pow(2).sum(),
-    "an element of a list": lambda m: m.layers[1](X).pow(2).sum(),
-    "by a path": lambda m: m.get_submodule("e.0")(X).pow(2).sum(),
     "own parameter": lambda m: m.scaled(X).pow(2).sum(),
     "under checkpoint": lambda m: checkpoint(m.encode, X, use_reentrant=False).pow(2).sum(),
-    "under autocast": lambda m: torch.autocast("cpu", torch.bfloat16)(m.encode)(X).pow(2).sum(),
 }
 
 
 @pytest.mark.parametrize("name", BYPASSES)
-def test_training_by_methods_and_submodules_is_said_once(name: str) -> None:
+def test_training_by_parts_is_said_once(name: str) -> None:
     planned, eager = pair()
     step = BYPASSES[name]
-    (message,) = warned(lambda: step(planned).backward())
-    assert "Coder" in message and "rockplan.solve" in message
-    step(eager).backward()
+    assert warned(lambda: trained(planned, step, 1)) == []
+    with pytest.warns(UserWarning, match="planned Coder .*rockplan.solve") as caught:
+        trained(planned, step)
+    assert [w.filename for w in caught if "without its plan" in str(w.message)] == [__file__]
+    trained(eager, step, 1)
+    trained(eager, step)
     assert_same_state(planned, eager, name)
-    assert warned(lambda: trained(planned, step)) == []
-
-
-def test_the_parts_are_named_and_the_line_is_the_users() -> None:
-    planned, _ = pair()
-    with pytest.warns(UserWarning, match="'e', 'd'") as caught:
-        planned.decode(planned.encode(X)).pow(2).sum().backward()
-    assert caught[0].filename == __file__
-
-
-def test_it_is_said_after_planned_steps_too() -> None:
-    planned, _ = pair()
-    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
-    assert len(warned(lambda: trained(planned, BYPASSES["methods"]))) == 1
 
 
 def replaced_by_function(m: Any) -> None:
     m.forward = lambda x: twice(m, x)
-
-
-def replaced_by_method(m: Any) -> None:
-    m.forward = types.MethodType(twice, m)
-
-
-def replaced_by_partial(m: Any) -> None:
-    m.forward = functools.partial(twice, m)
 
 
 def replaced_by_parts(m: Any) -> None:
@@ -150,8 +127,7 @@ def replaced_by_fused(m: Any) -> None:
     m.forward = types.MethodType(forward, m)
 
 
-REPLACED = [replaced_by_function, replaced_by_method, replaced_by_partial, replaced_by_parts]
-REPLACED += [replaced_by_fused]
+REPLACED = [replaced_by_function, replaced_by_parts, replaced_by_fused]
 
 
 @pytest.mark.parametrize("replace", REPLACED)
@@ -170,26 +146,17 @@ def around_closure(m: Any) -> None:
     m.forward = lambda *args, **kwargs: forward(*args, **kwargs) * 2
 
 
-def around_method(m: Any) -> None:
-    forward = m.forward
-    m.forward = types.MethodType(lambda self, x: forward(x) + 1, m)
-
-
-def around_partial(m: Any) -> None:
-    m.forward = functools.partial(lambda f, x: f(x), m.forward)
-
-
 def around_wrapped(m: Any) -> None:
     forward = m.forward
     m._original_forward = forward
     m.forward = functools.wraps(forward)(lambda x: forward(x).float())
 
 
-AROUND = [around_closure, around_method, around_partial, around_wrapped]
+AROUND = [around_closure, around_wrapped]
 
 
 @pytest.mark.parametrize("replace", AROUND)
-def test_a_forward_that_calls_the_planned_one_runs_the_plan(
+def test_forwards_around_the_planned_one_run_it(
     replace: Callable[[Any], None],
 ) -> None:
     planned, eager = pair()
@@ -206,14 +173,6 @@ def test_a_forward_that_calls_the_planned_one_runs_the_plan(
     assert_same_state(planned, eager, "around")
 
 
-def test_some_calls_of_a_replaced_forward_run_the_plan() -> None:
-    planned, _ = pair()
-    forward = planned.forward
-    planned.forward = lambda x, fused=False: twice(planned, x) if fused else forward(x)
-    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
-    assert len(warned(lambda: trained(planned, lambda m: m(X, fused=True).pow(2).sum()))) == 1
-
-
 def pieces() -> nn.Sequential:
     return nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8), nn.Tanh())
 
@@ -227,10 +186,8 @@ def in_turn(layers: Any, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "step",
     [
-        lambda m: in_turn(m, X),
         lambda m: m[:-1](X).pow(2).sum(),
         lambda m: in_turn(m.children(), X),
-        lambda m: in_turn([m[0], m[2]], X),
     ],
 )
 def test_training_the_pieces_of_a_sequence_is_said(step: Step) -> None:
@@ -238,7 +195,7 @@ def test_training_the_pieces_of_a_sequence_is_said(step: Step) -> None:
     assert len(warned(lambda: trained(planned, step))) == 1
 
 
-def test_training_the_original_in_place_of_the_planned_module_is_said() -> None:
+def test_training_the_original_in_its_place_is_said() -> None:
     model = Coder()
     planned: Any = rockplan.solve(model, X, "min", options=OPTIONS)
     assert warned(lambda: model(X).pow(2).sum().backward()) == []  # to compare the two
@@ -246,17 +203,13 @@ def test_training_the_original_in_place_of_the_planned_module_is_said() -> None:
     assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
 
 
-def without_gradients(m: Any) -> None:
-    with torch.no_grad():
-        m.decode(m.encode(X))
-        m(X)
-
-
 def evaluation_between(m: Any) -> None:
     for _ in range(2):
         trained(m, lambda m: m(X).pow(2).sum(), 1)
         m.eval()
-        without_gradients(m)
+        with torch.no_grad():
+            m.decode(m.encode(X))
+            m(X)
         m.train()
 
 
@@ -265,22 +218,6 @@ def gradients_in_evaluation(m: Any) -> None:
     trained(m, lambda m: m(X).pow(2).sum())
     m.train()
     trained(m, lambda m: m(X).pow(2).sum())
-
-
-def accumulation(m: Any) -> None:
-    for _ in range(3):
-        m(X).pow(2).sum().backward()
-    (m(X).pow(2).sum() + m(X).pow(2).mean()).backward()
-
-
-def further_passes(m: Any) -> None:
-    loss = m(X).pow(2).sum()
-    loss.backward(retain_graph=True)
-    loss.backward()
-
-
-def penalty_in_the_same_pass(m: Any) -> None:
-    trained(m, lambda m: m(X).pow(2).sum() + m.scale.pow(2).sum() + m.d[0].weight.pow(2).sum())
 
 
 def penalty_in_its_own_pass(m: Any) -> None:
@@ -292,27 +229,12 @@ def penalty_in_its_own_pass(m: Any) -> None:
     trained(m, step)
 
 
-def a_head_beside(m: Any) -> None:
-    trained(m, lambda m: m(X).pow(2).sum() + m.encode(X).mean())
-
-
 def frozen_parts(m: Any) -> None:
     m.e.requires_grad_(False)
     trained(m, lambda m: m(X).pow(2).sum(), parameters=[*m.d.parameters(), *m.layers.parameters()])
     m.requires_grad_(False)
     x = X.clone().requires_grad_()
     m(x).pow(2).sum().backward()
-
-
-def functional(m: Any) -> None:
-    own = {n: p.detach().clone().requires_grad_() for n, p in m.named_parameters()}
-    for _ in range(3):
-        torch.func.functional_call(m, own, (X,)).pow(2).sum().backward()
-    torch.func.functional_call(m, dict(m.named_parameters()), (X,)).pow(2).sum().backward()
-
-
-def within_checkpoint(m: Any) -> None:
-    trained(m, lambda m: checkpoint(m, X, use_reentrant=False).pow(2).sum())
 
 
 def a_shared_parameter(m: Any) -> None:
@@ -322,24 +244,15 @@ def a_shared_parameter(m: Any) -> None:
     trained(other, lambda o: o(X).pow(2).sum(), 3)
 
 
-def halves_of_a_game(m: Any) -> None:
-    critic = nn.Linear(8, 1)
-    for _ in range(2):
-        trained(critic, lambda c: c(m(X).detach()).mean(), 1)
-        trained(m, lambda m: critic(m(X)).mean(), 1)
+def after_others(m: Any) -> None:
+    """Another module is trained before."""
+    other = nn.Linear(8, 1)
+    trained(other, lambda o: o(m.encode(X).detach()).mean())
+    trained(m, lambda m: other(m(X)).mean())
 
 
-def looked_at(m: Any) -> None:
-    """Parts are asked for, and nothing is computed from them."""
-    for _ in range(2):
-        assert m.layers[0].weight is not None and isinstance(m.e, nn.Sequential)
-        trained(m, lambda m: m(X).pow(2).sum(), 1)
-
-
-RIGHT = [without_gradients, evaluation_between, gradients_in_evaluation, accumulation]
-RIGHT += [further_passes, penalty_in_the_same_pass, penalty_in_its_own_pass, a_head_beside]
-RIGHT += [frozen_parts, functional, within_checkpoint, a_shared_parameter, halves_of_a_game]
-RIGHT += [looked_at]
+RIGHT = [evaluation_between, gradients_in_evaluation, penalty_in_its_own_pass, frozen_parts]
+RIGHT += [a_shared_parameter, after_others]
 
 
 @pytest.mark.parametrize("use", RIGHT)
@@ -350,7 +263,7 @@ def test_right_uses_say_nothing(use: Callable[[Any], None]) -> None:
 
 
 @pytest.mark.parametrize("replaced", [False, True])
-def test_calls_that_run_the_original_as_the_options_say_are_right(replaced: bool) -> None:
+def test_originals_run_as_options_say_are_right(replaced: bool) -> None:
     planned, eager = pair(replace(OPTIONS, on_mismatch="original"))
     if replaced:
         around_closure(planned)
@@ -364,29 +277,18 @@ def test_calls_that_run_the_original_as_the_options_say_are_right(replaced: bool
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
 def test_copies_are_watched_for_themselves(how: Callable[[Any], Any]) -> None:
     planned, _ = pair()
-    assert len(warned(lambda: trained(planned, BYPASSES["methods"]))) == 1
-    copied = how(planned)
-    assert warned(lambda: trained(copied, lambda m: m(X).pow(2).sum())) == []
-    assert len(warned(lambda: trained(copied, BYPASSES["methods"]))) == 1
+    assert warned(lambda: trained(planned, lambda m: m(X).pow(2).sum())) == []
+    assert len(warned(lambda: trained(how(planned), BYPASSES["methods"]))) == 1
+    assert warned(lambda: trained(how(planned), lambda m: m(X).pow(2).sum())) == []
 
 
-def test_what_watches_is_no_hook_to_plan_for() -> None:
-    """Gradients of hooked parameters wait, which takes memory; ours look at nothing."""
-    torch.manual_seed(0)
-    model = Coder()
-    first: Any = rockplan.solve(model, X, "min", options=OPTIONS)
-    again: Any = rockplan.solve(model, X, "min", options=OPTIONS)
-    from_planned: Any = rockplan.solve(first, X, "min", options=OPTIONS)
-    for other in (again, from_planned):
-        assert other.plan.peak_bytes == first.plan.peak_bytes
-        assert str(other.plan.schedule) == str(first.plan.schedule)
-    trained(first, lambda m: m(X).pow(2).sum())
-    assert len(first.plans) == 1
+def test_what_watches_is_no_hook_of_parameters() -> None:
+    planned, _ = pair()
+    assert not any(p._post_accumulate_grad_hooks for p in planned.parameters())
 
 
-def test_nothing_is_left_where_the_planned_module_is_gone() -> None:
+def test_nothing_is_left_of_modules_that_are_gone() -> None:
     model = Coder()
     rockplan.solve(model, X, "min", options=OPTIONS)
     gc.collect()
     assert warned(lambda: trained(model, lambda m: m(X).pow(2).sum())) == []
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())

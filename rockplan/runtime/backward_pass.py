@@ -19,7 +19,6 @@ from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward,
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
 from rockplan.python_state.distributed import distributed, local_of, strides_of, waited
-from rockplan.runtime import watch
 
 Replan = Callable[[Pattern], Executable]
 """Returns the plan of the same call for incoming gradients of another pattern."""
@@ -48,7 +47,6 @@ class PlannedCall:
         Raises BackwardError if a tensor that the backward pass needs was modified since the
         forward, or if the default dtype, and so dtypes of results, would be others.
         """
-        watch.plan_runs()
         gradients = tuple(map(waited, gradients))
         running, frame = kept.begin_backward(self.executable, gradients)
         self._backward, self._next = _Backward(self.executable, running, frame, kept), 0

@@ -8,17 +8,11 @@ from typing import Any
 
 import torch
 
-from rockplan.runtime.watch import Watch
-
 
 def has_hooks(tensor: torch.Tensor) -> bool:
     """True if there is a hook on the gradient of `tensor`. It may change the tensor: an optimizer
-    that steps inside the backward pass does. (Hooks on autograd's own node are not seen; our own,
-    `Watch`, change nothing and do not count.)"""
-    if tensor._backward_hooks:
-        return True
-    hooks = tensor._post_accumulate_grad_hooks
-    return bool(hooks) and any(type(hook) is not Watch for hook in hooks.values())
+    that steps inside the backward pass does. (Hooks on autograd's own node are not seen.)"""
+    return bool(tensor._backward_hooks or tensor._post_accumulate_grad_hooks)
 
 
 @contextlib.contextmanager
@@ -27,15 +21,10 @@ def hooks_aside(tensors: Iterable[object]) -> Iterator[None]:
     before those that were added meanwhile. Tables of hooks are emptied and filled again, so that
     handles stay valid."""
     by_identity = {id(t): t for t in tensors if isinstance(t, torch.Tensor)}
-    tables = [
-        (table, {key: hook for key, hook in table.items() if type(hook) is not Watch})
-        for t in by_identity.values()
-        for table in _tables(t)
-    ]
+    tables = [(table, dict(table)) for t in by_identity.values() for table in _tables(t)]
     try:
-        for table, hooks in tables:
-            for key in hooks:
-                del table[key]
+        for table, _ in tables:
+            table.clear()
         yield
     finally:
         for table, hooks in tables:

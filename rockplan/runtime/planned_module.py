@@ -73,14 +73,11 @@ class Planned(HasPlans):
         """Return an attribute that is not found otherwise: of nn.Module's registries, or `plan`,
         `plans` and `code` of the state if the original has no such name."""
         try:
-            attribute = super().__getattr__(name)
+            return super().__getattr__(name)
         except AttributeError:
             if name not in _OF_STATE:
                 raise
             return getattr(self._rockplan, name)
-        if isinstance(attribute, nn.Module | nn.Parameter) and not torch.compiler.is_compiling():
-            self._rockplan.watch.used(name, attribute)
-        return attribute
 
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *_OF_STATE})
@@ -127,8 +124,11 @@ class Planned(HasPlans):
         original forward without gradients, while tracing, or where no plan is to be made. Raises
         StalePlan where a planned module cannot run."""
         state = self._rockplan
-        if state.is_off or not torch.is_grad_enabled() or torch._C._is_tracing():
-            return _run_original(self, args, kwargs)
+        if not torch.is_grad_enabled():
+            return original_forward(self)(*args, **kwargs)
+        state.watch.end()
+        if state.is_off or torch._C._is_tracing():
+            return original_forward(self)(*args, **kwargs)
         call_checks.refuse_transforms()
         call_checks.warn_of_saved_tensor_hooks()
         if (
@@ -149,9 +149,8 @@ class Planned(HasPlans):
         call = _called(state, args, kwargs)
         bound = _bound(self, call)
         if bound is None:
-            return _run_original(self, args, kwargs)
+            return original_forward(self)(*args, **kwargs)
         state.latest, state.has_run = bound.program, True
-        state.watch.called()
         situation = Situation(self, call, bound, autocast_state(), function_modes())
         return run(bound, (call.args, call.kwargs), call.leaves, situation.replan)
 
@@ -201,12 +200,6 @@ def _surround(copied: Any, planned: Planned) -> None:
             if bound.signature.surroundings.changed() is None:
                 signature = replace(own[position].signature, surroundings=surroundings)
                 own[position] = replace(own[position], signature=signature)
-
-
-def _run_original(planned: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run the original forward. The watch does not count it as a step that misses its plan."""
-    with planned._rockplan.watch.original_runs():
-        return original_forward(planned)(*args, **kwargs)
 
 
 def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., Any]:
@@ -320,7 +313,6 @@ def take_out(module: nn.Module) -> None:
 def _start(planned: nn.Module, state: PlannedState, kind: Any, program: PlannedProgram) -> None:
     state.programs[kind] = [bind_now(planned, program)]
     state.latest = program
-    state.watch.begin(planned)
 
 
 def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:

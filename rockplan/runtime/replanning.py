@@ -125,8 +125,7 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
     state = planned._rockplan
     made, started = ModuleCall(planned, call.args, call.kwargs), time.monotonic()
     try:
-        with state.watch.aside():
-            program = state.settings.make_program(made)
+        program = state.settings.make_program(made)
     except CaptureError as error:
         if state.settings.on_refused is None or isinstance(error, ForwardRaises):
             raise
@@ -143,7 +142,6 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
     )
     bound = bind(planned, original_forward(planned), program)
     state.add(call.key, bound)
-    state.watch.begin(planned)
     return bound
 
 
@@ -179,7 +177,6 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
     known = (b for bounds in state.programs.values() for b in bounds)
     signature = known_signature(known, program)
     bound = bind(planned, original_forward(planned), program, signature)
-    state.watch.begin(planned)
     if program.open is None:
         state.add(call.key, bound)
         return bound
@@ -236,8 +233,7 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     state = call.module._rockplan
     known = [p.open.workspaces for p in programs_of(call.module) if p.open is not None]
     started = time.monotonic()
-    with state.watch.aside():
-        program = state.settings.make_program(call)
+    program = state.settings.make_program(call)
     # Another schedule of a program for many sizes.
     is_rung = program.open is not None and any(w is program.open.workspaces for w in known)
     state.count += not is_rung
