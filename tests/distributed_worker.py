@@ -207,7 +207,6 @@ def compare_compiled() -> None:
 def main() -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    compare(unused=False)
     compare(unused=True)
     paging.LEAST_BYTES = 1 << 10
     compare(unused=False, pages=True)

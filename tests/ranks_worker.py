@@ -78,12 +78,9 @@ def partly(frozen: Sequence[int], *, adapted: bool = False) -> models.Case:
 FROZEN: tuple[Callable[[], models.Case], ...] = (
     functools.partial(partly, range(4), adapted=True),
     functools.partial(partly, range(2)),
-    functools.partial(partly, range(4)),
-    functools.partial(partly, (1, 2)),
     functools.partial(partly, (1, 3)),
 )
-"""A frozen base with adapters; a frozen prefix; only a head that is trained; blocks that are frozen
-in the middle."""
+"""A frozen base with adapters; a frozen prefix; blocks that are frozen in the middle."""
 
 
 READ_BYTES = 5 * 51 * 4

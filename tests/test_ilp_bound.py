@@ -126,7 +126,7 @@ def test_the_bound_knows_of_the_forward_phase() -> None:
     graph = price_with(lowered.graph, profile)
     kept = simulate(graph, keep_all(graph))
     assert kept.peak_bytes == kept.forward_peak_bytes
-    for share in (0.95, 0.8, 0.7):
+    for share in (0.95, 0.7):
         budget_bytes = int(share * kept.peak_bytes)
         fastest = exact_search.Search(graph, budget_bytes).fastest(
             exact_search.EFFORT, deadline=math.inf

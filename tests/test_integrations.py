@@ -198,7 +198,7 @@ def fit(
     return module
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("precision", ["bf16-mixed", "32-true"])
 def test_lightning(tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture) -> None:
     runs = {}
     of_precision = functools.partial(planned, precision=precision)
@@ -293,7 +293,7 @@ def run_accelerate(net: nn.Module, precision: str, folder: Path) -> tuple[nn.Mod
     return accelerator.unwrap_model(net, keep_fp32_wrapper=False), losses
 
 
-@pytest.mark.parametrize("precision", ["no", "bf16"])
+@pytest.mark.parametrize("precision", ["bf16", "no"])
 def test_accelerate(tmp_path: Path, precision: str, caplog: pytest.LogCaptureFixture) -> None:
     fast, losses = run_accelerate(planned(make_net(), precision), precision, tmp_path / "planned")
     net, expected = run_accelerate(make_net(), precision, tmp_path / "original")

@@ -222,7 +222,7 @@ def run(made: Capture, case: Case) -> list[torch.Tensor]:
     return [found[g] for v, g in made.gradients if g is not None]
 
 
-@pytest.mark.parametrize("loss", [cross_entropy(), with_squares], ids=["mean", "squares"])
+@pytest.mark.parametrize("loss", [with_squares, cross_entropy()], ids=["squares", "mean"])
 def test_what_runs_again_changes_no_bit_and_peaks_are_as_predicted(loss: Loss) -> None:
     case = head(loss, torch.float32, rows=200)
     planned = in_parts(case, options=replace(OPTIONS, check=True))

@@ -78,7 +78,7 @@ def batch_for(kind: str) -> dict[str, torch.Tensor]:
 # A model as a configuration gives it
 
 
-@pytest.mark.parametrize("kind", ["mixtral", "t5", "classifier"])
+@pytest.mark.parametrize("kind", ["t5", "classifier", "mixtral"])
 def test_a_default_model_is_planned_without_its_cache(
     kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -132,7 +132,7 @@ def test_check_and_other_settings_of_a_default_model() -> None:
     assert len(fast(**batch).hidden_states) == 3
 
 
-@pytest.mark.parametrize("make", [make_llama, make_gpt2])
+@pytest.mark.parametrize("make", [make_gpt2, make_llama])
 def test_a_model_in_eval_mode_is_said(
     make: Callable[[], Any], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -211,7 +211,7 @@ def test_the_trainer_holds_no_logits(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("other", ["the batch", "a whole number", "two tensors", "a mask"])
+@pytest.mark.parametrize("other", ["a mask", "the batch", "two tensors", "a whole number"])
 def test_a_call_of_a_trainer_takes_over_the_plan_of_the_sample(
     other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
