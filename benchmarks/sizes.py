@@ -202,6 +202,7 @@ def verdict(
                 peak_bytes, _ = rockplan.peak_live_bytes(step, 1)
                 if peak_bytes > planned.plan.peak_bytes:
                     return "ABOVE", f"{peak_bytes} for {planned.plan.peak_bytes}"
+                eager.load_state_dict(planned.state_dict())  # buffers that each forward changes
         programs = [b.program for bs in planned._rockplan.programs.values() for b in bs]
         is_open = any(p.open is not None for p in programs)
         return ("open" if is_open else "static"), "; ".join(dict.fromkeys(reasons.found))[:160]

@@ -45,7 +45,7 @@ from rockplan.python_state import trees
 from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
-from rockplan.runtime.guards import opened_key, signature_holds
+from rockplan.runtime.guards import opened_key, signature_holds, without_unread
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import (
     PLANNING,
@@ -59,7 +59,6 @@ from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, bu
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.adapt import (
-    Adapted,
     adapted,
     problem_at_other_sizes,
     replayed,
@@ -213,9 +212,7 @@ def new_or_known_program(
         if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
             continue
         if (carried := _adapted(known, variant, budget, options)) is not None:
-            program = built_program(call, carried.plan, variant, options)
-            digest = "" if carried.has_other_sizes else carried.known.graph_digest
-            return replace(program, adapted_from=digest, is_taken_over=True)
+            return replace(built_program(call, carried, variant, options), is_taken_over=True)
     return _new_program(call, source, budget, options, agreed)
 
 
@@ -310,12 +307,17 @@ def with_sizes_open(
         except StaticSizes as error:
             reason = error
         except Exception as error:  # symbols are PyTorch's own: what is static runs all the same
-            reason = StaticSizes(f"with symbols the recording fails: {error}")
+            first_line = str(error).partition("\n")[0]
+            reason = StaticSizes(f"with symbols the recording fails: {first_line}")
         places, tries = state.static.get(kind, (frozenset(), 0))
         tries = tries + (not reason.fixed) if reason.is_of_pair else TRIES
         state.static[kind] = places.union(reason.fixed), tries
         if reason.fixed or tries == TRIES:
-            _LOGGER.info("sizes of such calls are planned each by itself: %s", reason)
+            # All blocks of a model would say so.
+            is_said = reason.is_of_pair or str(reason) in state.warned
+            state.warned.add(str(reason))
+            level = logging.INFO if is_said else logging.WARNING
+            _LOGGER.log(level, "sizes of such calls are planned each by itself: %s", reason)
     return source
 
 
@@ -333,7 +335,8 @@ def _alike_but_for_sizes(
     alike = (
         bound
         for other, bounds in reversed([*state.programs.items()])
-        if other[1][:1] != ("open",) and opened_key(other) == kind
+        if other[1][:1] != ("open",)
+        and opened_key(without_unread(other, source.run.unread)) == kind
         for bound in reversed(bounds)
         if signature_holds(bound.signature)
     )
@@ -362,7 +365,7 @@ def _new_program(
             if (
                 carried := _adapted(_known(call.module, variant), variant, budget, options)
             ) is not None:
-                return carried.plan
+                return carried
         with advised(call, source, options):
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))
@@ -408,7 +411,7 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
-) -> Adapted | None:
+) -> Plan | None:
     """Return one of the plans `known` adapted to this call, None if none can be. (With several
     calls in flight none is: the bytes that the other calls keep are not considered there. Nor where
     collectives run again: one process may meet this call alone.)"""

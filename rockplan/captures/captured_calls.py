@@ -201,11 +201,13 @@ def captured_call(
     is_asked: bool = True,
     may_run: bool = True,
     earlier: CallSizes | None = None,
+    kept: frozenset[int] = frozenset(),
 ) -> CapturedCall:
     """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
     Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
     may_run: the module may be called for real if its first call stores tables (`first_call`).
-    earlier: as for `capture`; sizes become symbols (`open_sizes`).
+    earlier: as for `capture`; sizes become symbols (`open_sizes`); kept: positions of leaves that
+    are taken as if something read them.
     Raises CaptureError, InvalidInput."""
     report("capturing the model")
     checked(options)
@@ -214,7 +216,8 @@ def captured_call(
         incoming = dict.fromkeys(options.differentiated)
     # Not as a decorator, whose frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        run = _recorded(replace(call, incoming=incoming), options.only_loss, may_run, earlier)
+        made = replace(call, incoming=incoming)
+        run = _recorded(made, options.only_loss, may_run, earlier, kept)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))
@@ -226,7 +229,11 @@ def captured_call(
 
 
 def _recorded(
-    call: ModuleCall, only_loss: bool, may_run: bool, earlier: CallSizes | None
+    call: ModuleCall,
+    only_loss: bool,
+    may_run: bool,
+    earlier: CallSizes | None,
+    kept: frozenset[int],
 ) -> Capture:
     """Record one call. If the module's first call stores tables and the original may be called for
     real (`may_run`), record it as a second call."""
@@ -248,8 +255,8 @@ def _recorded(
         run = capture_call(earlier)
         if watched is None or not _do_the_same(watched, run):
             return run
-        inputs = tuple((i, v) for i, v in run.inputs if i not in unread)
-        numbers = tuple((i, n) for i, n in run.numbers if i not in unread)
+        inputs = tuple((i, v) for i, v in run.inputs if i not in unread - kept)
+        numbers = tuple((i, n) for i, n in run.numbers if i not in unread - kept)
         return replace(run, unread=unread, inputs=inputs, numbers=numbers)
 
     try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
+from functools import partial
 from typing import TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
@@ -45,7 +46,8 @@ def with_open_sizes(
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
-    earlier = known.interface.call_in(known.plan.graph)
+    unread = source.run.unread
+    earlier = known.interface.call_in(known.plan.graph).without(unread)
     opened = captured_call(call, options, is_asked=False, earlier=earlier)
     lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
     _compare(_run_differences, lowered.run, source.lowered.run, "this call")
@@ -57,9 +59,14 @@ def with_open_sizes(
     if not all(function_of(names, interface.sizes.guards)(at)):
         message = "the forward decides by these sizes, and otherwise than for the call before"
         raise StaticSizes(message, is_of_pair=True)
-    then = resized((in_eager_order(graph), interface), numbers)
+    alike = lowered
+    if unread > known.interface.unread:  # it was planned before this was known
+        kept = unread - known.interface.unread
+        again = captured_call(call, options, is_asked=False, earlier=earlier, kept=kept)
+        alike = replace(again.lowered, graph=adjusted(again.lowered.graph))
+    then = resized((in_eager_order(alike.graph), alike.interface), numbers)
     planned = (in_eager_order(known.plan.graph), known.interface)
-    _compare(_program_differences, then, planned, "the call before")
+    _compare(partial(_program_differences, unread), then, planned, "the call before")
     same = tuple(replace(n, takes=_same_layouts(graph, n.takes)) for n in graph.nodes)
     workspaces = tuple(n.workspace_bytes for n in in_eager_order(known.plan.graph).nodes)
     lowered = replace(lowered, graph=replace(graph, nodes=same))
@@ -111,10 +118,12 @@ def _run_differences(opened: Capture, static: Capture) -> list[str]:
 
 
 def _program_differences(
-    opened: tuple[CDGraph, Interface], static: tuple[CDGraph, Interface]
+    unread: frozenset[int],
+    opened: tuple[CDGraph, Interface],
+    static: tuple[CDGraph, Interface],
 ) -> list[str]:
-    """List in what two lowered programs, in eager's order, differ beside prices, takeovers and the
-    offsets of arguments."""
+    """List in what two lowered programs, in eager's order, differ beside prices, takeovers, the
+    offsets of arguments and all that is of the leaves at `unread` positions."""
     (graph, interface), (other, planned) = opened, static
     found = [
         f"node {a.name} in place of {b.name} at {b.source}"
@@ -123,7 +132,11 @@ def _program_differences(
     ]
     if len(graph.nodes) != len(other.nodes):
         found.append(f"{len(graph.nodes)} nodes in place of {len(other.nodes)}")
-    for a, b in zip(graph.values, other.values, strict=True):
+    others = {value for position, value in interface.inputs if position in unread}
+    read = (
+        (a, b) for a, b in zip(graph.values, other.values, strict=True) if a.index not in others
+    )
+    for a, b in read:
         moved = _offset(other, b) - _offset(graph, a)
         if replace(a, spec=replace(a.spec, offset=a.spec.offset + moved)) != b:
             found.append(f"value {a.name}, {a.spec} in place of {b.spec}")
@@ -131,7 +144,11 @@ def _program_differences(
     names = ("outputs", "held", "handed", "dropped", "rng_state_bytes")
     found += [name for name in names if getattr(graph, name) != getattr(other, name)]
     kept = tuple(g for g in interface.guards if not g.is_of_sizes)
-    mine = replace(interface, guards=kept, sizes=planned.sizes)
+    mine = replace(interface, guards=kept, sizes=planned.sizes, numbers=planned.numbers)
+    own, planned_ones = (
+        [(i, n) for i, n in one.numbers if i not in unread] for one in (interface, planned)
+    )
+    found += ["numbers"] * (own != planned_ones)
     found += [
         field.name
         for field in fields(Interface)

@@ -303,6 +303,21 @@ def opened_key(key: tuple[Any, ...]) -> tuple[Any, ...]:
     return structure, ("open", *map(_without_sizes, parts[:count]), *parts[count:])
 
 
+def without_unread(key: tuple[Any, ...], unread: frozenset[int]) -> tuple[Any, ...]:
+    """Return the key of a call (structure, `call_key`) as it is with leaves at `unread`
+    positions."""
+    structure, parts = key
+    return structure, tuple(_class_of(p) if i in unread else p for i, p in enumerate(parts))
+
+
+def _class_of(part: Any) -> Any:
+    if type(part) is not tuple:
+        return type(part), None
+    if len(part) > 5:
+        return part[6], part[0]
+    return (part[1][0], None) if part[0] is tuple else part
+
+
 def _without_sizes(part: Any) -> Any:
     # Of a tensor (`call_key`) 3 is the shape, 5 the strides.
     if type(part) is tuple and len(part) > 5 and type(part[3]) is torch.Size:

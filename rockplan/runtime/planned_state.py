@@ -87,10 +87,13 @@ class PlannedState:
 
     def add(self, key: Any, bound: BoundProgram) -> None:
         """Add a program for calls of the kind `key`, as the preferred one. The sample's plan is
-        dropped if no call has run yet and the new plan was adapted from it: real calls differ from
-        the sample."""
-        if not self.has_run and bound.program.adapted_from and len(self.programs) == 1:
-            self.programs.clear()
+        dropped if no call has run yet and the new plan was adapted from it to a call that differs
+        in more than sizes: real calls differ from the sample."""
+        is_first = not (self.has_run or self.settings.is_in_place) and len(self.programs) == 1
+        if is_first and bound.program.is_taken_over:
+            (sample,) = self.programs
+            if opened_key(sample) != opened_key(key):
+                self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
 
     def known_at(self, key: Any, leaves: Sequence[Any]) -> BoundProgram | None:

@@ -33,8 +33,7 @@ class PlannedProgram:
     """One plan with everything that running it on one kind of call takes.
 
     hooked: names of parameters that had hooks when it was planned: their gradients wait as far as
-    the budget has room; call: the planned call in words; adapted_from: digest of another graph
-    whose plan was adapted to this graph, '' if none was; host_path: folder of what it pages to the
+    the budget has room; call: the planned call in words; host_path: folder of what it pages to the
     host, on the CPU; is_taken_over: its plan is a known one, as it was or adapted; open: of a
     program for calls of several sizes. Copies share everything but the constants; a pickle holds
     the plan as data, and the code is generated again from it.
@@ -47,7 +46,6 @@ class PlannedProgram:
     output_spec: trees.TreeSpec
     hooked: frozenset[str]
     call: DescribedCall = NOTHING_SAID
-    adapted_from: str = ""
     host_path: str | None = None
     is_taken_over: bool = False
     open: OpenProgram | None = None

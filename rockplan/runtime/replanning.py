@@ -242,15 +242,12 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     advice = changes.advice or "Each such kind is planned for once"
     if program.open is not None:
         advice = "Such calls of other sizes run it too"
-    elif state.count == _EVER_NEW:
-        advice = _FOR_EVER_NEW
     # All blocks of a model meet another kind of call at the same step: each would log it.
     is_early = state.settings.is_in_place and state.count < _SAID_OF_BLOCKS
     # A known plan may do where nothing can be changed, or where a sample was not quite like a step.
     is_easy = program.is_taken_over and not (changes.advice and state.has_run)
     is_usual = is_easy or is_early or program.open is not None
-    is_said = state.count == _EVER_NEW or (state.count < _EVER_NEW and not is_usual)
-    level = logging.WARNING if is_said and program.open is None else logging.INFO
+    level = logging.INFO if is_usual or state.count > _MANY else logging.WARNING
     LOG.log(
         logging.DEBUG if is_rung else level,
         "planned %s for another kind of step, the %s: %s. It took %.1f s. %s",
@@ -290,16 +287,9 @@ atexit.register(_say_spent)
 _SAID_OF_BLOCKS = 3
 """Plans from which on those of blocks are logged as warnings, too."""
 
-_EVER_NEW = 8
+_MANY = 8
 """The last plan that is logged as a warning. Usual causes need fewer (a trainer calls otherwise
-than the sample, the last batch is smaller, there are a few lengths); more may go on for ever."""
-
-_FOR_EVER_NEW = (
-    "Further ones are logged at level INFO alone. If batches have ever new sizes (lengths, nodes "
-    "and edges of graphs): pad them to a few sizes; Options(sizes=...) plans the largest before "
-    "training, and others replay its plan; Options(on_mismatch='original') runs what is not "
-    "planned for as it is"
-)
+than the sample, the last batch is smaller); more may go on for ever."""
 
 
 def changes_from(planned: HasPlans, call: Called) -> Differences:

@@ -63,38 +63,18 @@ SLIGHTLY = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Adapted:
-    """A plan, and the known plan whose schedule it replays; has_other_sizes: only the shapes
-    differ, so calls like those of the known plan may follow."""
-
-    plan: Plan
-    known: Plan
-    has_other_sizes: bool
-
-
-@dataclass(frozen=True, slots=True)
 class _Alike:
     """A known plan. nodes: node of its graph -> node of the call's graph that does the same."""
 
     plan: Plan
     nodes: dict[int, int]
 
-    def has_other_sizes(self, graph: CDGraph) -> bool:
-        """True if `graph` has exactly the operations of the known plan's graph, and at least one of
-        them on other shapes."""
-        known = self.plan.graph
-        is_whole = len(self.nodes) == len(known.nodes) == len(graph.nodes)
-        return is_whole and any(
-            _shapes(known, known.nodes[o]) != _shapes(graph, graph.nodes[n])
-            for o, n in self.nodes.items()
-        )
-
 
 def adapted(
     known: Iterable[Plan], lowered: Lowered, waits: Waits, budget: Budget, options: Options
-) -> Adapted | None:
+) -> Plan | None:
     """Return a plan within `budget` for the graph of `lowered` that replays the schedule of one of
-    `known`, with the plan replayed; None if none carries over. At most MOST known plans are tried,
+    `known`; None if none carries over. At most MOST known plans are tried,
     those for calls of the nearest size first. waits: gradients that are handed over only after the
     last read of their parameter."""
     alike = [*islice(_alike(known, lowered.graph), MOST)]
@@ -102,11 +82,7 @@ def adapted(
         return None
     problem = _problem(alike[0], lowered, waits, options)
     limit_bytes = _limit_bytes(alike, problem, budget)
-    for one in alike:
-        plan = _transferred(one, problem, limit_bytes)
-        if plan is not None:
-            return Adapted(plan, one.plan, one.has_other_sizes(lowered.graph))
-    return None
+    return _first(alike, problem, limit_bytes)
 
 
 def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: Options) -> Problem:
@@ -127,7 +103,10 @@ def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | 
     if none carries over."""
     same = {node.index: node.index for node in problem.graph.nodes}
     alike = [_Alike(plan, same) for plan in sorted(known, key=lambda plan: plan.overhead)]
-    limit_bytes = _limit_bytes(alike, problem, budget)
+    return _first(alike, problem, _limit_bytes(alike, problem, budget))
+
+
+def _first(alike: Sequence[_Alike], problem: Problem, limit_bytes: int) -> Plan | None:
     plans = (_transferred(one, problem, limit_bytes) for one in alike)
     return next((plan for plan in plans if plan is not None), None)
 
@@ -271,11 +250,6 @@ def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, 
 def _kind(node: ComputeNode) -> tuple[object, ...]:
     """Return what a node does, whatever the sizes."""
     return tuple(stem(call.op) for call in node.calls), node.module, node.random, node.recomputable
-
-
-def _shapes(graph: CDGraph, node: ComputeNode) -> list[tuple[int, ...]]:
-    """Return the shapes of the results of a node."""
-    return [graph.values[v].spec.shape for call in node.calls for v in call.made]
 
 
 def _order(

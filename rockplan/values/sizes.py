@@ -59,6 +59,12 @@ class CallSizes:
     numbers: Mapping[int, int | float]
     read: tuple[object, ...]
 
+    def without(self, unread: frozenset[int]) -> CallSizes:
+        """Return it without the leaves at `unread` positions."""
+        layouts = {i: layout for i, layout in self.layouts.items() if i not in unread}
+        numbers = {i: n for i, n in self.numbers.items() if i not in unread}
+        return CallSizes(layouts, numbers, self.read)
+
     def differing(self, other: CallSizes) -> dict[Place, bool]:
         """Return place -> whether it may be a symbol, where sizes of another call differ."""
         pairs: list[tuple[Place, Any, Any]] = []
