@@ -12,7 +12,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,9 +34,11 @@ from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput, NothingToDifferentiate
 from rockplan.examples import mlp
 from rockplan.fitting.changes import Holding, MemoryChange, peak_of, usage
+from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.timeline import Passes, passes_of, timeline_of
+from rockplan.fitting.training_step import USUAL
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.oracles.simulate import simulate
@@ -46,7 +48,15 @@ from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 from rockplan.will_it_fit import question
 from rockplan.will_it_fit.answer_key import answer_key
-from rockplan.will_it_fit.captured_sizes import PricedCall, Size, SizedCalls, priced_call, resized
+from rockplan.will_it_fit.captured_sizes import (
+    OpenCall,
+    PricedCall,
+    Size,
+    SizedCalls,
+    open_call,
+    priced_call,
+    resized,
+)
 from testing import models
 from testing.training import QUICK, solve_case
 
@@ -564,34 +574,23 @@ def test_of_a_frozen_model_gradients_of_inputs_are_what_there_is(optimizer: Any)
         rockplan.fit(model, x, "1GiB", optimizer="adan", options=QUICK)
 
 
-def sized_calls(case: models.Case, *sizes: Any) -> tuple[SizedCalls, Callable[[Size], PricedCall]]:
+def sized_calls(
+    model: torch.nn.Module, arguments: Any, *sizes: Any
+) -> tuple[SizedCalls, Callable[[Size], PricedCall]]:
+    def resized_to(size: Size) -> Any:
+        return resized(model, arguments, {d: n for d, n in enumerate(size) if n is not None})
+
     def capture(size: Size) -> PricedCall:
-        batch, length = size
-        sizes = {0: batch} if length is None else {0: batch, 1: length}
-        call = resized(case.model, (case.args, case.kwargs), sizes)
-        return priced_call(case.model, call, rockplan.Options(), (1e12, 1e13))
+        return priced_call(model, resized_to(size), rockplan.Options(), RATES)
 
-    return SizedCalls(capture, *sizes), capture
+    def record(size: Size, free: Sequence[int]) -> OpenCall:
+        return open_call(size, model, resized_to(size), free, rockplan.Options(), RATES)
 
-
-@pytest.mark.parametrize("name", [*CASES])
-def test_batches_between_captures_are_those_of_captures(name: str) -> None:
-    calls, capture = sized_calls(CASES[name](), 1, 64)
-    assert calls.line()
-    assert calls.at(7).numbers == capture((7, None)).numbers
-    assert calls.at(7).graph.nodes == tuple(
-        replace(n, calls=o.calls, recalls=o.recalls)
-        for n, o in zip(capture((7, None)).graph.nodes, calls.at(7).graph.nodes, strict=True)
-    )
+    return SizedCalls(capture, *sizes, record), capture
 
 
-ATTENTION = {
-    "flash": lambda: models.llama(layers=1, width=32, batch=2, length=16),
-    "written out": lambda: models.gpt2(
-        layers=1, width=32, batch=2, length=128, attention_dropout=0.1
-    ),
-    "padded": lambda: padded(models.llama(layers=1, width=32, batch=2, length=16)),
-}
+RATES = (1e12, 1e13)
+LENGTHS = (8, 12, 16, 32, 64, 128)
 
 
 def padded(case: models.Case) -> models.Case:
@@ -601,46 +600,82 @@ def padded(case: models.Case) -> models.Case:
     return replace(case, kwargs={**case.kwargs, "attention_mask": mask})
 
 
-@pytest.mark.parametrize("name", [*ATTENTION])
-def test_lengths_between_captures_are_those_of_captures(name: str) -> None:
-    """Three lengths and a check by the greatest: 8 captures, and one that is small, for five."""
-    calls, capture = sized_calls(ATTENTION[name](), 2, 16, (8, 12, 16, 32, 64, 128))
-    assert calls.line(64)
-    assert {length for _, length in calls.captured} == {8, 16, 32, 128}
-    for size in ((5, 64), (9, 128), (16, 16)):
-        assert calls.at(*size).numbers == capture(size).numbers
-    assert len(calls.captured) == 8
-    assert calls.at(3, 12).numbers == capture((3, 12)).numbers  # no multiple of 8: on its own
-    assert (2, 12) in calls.captured
+def of_lengths(case: models.Case) -> tuple[models.Case, Any]:
+    return case, LENGTHS
+
+
+RECORDED: dict[str, Callable[[], tuple[models.Case, Any]]] = {
+    **{name: lambda made=made: (made(), (None,)) for name, made in CASES.items()},
+    "flash": lambda: of_lengths(models.llama(layers=1, width=32, batch=2, length=16)),
+    "written out": lambda: of_lengths(
+        models.gpt2(layers=1, width=32, batch=2, length=128, attention_dropout=0.1)
+    ),
+    "padded": lambda: of_lengths(padded(models.llama(layers=1, width=32, batch=2, length=16))),
+}
+
+
+@pytest.mark.parametrize("name", [*RECORDED])
+def test_sizes_of_one_recording_are_those_of_captures(name: str) -> None:
+    """Two captures of it: a small one, and the largest."""
+    case, lengths = RECORDED[name]()
+    calls, capture = sized_calls(case.model, (case.args, case.kwargs), 2, 64, lengths)
+    for size in ((2, lengths[0]), (7, lengths[-2:][0]), (33, lengths[len(lengths) // 2])):
+        call, captured = calls.at(*size), capture(size)
+        assert call.numbers == captured.numbers
+        assert call.graph.nodes == tuple(
+            replace(n, calls=o.calls, recalls=o.recalls)
+            for n, o in zip(captured.graph.nodes, call.graph.nodes, strict=True)
+        )
+    assert len(calls.captured) == 2 and (64, lengths[-1]) in calls.captured
+    opened = calls.opened((7, lengths[-1]))
+    assert opened is not None
+    step = question.FitQuestion(
+        case.model, case.model, (case.args, case.kwargs), gpu("h100-80"), "sgd", USUAL, QUICK
+    )
+    for size in ((2, lengths[0]), (33, lengths[-1])):
+        said = step.timeline(opened.call, *kept_whole(opened.call.graph), is_eager=True)
+        captured = capture(size)
+        found = step.timeline(captured, *kept_whole(captured.graph), is_eager=True)
+        both = (said.at_sizes(opened.numbers(size)).changes, found.changes)
+        sizes = ([c[1:] for c in changes if c.size_bytes] for changes in both)
+        assert next(sizes) == next(sizes)
 
 
 class Bounded(torch.nn.Module):
-    """Stores no more than so many of a sequence, of a batch, or of all together."""
+    """Stores no more than so many of a sequence, of a batch, or of all together; goes through a
+    sequence in pieces."""
 
-    def __init__(self, length: int = 10**6, batch: int = 10**6, together: int = 10**9) -> None:
+    def __init__(
+        self, length: int = 10**6, batch: int = 10**6, together: int = 10**9, piece: int = 0
+    ) -> None:
         super().__init__()
         self.bounds = batch, length
-        self.together = together
+        self.together, self.piece = together, piece
         self.inner = torch.nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, length = self.bounds
-        stored = self.inner(x)[:batch, -length:].exp().square()
+        if x.shape[1] > length:
+            x = x[:, -length:]
+        if x.shape[0] > batch:
+            x = x[:batch]
+        if self.piece:
+            x = torch.cat([self.inner(part).exp() for part in x.split(self.piece, 1)], 1)
+        stored = self.inner(x).exp().square()
         return stored.flatten(0, 1)[: self.together].exp().square().sum()
 
 
-@pytest.mark.parametrize("bounds", [{"length": 60}, {"batch": 9}, {"together": 1000}])
-def test_sizes_on_no_line_are_captured(bounds: dict[str, int]) -> None:
-    model = Bounded(**bounds)
-
-    def capture(size: Size) -> PricedCall:
-        sizes = dict(enumerate(n for n in size if n))
-        call = resized(model, ((torch.zeros(2, 8, 8),), {}), sizes)
-        return priced_call(model, call, rockplan.Options(), (1e12, 1e13))
-
-    calls = SizedCalls(capture, 2, 16, (8, 16, 32, 64, 128))
+@pytest.mark.parametrize(
+    ("bounds", "recorded"),
+    [({"length": 60}, 2), ({"batch": 9}, 2), ({"together": 1000}, 2), ({"piece": 16}, 3)],
+)
+def test_sizes_that_follow_no_expression_are_right(bounds: dict[str, int], recorded: int) -> None:
+    """Some are of other recordings, such as one for each length; others are captured."""
+    arguments = ((torch.zeros(2, 8, 8),), {})
+    calls, capture = sized_calls(Bounded(**bounds), arguments, 2, 16, (8, 16, 32, 64, 128))
     for size in itertools.product((4, 12), (8, 32, 128)):
         assert calls.at(*size).numbers == capture(size).numbers, size
+    assert len(calls.recorded) == recorded
 
 
 def test_what_does_not_fit_is_refused_with_what_is_known() -> None:

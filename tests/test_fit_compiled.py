@@ -109,7 +109,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 
 @pytest.mark.parametrize("name", [*CASES])
-def test_steps_between_captures_need_what_is_said(
+def test_steps_of_compiled_kernels_need_what_is_said(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Kernels run by their operators, which take memory while they run."""
@@ -119,7 +119,6 @@ def test_steps_between_captures_need_what_is_said(
     calls = SizedCalls(question.whole, 2, 1024)
     for batch in (200, 600):
         check(case, batch, question, calls)
-    assert calls.line() and not {200, 600} & {size for size, _ in calls.captured}
     assert any(is_kernel(c.op) for n in calls.at(200).graph.nodes for c in n.calls)
 
 
@@ -191,14 +190,16 @@ def test_where_kernels_are_not_known_is_said_with_a_device_where_they_are(
 
 
 def test_what_is_too_large_to_try_is_said_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing of that size runs; a line of batches is checked by smaller ones."""
+    """Nothing of that size runs: it counts as too large."""
     interpret(monkeypatch)
     case = CASES["layers"]()
     monkeypatch.setattr("rockplan.will_it_fit.question.available_bytes", lambda: 1 << 20)
     with pytest.raises(InvalidInput, match=r"batch 100000: .* reads and writes .* smaller sizes"):
         rockplan.fit(case.model, case.args, CPU, sizes={0: (100_000, 100_000)}, options=COMPILED)
     found = rockplan.fit(case.model, case.args, CPU, sizes={0: (2, 100_000)}, options=COMPILED)
-    assert [row.batch for row in found.rows] == [100_000, 100_000]
+    batches = {row.batch for row in found.rows}
+    assert max(batches) < 100_000 and len(batches) == 1
+    assert f"batches from {max(batches) + 1} on may fit, too" in found.notes[-1]
 
 
 class OfPairs(nn.Module):

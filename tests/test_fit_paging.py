@@ -98,7 +98,7 @@ def test_rows_are_of_schedules_that_can_run(name: str, monkeypatch: pytest.Monke
     paging = usual.paging_to(Host(64 * GIB, HostLink(10**12, 10**12)))
     calls = SizedCalls(usual.whole, 2, 4096)
     kept_bytes = simulate(*kept_whole(calls.at(64).graph)).peak_bytes
-    paging.take(calls.at(64), paging.plan(calls.at(64), kept_bytes * 7 // 10))
+    paging.take(calls.at(64), paging.plan(paging.problem(calls.at(64)), kept_bytes * 7 // 10))
     for batch in (8, 64, 1024):
         graph, schedule = paging.replayed(calls.at(batch))
         verify(graph, schedule)

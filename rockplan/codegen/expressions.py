@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from rockplan.graph_builder.costs.open_workspaces import PREFIX
 
 
 def function_of(names: Iterable[str], texts: Iterable[str]) -> Callable[[tuple[int, ...]], Any]:
@@ -19,6 +22,22 @@ def function_of(names: Iterable[str], texts: Iterable[str]) -> Callable[[tuple[i
     lines += [f"    {listed}= sizes"] if listed else []
     lines += [f"    return ({''.join(f'{text}, ' for text in texts)})"]
     return loaded(lines, "evaluate")
+
+
+@dataclass(frozen=True, slots=True)
+class Expressions:
+    """Expressions that are evaluated together."""
+
+    texts: tuple[str, ...]
+    function: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+
+    @classmethod
+    def of(cls, names: Iterable[str], texts: Iterable[str]) -> Expressions:
+        kept = tuple(t for t in dict.fromkeys(texts) if not t.startswith(PREFIX))
+        return cls(kept, function_of(names, kept))
+
+    def at(self, sizes: tuple[int, ...]) -> dict[str, int | float]:
+        return dict(zip(self.texts, self.function(sizes), strict=True))
 
 
 def loaded(lines: Iterable[str], name: str) -> Callable[..., Any]:

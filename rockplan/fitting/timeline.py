@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 
 from rockplan.fitting.allocator import Usage
 from rockplan.fitting.changes import (
@@ -29,6 +28,7 @@ from rockplan.fitting.shards import GatheredGroup
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.schedule import Schedule
+from rockplan.values.sizes import at_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,33 @@ def passes_of(
 class Timeline:
     """Two steps, beginning with the model alone: the first makes the state of the optimizer, the
     second is like all later ones. steps: the changes of each; resident: bytes of each storage that
-    exists before; host_bytes: of what is paged to the host."""
+    exists before; paged_sizes: bytes of each storage that is paged to the host."""
 
     resident: Mapping[Holding, tuple[int, ...]]
     steps: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
-    host_bytes: int = 0
+    paged_sizes: tuple[int, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.paged_sizes)
+
+    def at_sizes(self, known: Mapping[str, int | float]) -> Timeline:
+        """Return the memory over time of another call. known: as for `values.sizes.resized`."""
+        first, later = (
+            tuple(
+                change
+                if type(change.size_bytes) is int
+                else change._replace(size_bytes=at_sizes(change.size_bytes, known))
+                for change in step
+            )
+            for step in self.steps
+        )
+        resident = {
+            owner: tuple(at_sizes(n, known) for n in sizes)
+            for owner, sizes in self.resident.items()
+        }
+        paged = tuple(at_sizes(n, known) for n in self.paged_sizes)
+        return Timeline(resident, (first, later), paged)
 
     @property
     def changes(self) -> tuple[MemoryChange, ...]:
@@ -112,69 +134,6 @@ class Timeline:
         return usage(held, replayed_steps(*self.steps), capacity_bytes=capacity_bytes)
 
 
-@dataclass(frozen=True, slots=True)
-class SizedTimeline:
-    """Timelines of all batches from `first` on, interpolated from those of `first` and of one
-    sample more (the same changes with other sizes)."""
-
-    first: int
-    one: Timeline
-    other: Timeline
-
-    @property
-    def is_of_one_kind(self) -> bool:
-        """True if both timelines have the same changes up to sizes."""
-        return _kind(self.one) == _kind(self.other)
-
-    def at(self, batch: int) -> Timeline:
-        """Return the memory over time of another batch: every size is extrapolated from the two
-        batches known, in which it grows by the same bytes for each sample."""
-        more = batch - self.first
-
-        def sized(x: int, y: int) -> int:
-            return x + more * (y - x)
-
-        after = self.other.resident
-        resident = {
-            owner: tuple(map(sized, sizes, after[owner]))
-            for owner, sizes in self.one.resident.items()
-        }
-        first, later = (
-            tuple(
-                MemoryChange(x.key, sized(x.size_bytes, y.size_bytes), x.owner, x.is_free)
-                for x, y in zip(*both, strict=True)
-            )
-            for both in zip(self.one.steps, self.other.steps, strict=True)
-        )
-        host_bytes = sized(self.one.host_bytes, self.other.host_bytes)
-        return Timeline(resident, (first, later), host_bytes)
-
-    def most(self, size_bytes: int, batches: tuple[int, int]) -> int:
-        """Return the largest batch within `batches` (least, most) at which never more than
-        size_bytes are alive; least - 1 if even the least has more."""
-        least, most = batches
-        for live_bytes, more_bytes in zip(_alive(self.one), _alive(self.other), strict=True):
-            each = more_bytes - live_bytes
-            left = size_bytes - live_bytes
-            if each > 0:
-                most = min(most, self.first + left // each)
-            elif left < 0:
-                most = least - 1
-        return max(most, least - 1)
-
-
-def _kind(timeline: Timeline) -> object:
-    """Return a timeline without its sizes."""
-    changes = [(key, owner, is_free) for key, _, owner, is_free in timeline.changes]
-    return {owner: len(sizes) for owner, sizes in timeline.resident.items()}, changes
-
-
-def _alive(timeline: Timeline) -> Iterator[int]:
-    """Yield the bytes alive before the first change and after each."""
-    changes = (change.change_bytes for change in timeline.changes)
-    return accumulate(changes, initial=sum(timeline.resident_bytes.values()))
-
-
 def timeline_of(
     resident: Mapping[Holding, tuple[int, ...]],
     passes: Passes,
@@ -182,11 +141,11 @@ def timeline_of(
     *,
     accumulate: int = 1,
     set_to_none: bool = True,
-    host_bytes: int = 0,
+    paged_sizes: tuple[int, ...] = (),
 ) -> Timeline:
     """Return the memory over time of two training steps: each `zero_grad(set_to_none)`, then
     `accumulate` times forward and backward, then a step of the optimizer. resident: owner -> bytes
-    of each storage that exists before; host_bytes: paged to the host."""
+    of each storage that exists before; paged_sizes: as in Timeline."""
     first = (
         *optimizer.before,
         *_accumulated(passes, accumulate, has_gradients=False),
@@ -198,7 +157,7 @@ def timeline_of(
     if passes.again is not None:
         passes = replace(passes, first=passes.again)
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
-    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)), host_bytes)
+    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)), paged_sizes)
 
 
 def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:

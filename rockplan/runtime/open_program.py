@@ -9,12 +9,12 @@ run once to see what they take inside.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rockplan.codegen.expressions import function_of, loaded
-from rockplan.graph_builder.costs.open_workspaces import PREFIX, OpenWorkspaces, given_integers
+from rockplan.codegen.expressions import Expressions, function_of, loaded
+from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, given_integers
 from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.oracles.peak_rows import PeakRows, peak_rows
@@ -46,8 +46,8 @@ class OpenProgram:
     rows: PeakRows
     kept: PeakRows
     workspaces: OpenWorkspaces
-    few: _Expressions
-    all: _Expressions
+    few: Expressions
+    all: Expressions
 
     @classmethod
     def of(
@@ -71,8 +71,8 @@ class OpenProgram:
             rows,
             kept,
             workspaces or OpenWorkspaces.in_graph(graph, interface.sizes_in(graph)),
-            _Expressions.of(names, (*run, *rows.texts, *kept.texts)),
-            _Expressions.of(names, texts_in((graph, interface))),
+            Expressions.of(names, (*run, *rows.texts, *kept.texts)),
+            Expressions.of(names, texts_in((graph, interface))),
         )
 
     def fits(self, sizes: tuple[int, ...], leaves: Sequence[Any], limits: Limits) -> bool:
@@ -126,22 +126,6 @@ class OpenProgram:
 
 def _are_within(needed: tuple[int, int], limits: Limits) -> bool:
     return needed[0] <= limits[0] and needed[1] <= limits[1]
-
-
-@dataclass(frozen=True, slots=True)
-class _Expressions:
-    """Expressions that are evaluated together."""
-
-    texts: tuple[str, ...]
-    function: Callable[[tuple[int, ...]], tuple[int | float, ...]]
-
-    @classmethod
-    def of(cls, names: Sequence[str], texts: Iterable[str]) -> _Expressions:
-        kept = tuple(t for t in dict.fromkeys(texts) if not t.startswith(PREFIX))
-        return cls(kept, function_of(names, kept))
-
-    def at(self, sizes: tuple[int, ...]) -> dict[str, int | float]:
-        return dict(zip(self.texts, self.function(sizes), strict=True))
 
 
 def _size_readers(

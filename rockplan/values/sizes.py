@@ -179,11 +179,16 @@ def _collect(value: object, found: dict[str, None]) -> None:
             _collect(getattr(value, field.name), found)
 
 
+def at_sizes(number: int, known: Mapping[str, int | float]) -> int:
+    """Return a number of another call. known: as for `resized`."""
+    return int(known[number.text]) if isinstance(number, Size) else number
+
+
 def resized(value: Any, known: Mapping[str, int | float]) -> Any:
     """Return nested tuples and dataclasses with the numbers of another call. known: expression ->
     its value there. What has no expression in it is returned as it is."""
     if isinstance(value, Size):
-        return Size(int(known[value.text]), value.text)
+        return Size(at_sizes(value, known), value.text)
     if isinstance(value, Real):
         return Real(float(known[value.text]), value.text)
     if type(value) is tuple:

@@ -1,19 +1,19 @@
-"""Captured sizes: one kind of call at many sizes, from a few captures and a check by others.
+"""Captured sizes: one kind of call at many sizes, from one recording whose sizes are symbols.
 
 takes: a module, a sample, rates of a device. returns: priced graphs at any batch and length.
-guarantees: sizes between captures are interpolated only if a capture of the largest batch and
-length confirms, to the byte, that storages and work are affine in the batch and quadratic in the
-length. Else each size is captured. Layouts in which real kernels differ from PyTorch's rules are
-seen at a small size (`operators.layouts.SEEN`). On the device at hand a capture compiles its
-kernels and runs each operation once, to see what memory it takes.
+guarantees: at the largest batch and length that a recording is for, what follows from its
+expressions is that of a capture, to the byte. Sizes that none is for, such as a batch of one, are
+captured each. Layouts in which real kernels differ from PyTorch's rules are seen at a small size
+(`operators.layouts.SEEN`). On the device at hand each size is captured, kernels are compiled, and
+each operation runs once, to see what memory it takes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from math import prod
 from typing import Any
 
 import torch
@@ -21,14 +21,17 @@ from torch import nn
 
 from rockplan.captures.captured_calls import captured_call
 from rockplan.captures.sizes import sized_calls
+from rockplan.codegen.expressions import Expressions, function_of
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
-from rockplan.graph_builder.costs.estimate import Work, roofline, work_of
+from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.index_ranges import check_index_ranges
+from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, with_workspaces_open
 from rockplan.graph_builder.costs.price import price, with_measured_memory
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.layouts import SEEN, SeenLayouts
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
@@ -38,6 +41,7 @@ from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface
 from rockplan.values.plan import format_bytes
 from rockplan.values.profile import Profile
+from rockplan.values.sizes import LEAST, CallSizes, at_sizes, text_of, texts_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 Size = tuple[int, int | None]
@@ -45,11 +49,10 @@ Size = tuple[int, int | None]
 
 SMALL_LENGTH = 64
 
-POINTS = 3
-"""Lengths that determine a quadratic polynomial."""
+RECORDED_BATCH = 6
 
-APART = 8
-"""How many times larger the next batch is at which a line may begin."""
+SEVERAL = 4
+"""Captures that cost as much as a recording with symbols, and the capture that confirms it."""
 
 _numbers = itertools.count()
 """Numbers of forms, distinct for all models of the process."""
@@ -61,50 +64,86 @@ these tensors have memory."""
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
-    """One captured call. graph: in eager's order, with times by `rates`; works: of its nodes'
-    calls; input_sizes: bytes of the storages of inputs; known_bytes: of inputs and tensors computed
-    from their values; rates: bytes and operations a second; form: equal for calls at other sizes
-    whose schedules carry over."""
+    """One captured call. graph: in eager's order, with times by the rates of a device; input_sizes:
+    bytes of the storages of inputs; form: equal for calls at other sizes whose schedules carry
+    over."""
 
     graph: CDGraph
     interface: Interface
     profile: Profile
     input_sizes: tuple[int, ...]
-    known_bytes: int
-    works: tuple[tuple[Work, ...], ...]
-    rates: tuple[float, float]
     form: int = 0
 
     @property
     def numbers(self) -> tuple[int, ...]:
         """All numbers that depend on sizes, in a fixed order."""
         data = (d.size_bytes for d in self.graph.data)
-        inside = (n.workspace_bytes for n in self.graph.nodes)
-        works = (number for ws in self.works for w in ws for number in (w.moved_bytes, w.flops))
-        return (*data, *inside, *works, *self.input_sizes, self.known_bytes)
+        nodes = (number for n in self.graph.nodes for number in (n.workspace_bytes, n.time_ns))
+        return (*data, *nodes, *self.input_sizes)
 
-    def with_numbers(self, numbers: Sequence[int]) -> PricedCall:
-        """Return the call with other sizes: `numbers` has, in the order of `self.numbers`, bytes of
-        storages, workspaces, bytes and operations of each call, bytes of inputs, known bytes."""
-        left = iter(numbers)
-        data = tuple(replace(d, size_bytes=next(left)) for d in self.graph.data)
-        inside = [next(left) for _ in self.graph.nodes]
-        works = tuple(
-            tuple(Work(next(left), next(left), w.is_exchange) for w in ws) for ws in self.works
+
+@dataclass(frozen=True, slots=True)
+class OpenCall:
+    """Calls of many sizes, recorded once. call: that of `size`, its bytes expressions; memory:
+    bytes of storages that have memory while a call is captured; guards: symbols -> what has to be
+    true of them; found: size -> expression -> its value, of the sizes asked for so far."""
+
+    size: Size
+    call: PricedCall
+    memory: tuple[int, ...]
+    rates: tuple[float, float]
+    workspaces: OpenWorkspaces
+    expressions: Expressions
+    guards: Callable[[tuple[int, ...]], tuple[bool, ...]]
+    found: dict[Size, dict[str, int | float]] = field(default_factory=dict)
+
+    def is_for(self, size: Size) -> bool:
+        """Return whether a call of this size does what the recorded one does."""
+        free = {s.dimension for s in self.call.interface.sizes.symbols}
+        fixed = {d: n for d, n in enumerate(size) if d not in free}
+        symbols = self._symbols(size)
+        is_alike = all(self.size[d] == n for d, n in fixed.items())
+        return is_alike and min(symbols) >= LEAST and all(self.guards(symbols))
+
+    def _symbols(self, size: Size) -> tuple[int, ...]:
+        return tuple(size[s.dimension] or 0 for s in self.call.interface.sizes.symbols)
+
+    def memory_bytes(self, size: Size) -> int:
+        numbers = self.expressions.at(self._symbols(size))
+        return sum(at_sizes(n, numbers) for n in self.memory)
+
+    def numbers(self, size: Size) -> dict[str, int | float]:
+        """Return expression -> its value at a size."""
+        if size not in self.found:
+            numbers = self.expressions.at(self._symbols(size))
+            some = self.workspaces.graph_at(numbers)
+            priced = {n.index: n for n in price(some, roofline(some, *self.rates)).nodes}
+            for name, index in self.workspaces.of.items():
+                numbers[name] = priced[index].workspace_bytes
+                numbers[_time_of(name)] = priced[index].time_ns
+            self.found[size] = numbers
+        return self.found[size]
+
+    def at(self, size: Size) -> PricedCall:
+        """Return the call of one size, priced."""
+        numbers, call = self.numbers(size), self.call
+        data = tuple(
+            replace(d, size_bytes=at_sizes(d.size_bytes, numbers)) for d in call.graph.data
         )
         nodes = tuple(
             replace(
-                node,
-                workspace_bytes=inside[node.index],
-                time_ns=sum(w.time_ns(*self.rates) for w in works[node.index]),
+                n,
+                workspace_bytes=at_sizes(n.workspace_bytes, numbers),
+                time_ns=int(numbers[_time_of(text_of(n.workspace_bytes))]),
             )
-            for node in self.graph.nodes
+            for n in call.graph.nodes
         )
-        graph = replace(self.graph, data=data, nodes=nodes)
-        *sizes, known_bytes = left
-        return replace(
-            self, graph=graph, input_sizes=tuple(sizes), known_bytes=known_bytes, works=works
-        )
+        inputs = tuple(at_sizes(n, numbers) for n in call.input_sizes)
+        return replace(call, graph=replace(call.graph, data=data, nodes=nodes), input_sizes=inputs)
+
+
+def _time_of(workspace: str) -> str:
+    return f"time of {workspace}"
 
 
 class TooLargeToTry(InvalidInput):
@@ -134,17 +173,54 @@ def priced_call(
     if tried_bytes is not None:
         profile = with_measured_memory(graph, lowered.samples, profile, keys)
     input_sizes = storage_sizes(trees.tree_leaves(arguments))
-    known_bytes = sum(input_sizes) + sum(storage_sizes(lowered.samples.values()))
-    works = tuple(tuple(work_of(graph, call) for call in node.calls) for node in graph.nodes)
-    priced = price(graph, profile, keys)
-    return PricedCall(priced, lowered.interface, profile, input_sizes, known_bytes, works, rates)
+    return PricedCall(price(graph, profile, keys), lowered.interface, profile, input_sizes)
 
 
-def _lowered(module: nn.Module, arguments: Arguments, options: Options) -> Lowered:
-    """Capture a call, in eager's order: the best order depends on sizes."""
+def open_call(
+    size: Size,
+    module: nn.Module,
+    arguments: Arguments,
+    free: Sequence[int],
+    options: Options,
+    rates: tuple[float, float],
+) -> OpenCall:
+    """Record a call of one size with symbols for the sizes of the dimensions `free`, and price it.
+    Raises StaticSizes, or whatever PyTorch raises of its symbols."""
+    own = {dimension: size_of(arguments, dimension) for dimension in free}
+    # By a number for each dimension, so that no two are taken for one size.
+    others = resized(module, arguments, {d: n + 1 + i for i, (d, n) in enumerate(own.items())})
+    leaves = enumerate(trees.tree_leaves(others))
+    layouts = {i: (t.shape, t.stride()) for i, t in leaves if isinstance(t, torch.Tensor)}
+    lowered = _lowered(module, arguments, options, CallSizes(layouts, {}, ()))
+    interface, sizes = lowered.interface, lowered.interface.sizes
+    if any(symbol.axis != "shape" for symbol in sizes.symbols):
+        raise StaticSizes("an argument of another size is a part of a larger tensor")
+    graph = with_workspaces_open(lowered.graph)
+    data = dict.fromkeys(graph.values[value].data for _, value in interface.inputs)
+    inputs = tuple(graph.data[d].size_bytes for d in data)
+    computed = dict.fromkeys(graph.values[value].data for value in lowered.samples)
+    memory = tuple(graph.data[d].size_bytes for d in data | computed)
+    call = PricedCall(graph, interface, roofline(graph, *rates), inputs)
+    inside = OpenWorkspaces.in_graph(graph, interface.sizes_in(graph))
+    values = tuple(graph.values[v] for v in sorted(inside.values))
+    texts = texts_in((graph.data, values, inside.nodes, inputs, memory))
+    expressions = Expressions.of(sizes.names, texts)
+    guards = function_of(sizes.names, sizes.guards)
+    return OpenCall(size, call, memory, rates, inside, expressions, guards)
+
+
+def _lowered(
+    module: nn.Module,
+    arguments: Arguments,
+    options: Options,
+    earlier: CallSizes | None = None,
+) -> Lowered:
+    """Capture a call, in eager's order: the best order depends on sizes. earlier: as for
+    `captured_call`."""
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
-        source = captured_call(ModuleCall(module, *arguments), options, may_run=False)
+        call = ModuleCall(module, *arguments)
+        source = captured_call(call, options, may_run=False, earlier=earlier)
     return (source.in_parts or source).lowered
 
 
@@ -182,42 +258,28 @@ def size_of(tree: Any, dimension: int) -> int:
     raise InvalidInput(f"no tensor of the sample has a dimension {dimension}")
 
 
-@dataclass(frozen=True, slots=True)
-class Line:
-    """Calls of one length at any batch. numbers: at the batch `first`; more: what each further
-    sample adds."""
-
-    call: PricedCall
-    first: int
-    numbers: tuple[int, ...]
-    more: tuple[int, ...]
-
-    @property
-    def known_bytes(self) -> int:
-        """Bytes of the known values at the batch `first`."""
-        return self.numbers[-1]
-
-    def at(self, batch: int) -> PricedCall:
-        """Return the call of a batch."""
-        samples = batch - self.first
-        pairs = zip(self.numbers, self.more, strict=True)
-        return self.call.with_numbers([n + samples * m for n, m in pairs])
-
-
 @dataclass(slots=True)
 class SizedCalls:
     """Calls in batches from `least` to `most`, at each of `lengths` (ascending). capture: makes the
-    call of one size."""
+    call of one size; record: those of all sizes, from one and the dimensions that are free; None if
+    each size is captured."""
 
     capture: Callable[[Size], PricedCall]
     least: int
     most: int
     lengths: Sequence[int | None] = (None,)
+    record: Callable[[Size, Sequence[int]], OpenCall] | None = None
     captured: dict[Size, PricedCall] = field(init=False, default_factory=dict)
-    _lines: dict[int | None, Line | None] = field(init=False, default_factory=dict)
+    recorded: list[OpenCall] = field(init=False, default_factory=list)
+    _free: list[int] = field(init=False)
+    _tried: set[int | None] = field(init=False, default_factory=set)
+    _last: dict[Size, PricedCall] = field(init=False, default_factory=dict)
     _forms: dict[object, int] = field(init=False, default_factory=dict)
     _seen: SeenLayouts = field(init=False, default_factory=SeenLayouts)
-    _last: dict[Size, PricedCall] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        free = [(0, self.most > self.first), (1, len(self.lengths) > 1)]
+        self._free = [dimension for dimension, is_free in free if is_free]
 
     @property
     def first(self) -> int:
@@ -232,44 +294,57 @@ class SizedCalls:
         return self._small(self.first) or self._captured((self.first, self.lengths[0]))
 
     def at(self, batch: int, length: int | None = None) -> PricedCall:
-        """Return the priced call of one batch and length: interpolated between captures where that
-        is exact, else captured. length: None for that of the sample."""
-        line = self.line(length)
-        if line is None or batch < line.first:
-            return self._captured((batch, length))
-        if (batch, length) not in self._last:
+        """Return the priced call of one batch and length (None for that of the sample)."""
+        size = batch, length
+        if (opened := self.opened(size)) is None:
+            return self._captured(size)
+        if size not in self._last:
             # Each is asked for by several ways, one length after another.
-            others = self._last.items()
-            kept = {size: call for size, call in others if size[1] == length}
-            self._last = kept | {(batch, length): line.at(batch)}
-        return self._last[batch, length]
+            kept = {other: call for other, call in self._last.items() if other[1] == length}
+            self._last = kept | {size: opened.at(size)}
+        return self._last[size]
 
-    def line(self, length: int | None = None) -> Line | None:
-        """Return the calls of a length at any batch, interpolated between two captures of the
-        smallest batches that are like larger ones; None if their bytes are not affine in the batch,
-        or there are too few batches for it to pay."""
-        if not self._lines and self.small:
-            points = self._points
-            self._lines = self._polynomials(points) if points else {}
-        if length not in self._lines:
-            lines = (self._line(length, first) for first in self._firsts)
-            holding = (line for line in lines if line and self._holds(line, length))
-            self._lines[length] = next(holding, None)
-        return self._lines[length]
+    def opened(self, size: Size) -> OpenCall | None:
+        """Return the recording that a size is one of; None if it is captured by itself."""
+        batch, length = size
+        while not (found := [one for one in self.recorded if one.is_for(size)]):
+            lengths = self.lengths if 1 in self._free else [length]
+            batches = range(self.first, self.most + 1 if 0 in self._free else self.first + 1)
+            is_worth_it = len(lengths) * len(batches) >= SEVERAL
+            if self.record is None or batch < LEAST or length in self._tried or not is_worth_it:
+                return None
+            self._tried.add(length)
+            self._small(batch)
+            batch = batch if self.recorded else min(RECORDED_BATCH, self.most)
+            try:
+                with self._layouts_seen():
+                    opened = self.record((batch, length), self._free)
+            except Exception as error:  # symbols are PyTorch's own: what is static is captured
+                fixed = {place[2] for place in getattr(error, "fixed", ())}
+                if fixed != {1}:
+                    self.record = None
+                else:  # each length by itself
+                    self._free.remove(1)
+                    self._tried.clear()
+                continue
+            opened = replace(opened, call=self._with_form(opened.call))
+            if self._holds(opened, lengths):
+                self.recorded.append(opened)
+            else:
+                self.record = None
+        return found[0]
 
-    def first_of(self, length: int | None) -> int:
-        """Return the least batch of a length that is like larger ones."""
-        line = self.line(length)
-        return line.first if line else self.first
-
-    @property
-    def _firsts(self) -> Iterator[int]:
-        """The batches at which a line may begin: which operators one kernel is made of changes at
-        small sizes."""
-        first = self.first
-        while first + 2 < self.most:
-            yield first
-            first *= APART
+    def _holds(self, opened: OpenCall, lengths: Sequence[int | None]) -> bool:
+        """True if a capture of the most samples, at the greatest length, confirms what follows from
+        a recording (of fewer, if their values would take much memory)."""
+        halves = (self.most >> n for n in range(self.most.bit_length()))
+        batches = [n for n in halves if n >= LEAST] if 0 in self._free else [self.most]
+        sizes = [(b, n) for n in reversed(lengths) for b in batches if opened.is_for((b, n))]
+        light = [size for size in sizes if opened.memory_bytes(size) <= CHECKED_BYTES]
+        for size in (light or sizes[-1:])[:1]:
+            found, said = self._captured(size), opened.at(size)
+            return (found.form, found.numbers) == (said.form, said.numbers)
+        return False
 
     def _small(self, batch: int) -> PricedCall | None:
         """Capture a batch of one, or of two for larger batches, at a small length, so that later
@@ -282,103 +357,36 @@ class SizedCalls:
             return None
 
     def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
-        """Return the capture of one (batch, length), made once, with the number of its form: equal
-        for graphs that differ in sizes only. is_small: capture no smaller one before."""
+        """Return the capture of one (batch, length), made once. is_small: capture no smaller one
+        before."""
         if size not in self.captured:
             if not is_small:
                 self._small(size[0])
-            token = SEEN.set(self._seen)
-            try:
+            with self._layouts_seen():
                 made = self.capture(size)
-            finally:
-                SEEN.reset(token)
-            form = self._forms.setdefault(form_of(made.graph), next(_numbers))
-            self.captured[size] = replace(made, form=form)
+            self.captured[size] = self._with_form(made)
         return self.captured[size]
 
-    def _line(self, length: int | None, first: int) -> Line | None:
-        """Return the calls of a length at any batch, as the line through the captures of the batch
-        `first` and of one more; None if these, or that of the largest batch, differ in form."""
-        call = self._captured((first, length))
-        if first == self.most:
-            return Line(call, first, call.numbers, (0,) * len(call.numbers))
-        known = self.captured.get((self.most, length), call)
-        if (
-            call.form != known.form
-            or call.form != (next_call := self._captured((first + 1, length))).form
-        ):
-            return None
-        per_sample = tuple(y - x for x, y in zip(call.numbers, next_call.numbers, strict=True))
-        return Line(call, first, call.numbers, per_sample)
-
-    def _holds(self, line: Line, length: int | None) -> bool:
-        """True if a capture of the most samples confirms the line (of fewer, if their values would
-        take much memory)."""
-        known = line.known_bytes // line.first + 1
-        batch = min(max(CHECKED_BYTES // known, line.first + 2), self.most)
-        while (found := self._tried((batch, length))) is None:
-            batch = (line.first + batch) // 2
-            if batch < line.first + 2:
-                return False
-        return found.form == line.call.form and found.numbers == line.at(batch).numbers
-
-    def _tried(self, size: Size) -> PricedCall | None:
-        """Return the capture of one size, None if it is too large to try."""
+    @contextlib.contextmanager
+    def _layouts_seen(self) -> Iterator[None]:
+        token = SEEN.set(self._seen)
         try:
-            return self._captured(size)
-        except TooLargeToTry:
-            return None
+            yield
+        finally:
+            SEEN.reset(token)
 
-    # -- lengths between captures ------------------------------------------------------------------
-
-    @property
-    def _points(self) -> list[int]:
-        """The lengths that are multiples of the least power of two among them (kernels and models
-        pad to such numbers); [] if there are too few."""
-        lengths = [n for n in self.lengths if n is not None]
-        powers = [n for n in lengths if n & (n - 1) == 0]
-        alike = [n for n in lengths if powers and n % powers[0] == 0]
-        return alike if len(alike) > POINTS else []
-
-    def _polynomials(self, lengths: Sequence[int]) -> dict[int | None, Line | None]:
-        """Return length -> calls at any batch, interpolated between those of the POINTS smallest
-        lengths; {} unless captures of the largest batch, at the smallest and at the greatest
-        length, confirm them."""
-        points = lengths[:POINTS]
-        lines = [line for length in points if (line := self._line(length, self.first))]
-        forms = {line.call.form for line in lines}
-        if len(lines) < POINTS or len(forms) > 1 or not self._holds(lines[0], points[0]):
-            return {}
-        made: dict[int | None, Line | None] = {}
-        for length in lengths:
-            numbers = interpolated(points, [line.numbers for line in lines], length)
-            more = interpolated(points, [line.more for line in lines], length)
-            if numbers is None or more is None:
-                return {}
-            made[length] = Line(lines[0].call, self.first, numbers, more)
-        last = made[lengths[-1]]
-        assert last is not None
-        return made if self._holds(last, lengths[-1]) else {}
-
-
-def interpolated(
-    points: Sequence[int], rows: Sequence[Sequence[int]], at: int
-) -> tuple[int, ...] | None:
-    """Return, for each column of `rows`, the value at `at` of the polynomial that has the rows'
-    values at `points`; None if one is no integer."""
-    over = prod(q - p for p in points for q in points if p < q)
-    weights = [
-        over * prod(at - q for q in points if q != p) // prod(p - q for q in points if q != p)
-        for p in points
-    ]
-    columns = zip(*rows, strict=True)
-    sums = [sum(w * n for w, n in zip(weights, column, strict=True)) for column in columns]
-    return None if any(s % over for s in sums) else tuple(s // over for s in sums)
+    def _with_form(self, call: PricedCall) -> PricedCall:
+        """Return the call with the number of its form: equal for graphs that differ in sizes
+        only."""
+        return replace(call, form=self._forms.setdefault(form_of(call.graph), next(_numbers)))
 
 
 def form_of(graph: CDGraph) -> object:
     """Return everything that a schedule depends on but sizes and times."""
-    nodes = tuple((n.name, n.reads, n.writes, n.random, n.recomputable) for n in graph.nodes)
+    nodes = tuple(
+        (n.name, n.reads, n.writes, n.random, n.recomputable, frozenset(n.ends))
+        for n in graph.nodes
+    )
     takes = tuple((t.operands, t.results) for n in graph.nodes for t in n.takes)
     kinds = tuple((d.name, d.kind) for d in graph.data)
     return nodes, takes, kinds, graph.outputs, graph.held, graph.handed, graph.dropped

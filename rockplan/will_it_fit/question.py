@@ -47,9 +47,11 @@ from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.answer_key import answer_key
 from rockplan.will_it_fit.captured_sizes import (
     Arguments,
+    OpenCall,
     PricedCall,
     Size,
     SizedCalls,
+    open_call,
     priced_call,
     resized,
 )
@@ -236,10 +238,9 @@ class FitQuestion:
         """Capture and price the call of one (batch, length); length None for that of the sample. An
         error names the size, and what is known without a capture."""
         batch, length = size
-        sizes = {BATCH: batch} if length is None else {BATCH: batch, LENGTH: length}
-        call = resized(self.model, self.arguments, sizes)
         try:
-            with contextlib.nullcontext() if self.on.is_cpu else as_on_cuda():
+            with self._on_device():
+                call = self._resized(size)
                 return priced_call(self.model, call, options, self._rates, self._tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
@@ -248,6 +249,19 @@ class FitQuestion:
                 f"optimizer take {format_bytes(self.known_without_capture())}",
             )
             raise
+
+    def recorded(self, size: Size, free: Sequence[int]) -> OpenCall:
+        """Record the calls of all sizes, as `open_call`."""
+        options = replace(self.options, tile=False)
+        with self._on_device():
+            return open_call(size, self.model, self._resized(size), free, options, self._rates)
+
+    def _resized(self, size: Size) -> Arguments:
+        sizes = {d: n for d, n in zip((BATCH, LENGTH), size, strict=True) if n is not None}
+        return resized(self.model, self.arguments, sizes)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self.on.is_cpu else as_on_cuda()
 
     @property
     def _rates(self) -> tuple[float, float]:
@@ -280,7 +294,7 @@ class FitQuestion:
         if self.unpaged:
             self._find_paged(self.unpaged, call, enough_bytes)
             return
-        problem = self._problem(call)
+        problem = self.problem(call)
         plans: list[Plan] = []
         for without in (BESIDE_THE_RELAXATION, ()):
             options = replace(self.options, without=(*self.options.without, *without))
@@ -302,9 +316,10 @@ class FitQuestion:
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)
         usual_bytes = simulate(*unpaged.replayed(call)).peak_bytes
+        problem = self.problem(call)
         for share in PAGED_SHARES:
             with contextlib.suppress(InfeasibleBudget):
-                self.take(call, self.plan(call, int(share * usual_bytes), BESIDE_PAGING))
+                self.take(call, self.plan(problem, int(share * usual_bytes), BESIDE_PAGING))
                 break
 
     def take(self, call: PricedCall, plan: Plan) -> None:
@@ -316,11 +331,11 @@ class FitQuestion:
         assert self.unpaged is not None
         self._smallest[call.form] = self.unpaged._smallest[call.form]
 
-    def plan(self, call: PricedCall, budget_bytes: int, without: Iterable[str] = ()) -> Plan:
+    def plan(self, problem: Problem, budget_bytes: int, without: Iterable[str] = ()) -> Plan:
         options = replace(self.options, without=(*self.options.without, *without))
-        return planning.plan_within(self._problem(call), Budget(size_bytes=budget_bytes), options)
+        return planning.plan_within(problem, Budget(size_bytes=budget_bytes), options)
 
-    def _problem(self, call: PricedCall) -> Problem:
+    def problem(self, call: PricedCall) -> Problem:
         """Return the problem of a call."""
         graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
         problem = problem_of_priced(graph, call.profile, self.options)
@@ -351,7 +366,7 @@ class FitQuestion:
             steps,
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
-            host_bytes=sum(graph.data[page.host].size_bytes for page in paged(graph)),
+            paged_sizes=tuple(graph.data[page.host].size_bytes for page in paged(graph)),
         )
 
     def fits(self, timeline: Timeline) -> bool:
@@ -382,11 +397,12 @@ class FitQuestion:
         left_bytes = usable_bytes - alive_bytes - self.steps(gradients).state_bytes
         least_bytes = simulate(*smallest).peak_bytes
         usual_bytes = simulate(*self.unpaged.replayed(call)).peak_bytes if self.unpaged else 0
+        problem = self.problem(call)
         for tries in range(TRIES, 0, -1):
             asked_bytes = max(left_bytes, least_bytes) if tries > 1 else least_bytes
             try:
                 plan = self.plan(
-                    call, asked_bytes, BESIDE_PAGING if asked_bytes < usual_bytes else ()
+                    problem, asked_bytes, BESIDE_PAGING if asked_bytes < usual_bytes else ()
                 )
             except InfeasibleBudget:
                 break

@@ -23,7 +23,7 @@ from rockplan.errors import InvalidInput
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.shards import FSDP2, Shards
-from rockplan.fitting.timeline import SizedTimeline, Timeline
+from rockplan.fitting.timeline import Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, per_block
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
@@ -109,7 +109,8 @@ def fit(
     )
     question.refuse_too_small(left_out)
     question = question if host is None else question.paging_to(host)
-    calls = SizedCalls(question.whole, *batches, lengths)
+    record = None if question.is_tried else question.recorded
+    calls = SizedCalls(question.whole, *batches, lengths, record)
     key = question.key(calls) if cache else {}
     if cache and (known := cache.answer(key, Fit.from_json)):
         return known
@@ -255,7 +256,7 @@ class _Length:
         graph, schedule = way(call)
         found = question.timeline(call, graph, schedule, is_eager=self._is_eager(way))
         time_ns = simulate(graph, schedule).time_ns
-        kept_ns = simulate(*self.ways[KEPT](self.calls.at(samples, self.length))).time_ns
+        kept_ns = self.calls.at(samples, self.length).graph.time_ns
         allocated_bytes, reserved_bytes = question.most_held(
             found, question.on.usable_bytes if batch else None
         )
@@ -301,13 +302,12 @@ class _Length:
         """Return the largest batch with which a step by a plan fits: by the smallest plan of an
         earlier length, if that fits as many samples as `wanted`, else by one searched for that
         batch. other: the way that fits `wanted` samples without a plan."""
-        question, first = self.question, calls.first_of(self.length)
-        if question.has_smallest(calls.at(first, self.length)):
+        question, size = self.question, (max(wanted, calls.first), self.length)
+        call = calls.at(*size)
+        if question.has_smallest(call):
             batch = self._largest(question.replayed, calls)
             if batch >= wanted:
                 return batch
-        size = max(wanted, first), self.length
-        call = calls.at(*size)
         question.find_smallest(call, simulate(*other(self.calls.at(*size))).peak_bytes)
         batch = self._largest(question.replayed, calls)
         if batch < wanted and question.unpaged:
@@ -318,26 +318,34 @@ class _Length:
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
         """Return the largest batch with which a training step by `way` fits on the device, 0 if
-        none does. (By bisection: if a batch does not fit, larger ones do not.)"""
-        timeline, most = self._timelines(way, calls)
-
+        none does. (By bisection: if a batch does not fit, larger ones do not. Where live bytes
+        alone decide, next to where a line through those of the last two batches says.)"""
+        timeline, usable_bytes = self._timelines(way, calls), self.question.on.usable_bytes
         untried: set[int] = set()
+        peaks: dict[int, int] = {}
 
         def fits(batch: int) -> bool:
             try:
-                return self.question.fits(timeline(batch))
+                found = timeline(batch)
             except TooLargeToTry:
                 untried.add(batch)
                 return False
+            peaks[batch] = found.peak.size_bytes
+            return self.question.fits(found)
 
-        fitting, beyond = calls.least - 1, most + 1
-        tried = most
+        fitting, beyond = calls.least - 1, calls.most + 1
+        tried = calls.most
         while fitting + 1 < beyond:
             if fits(tried):
                 fitting = tried
             else:
                 beyond = tried
+            is_decided = (peaks.get(tried, 0) <= usable_bytes) is (fitting == tried)
+            (x, a), (y, b) = [*[(0, 0)] * 2, *peaks.items()][-2:]
             tried = (fitting + beyond) // 2
+            if is_decided and a != b:
+                on_line = x + (usable_bytes - a) * (y - x) // (b - a)
+                tried = min(max(on_line, fitting + 1), beyond - 1)
         if beyond in untried:
             self.question.untried.add((beyond, self.length))
         return fitting if fitting >= calls.least else 0
@@ -346,24 +354,23 @@ class _Length:
         """True if the schedules stand for what PyTorch does."""
         return not self.question.options.compile and way in self.ways.values()
 
-    def _timelines(self, way: Way, calls: SizedCalls) -> tuple[Callable[[int], Timeline], int]:
-        """Return (function: batch -> memory over time of a training step by `way`, largest batch
-        whose live bytes fit on the device, so that larger ones need not be tried)."""
+    def _timelines(self, way: Way, calls: SizedCalls) -> Callable[[int], Timeline]:
+        """Return a function: batch -> memory over time of a training step by `way`."""
 
-        def timeline(batch: int) -> Timeline:
-            call = calls.at(batch, self.length)
+        @functools.cache
+        def of_recorded(number: int) -> Timeline:
+            return timeline_of(calls.recorded[number].call)
+
+        def timeline_of(call: PricedCall) -> Timeline:
             return self.question.timeline(call, *way(call), is_eager=self._is_eager(way))
 
-        line = calls.line(self.length)
-        if line is None or line.first == calls.most:
-            return timeline, calls.most
-        first = line.first
-        sized = SizedTimeline(first, timeline(first), timeline(first + 1))
-        if not sized.is_of_one_kind:
-            return timeline, calls.most
-        usable_bytes = self.question.on.usable_bytes
-        most = sized.most(usable_bytes, (first, calls.most))
-        return (lambda batch: sized.at(batch) if batch >= first else timeline(batch)), most
+        def timeline(batch: int) -> Timeline:
+            size = batch, self.length
+            if (opened := calls.opened(size)) is None:
+                return timeline_of(calls.at(*size))
+            return of_recorded(calls.recorded.index(opened)).at_sizes(opened.numbers(size))
+
+        return timeline
 
 
 def _once_a_form(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,29 +79,11 @@ def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
 
 
 def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
-    return work_of(graph, call).time_ns(bytes_per_s, flops_per_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Work:
-    """What a call does. moved_bytes: read and written; flops: floating-point operations;
-    is_exchange: it exchanges data with other processes."""
-
-    moved_bytes: int
-    flops: int
-    is_exchange: bool
-
-    def time_ns(self, bytes_per_s: float, flops_per_s: float) -> int:
-        if self.is_exchange:
-            bytes_per_s *= _LINK_SHARE
-        return round(1e9 * max(self.moved_bytes / bytes_per_s, self.flops / flops_per_s))
-
-
-def work_of(graph: CDGraph, call: Call) -> Work:
     given = [ref.index for ref in refs(call)]
     moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *call.made)))
-    is_exchange = facts.facts_of(call.op).effect is Effect.COMMUNICATES
-    return Work(moved, flops_of(graph, call), is_exchange)
+    if facts.facts_of(call.op).effect is Effect.COMMUNICATES:
+        bytes_per_s *= _LINK_SHARE
+    return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
 
 
 def _larger(a: OpCost, b: OpCost) -> OpCost:

@@ -24,8 +24,8 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
     strides depends on them: it would fail or read other elements. (PyTorch's shape rules are wrong
     for a few operators.)
 
-    Runs each unique call whose results are viewed so. Not those with side effects, nor those that
-    were checked at another size (`operators.layouts.SEEN`). values: value -> real tensor.
+    Runs each unique call whose results are viewed so. Not products, those with side effects, nor
+    those checked at another size (`operators.layouts.SEEN`). values: value -> real tensor.
     """
     viewed = _viewed_by_layout(graph)
     at_other_sizes = SEEN.get()
@@ -34,8 +34,8 @@ def check_layouts(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> None:
         inputs = inputs_of(graph, values)
         for node in graph.nodes:
             for call in node.calls:
-                is_viewed = bool(viewed & set(call.results)) and not facts.facts_of(call.op).effect
-                if not is_viewed:
+                is_viewed = bool(viewed & set(call.results)) and call.op not in facts.PRODUCTS
+                if not is_viewed or facts.facts_of(call.op).effect:
                     continue
                 key = call_key(graph, call) if at_other_sizes is None else _form(graph, call)
                 if key not in seen:

@@ -39,7 +39,21 @@ def with_open_workspaces(graph: CDGraph, earlier: Sequence[int]) -> CDGraph:
         if n.workspace_bytes != before[n.index]
         and any(plain_workspace_bytes(graph, call) is None for call in n.calls)
     }
-    names = {kind: f"{PREFIX}{i}" for i, kind in enumerate(sorted(open_kinds))}
+    return _opened(graph, kinds, open_kinds)
+
+
+def with_workspaces_open(graph: CDGraph) -> CDGraph:
+    """Return an unpriced graph in which the workspace of each node is a symbol, one for all nodes
+    that do the same. What nodes of several calls take follows no expression: here it is a byte, as
+    a mark that there may be any."""
+    kinds = {n.index: _kind(graph, n) for n in graph.nodes}
+    marked = (replace(n, workspace_bytes=int(len(n.calls) > 1)) for n in graph.nodes)
+    graph = replace(graph, nodes=tuple(marked))
+    return _opened(graph, kinds, {*kinds.values()})
+
+
+def _opened(graph: CDGraph, kinds: Mapping[int, str], opened: Iterable[str]) -> CDGraph:
+    names = {kind: f"{PREFIX}{i}" for i, kind in enumerate(sorted(opened))}
     nodes = tuple(
         replace(n, workspace_bytes=Size(n.workspace_bytes, names[kinds[n.index]]))
         if kinds[n.index] in names
@@ -100,6 +114,17 @@ class OpenWorkspaces:
         most = {name: min(i[name] for i in larger) for name in self.of} if larger else None
         return least, most
 
+    def graph_at(self, numbers: Mapping[str, int | float]) -> CDGraph:
+        """Return the graph with those nodes only that are run, at other sizes, without prices.
+        numbers: as for `measured`."""
+        known = {**numbers, **dict.fromkeys(self.of, 0)}
+        values, data = [*self.graph.values], [*self.graph.data]
+        for v in self.values:
+            values[v] = resized(values[v], known)
+            data[values[v].data] = resized(data[values[v].data], known)
+        nodes = tuple(resized(n, known) for n in self.nodes)
+        return replace(self.graph, values=tuple(values), data=tuple(data), nodes=nodes)
+
     def measured(
         self,
         sizes: tuple[int, ...],
@@ -109,13 +134,7 @@ class OpenWorkspaces:
         """Return symbol -> bytes at `sizes`. numbers: expression -> its value there; given: value
         -> real tensor, of integer arguments."""
         if sizes not in self.known:
-            known = {**numbers, **dict.fromkeys(self.of, 0)}
-            values, data = [*self.graph.values], [*self.graph.data]
-            for v in self.values:
-                values[v] = resized(values[v], known)
-                data[values[v].data] = resized(data[values[v].data], known)
-            nodes = tuple(resized(n, known) for n in self.nodes)
-            graph = replace(self.graph, values=tuple(values), data=tuple(data), nodes=nodes)
+            graph = self.graph_at(numbers)
             keys = call_keys(graph)
             priced = price(graph, sized(graph, given, keys), keys)
             found = {n.index: n.workspace_bytes for n in priced.nodes}

@@ -114,31 +114,25 @@ class SeenLayouts:
     )
     checked: set[object] = field(default_factory=set)
 
-    def layouts(self, call: object, made: Sequence[torch.Tensor]) -> tuple[_Layout, ...] | None:
+    def layouts(self, call: object, shapes: Sequence[Sequence[int]]) -> tuple[_Layout, ...] | None:
         """Return (strides, dtype) of each result as a call of the same form had them: dense, in the
-        same order of dimensions. None if none was seen, or its results were not dense; made: the
-        fake results."""
+        same order of dimensions. None if none was seen, or its results were not dense; shapes: of
+        the fake results."""
         orders = self.results.get(call)
-        if orders is None or len(orders) not in (0, len(made)):
+        if orders is None or len(orders) not in (0, len(shapes)):
             return None
-        pairs = zip(made, orders, strict=False)
-        return tuple((dense_strides(t.shape, order), dtype) for t, (order, dtype) in pairs)
+        pairs = zip(shapes, orders, strict=False)
+        return tuple((dense_strides(shape, order), dtype) for shape, (order, dtype) in pairs)
 
     def remember(
-        self, call: object, made: Sequence[torch.Tensor], real: tuple[_Layout, ...]
+        self, call: object, shapes: Sequence[Sequence[int]], real: tuple[_Layout, ...]
     ) -> None:
         """Store the order of dimensions and dtype of each result of a real call, for calls of its
-        form; None (nothing follows) if one has gaps. made: the fake results; real: their real
+        form; None (nothing follows) if one has gaps. shapes: of the fake results; real: their real
         strides and dtypes."""
-        if len(real) not in (0, len(made)):
-            return
-        pairs = [*zip(made, real, strict=False)]
-        is_dense = all(
-            len(stride) == t.ndim and dense_strides(t.shape, outermost_first(stride)) == stride
-            for t, (stride, _) in pairs
-        )
-        orders = ((tuple(outermost_first(stride)), dtype) for _, (stride, dtype) in pairs)
-        self.results[call] = tuple(orders) if is_dense else None
+        self.results[call] = tuple((tuple(outermost_first(s)), dtype) for s, dtype in real)
+        if self.layouts(call, shapes) != real:
+            self.results[call] = None
 
 
 SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other sizes", default=None)
@@ -237,11 +231,10 @@ class Layouts:
             return result
         if not is_view and not _may_differ(args, kwargs):
             return result
-        if all(map(_is_static, (*given, *made))):
-            known = self._layouts(operator, args, kwargs, made, is_view)
-        else:
-            at_hints = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=_is_tensor)
-            known = _real_layouts(operator, at_hints[0], at_hints[1], is_view)
+        shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
+        if not all(map(_is_static, (*given, *made))):
+            args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=_is_tensor)
+        known = self._layouts(operator, args, kwargs, shapes, is_view)
         if len(known) != len(made):
             return result
         layouts = iter(known)
@@ -264,12 +257,12 @@ class Layouts:
         operator: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        made: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[int]],
         is_view: bool,
     ) -> tuple[_Layout, ...]:
         """Return (strides, dtype) of each tensor that the real call returns: known from the same
-        call, or from one of other sizes, or found by running it. () if the real call fails. made:
-        the fake results."""
+        call, or from one of other sizes, or found by running it. () if the real call fails. shapes:
+        of the fake results."""
 
         def described(leaf: Any) -> object:
             if isinstance(leaf, torch.Tensor):
@@ -281,11 +274,11 @@ class Layouts:
         if key not in self._known:
             seen = None if is_view else self._seen
             call = form(key[0], (args, kwargs)) if seen else None
-            known = seen.layouts(call, made) if seen else None
+            known = seen.layouts(call, shapes) if seen else None
             if known is None:
                 known = _real_layouts(operator, args, kwargs, is_view)
                 if seen:
-                    seen.remember(call, made, known)
+                    seen.remember(call, shapes, known)
             self._known[key] = known
         return self._known[key]
 

@@ -6,6 +6,7 @@ no guard is added to the ShapeEnv, so that looking at a size changes nothing.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from rockplan.values.sizes import Real, Size
 _PRINTER = PythonPrinter()
 
 
+@functools.lru_cache(4096)
 def printed(expression: Any) -> str:
     """Return an expression of sympy as Python text."""
     return cast(str, _PRINTER.doprint(expression))

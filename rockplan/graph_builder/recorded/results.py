@@ -98,7 +98,8 @@ class Results:
             result = layouts.fake_result(operator, args, kwargs)
         else:
             result = self._follow(recipe, tensors)
-        if recipe is None or facts.is_pointwise(operator):
+        is_known = recipe is not None and not facts.is_pointwise(operator)
+        if not (is_known or facts.is_product(operator)):  # products lay out as their rules say
             result = self._layouts.corrected(operator, args, kwargs, result)
         if key is not None and key not in self._known:
             self._known[key] = _recipe(result, tensors)
