@@ -46,6 +46,49 @@ def llama_8b() -> Made:
     )  # fmt: skip
 
 
+def llama_8b_qlora() -> Made:
+    """Llama 3 8B in nf4 with double quantization, as bitsandbytes keeps it, with LoRA of rank 16 in
+    bfloat16 at all its layers."""
+    import peft
+
+    model, args, kwargs = llama_8b()
+    for parent in [*model.modules()]:
+        for name, child in [*parent.named_children()]:
+            if isinstance(child, torch.nn.Linear) and name != "lm_head":
+                setattr(parent, name, _in_four_bits(child))
+    adapters = peft.LoraConfig(task_type="CAUSAL_LM", r=16, target_modules="all-linear")
+    with torch.device("meta"):
+        return peft.get_peft_model(model, adapters).to(torch.bfloat16).train(), args, kwargs
+
+
+def _in_four_bits(linear: torch.nn.Linear) -> torch.nn.Module:
+    """Return the layer with its weights in nf4, of which nothing has memory."""
+    import bitsandbytes
+    from bitsandbytes.functional import QuantState, get_4bit_type
+
+    block, of_scales = 64, 256
+    count = linear.weight.numel()
+    with torch.device("meta"):
+        layer = bitsandbytes.nn.Linear4bit(
+            linear.in_features, linear.out_features, bias=False, compute_dtype=torch.bfloat16
+        )
+        scales = QuantState(
+            torch.empty(-(-count // block // of_scales)),
+            blocksize=of_scales, code=torch.empty(256), dtype=torch.float32,
+        )  # fmt: skip
+        state = QuantState(
+            torch.empty(count // block, dtype=torch.uint8), linear.weight.shape,
+            dtype=torch.bfloat16, blocksize=block, quant_type="nf4",
+            code=get_4bit_type("nf4", device="meta"), offset=torch.empty(()), state2=scales,
+        )  # fmt: skip
+        layer.weight = bitsandbytes.nn.Params4bit(
+            torch.empty(count // 2, 1, dtype=torch.uint8), requires_grad=False, quant_state=state,
+            quant_type="nf4", compress_statistics=True, blocksize=block, bnb_quantized=True,
+            module=layer,
+        )  # fmt: skip
+    return layer
+
+
 def llama_70b() -> Made:
     """Llama 3 70B."""
     return _decoder(
@@ -94,6 +137,7 @@ def decoder() -> Made:
 _LENGTHS = "--batch 1:64 --length 512:16384 --only-loss"
 COMMANDS = {
     "llama_8b": f"--gpu h200 --optimizer adamw {_LENGTHS}",
+    "llama_8b_qlora": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS}",
     "qwen_05b": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS} --tile",
     "vit_h": "--gpu a100-80 --optimizer adamw --batch 1:1024 --only-loss",
     "llama_70b": f"--gpu 800GiB --optimizer adamw {_LENGTHS}",

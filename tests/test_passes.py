@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.oracles import graph_rules
 from rockplan.oracles.forms import check
+from rockplan.runtime.planned_state import HasPlans
 from rockplan.search import pipeline as search
 from rockplan.values.graph import CDGraph, Phase, Queue, Takeover, ValueRef
 from tests.kernels import interpret
@@ -109,7 +111,7 @@ def test_kernels_without_a_pass_of_theirs(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_names_are_told_apart_and_unknown_ones_refused() -> None:
     assert not {*pipeline.NAMES} & {*search.NAMES}
-    with pytest.raises(InvalidInput, match="functionalise'; .*the passes functionalize, tile"):
+    with pytest.raises(InvalidInput, match="functionalise'; .*the passes functionalize, cancel"):
         rockplan.plan(
             classifier(), sample(), "80%", options=replace(QUICK, without=["functionalise"])
         )
@@ -127,6 +129,47 @@ def test_the_plan_says_what_passes_did(lowered: Lowered) -> None:
     assert by_name["lower"].backward == len(plan.graph.backward)
     assert not by_name["tile"].is_changed
     assert [p.name for p in lowered.trace] == [p.name for p in plan.passes]
+
+
+class Adapted(nn.Module):
+    """An adapter in float32 beside 16-bit layers, with casts as libraries write them; the second
+    result is the end of two casts, the third one of those in whose place something is written."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base = nn.ModuleList(nn.Linear(32, 32).bfloat16() for _ in range(3))
+        self.down, self.up = nn.Linear(32, 4), nn.Linear(4, 32)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        for layer in self.base:
+            x = (layer(x) + self.up(self.down(x.float())).to(x.dtype)).tanh()
+        wide = x.double().to(x.dtype).mul_(2)
+        return x.sin().sum(), x.float().to(x.dtype), wide, x.to(torch.float8_e5m2).to(x.dtype)
+
+
+def test_casts_up_and_straight_down_take_no_memory() -> None:
+    x = torch.randn(256, 32, dtype=torch.bfloat16)
+    torch.manual_seed(0)
+    eager = Adapted()
+    found = []
+    with torch.autocast("cpu", torch.bfloat16):
+        for without in ((), ("cancel-casts",)):
+            options = replace(QUICK, without=without)
+            fast = rockplan.solve(copy.deepcopy(eager), x, "auto", options=options)
+            assert isinstance(fast, HasPlans)
+            found.append(fast.plan.eager_peak_bytes)
+            for step in range(2):
+                results = [module(x) for module in (eager, fast)]
+                for of_eager, own in zip(*results, strict=True):
+                    assert torch.equal(of_eager, own), (without, step)
+                for loss, kept, *others in results:
+                    assert all(kept.data_ptr() != other.data_ptr() for other in others)
+                    loss.backward()
+            for one, other in zip(eager.parameters(), fast.parameters(), strict=True):
+                assert one.grad is not None and other.grad is not None
+                assert torch.equal(one.grad, other.grad), without
+            eager.zero_grad()
+    assert found[0] < found[1]
 
 
 def test_a_head_that_cannot_be_in_parts_says_why() -> None:

@@ -86,6 +86,19 @@ def test_results_of_an_overriding_class_are_refused() -> None:
         rockplan.solve(nn.Linear(16, 16), (x,), "100%", options=QUICK)
 
 
+def test_fit_keeps_classes_of_the_meta_device() -> None:
+    """What a class hangs on its parameters has no memory either."""
+    x = torch.randn(8, 16)
+    found = []
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            model = nn.Sequential(Scaled(), Scaled())
+        found.append(rockplan.fit(model, x.to(device), "1GiB", sizes={0: (8, 8)}, options=QUICK))
+    assert [row.allocated_bytes for row in found[0].rows] == [
+        row.allocated_bytes for row in found[1].rows
+    ]
+
+
 class Refreshed(nn.Linear):
     """Gives its weight the memory that it has."""
 

@@ -21,6 +21,7 @@ from rockplan.graph_builder.fusion.fuse import fused
 from rockplan.graph_builder.fusion.in_place import with_kernels_in_place
 from rockplan.graph_builder.lowering.backward_order import reordered
 from rockplan.graph_builder.lowering.buffer_copies import with_copies
+from rockplan.graph_builder.lowering.cancelled_casts import without_cancelled_casts
 from rockplan.graph_builder.lowering.functionalize import with_versions
 from rockplan.graph_builder.lowering.lower import Lowered, assembled
 from rockplan.graph_builder.lowering.reinplace import with_takeovers
@@ -51,6 +52,11 @@ def functionalize(run: Capture, options: Options) -> Capture:
     """Replace changes in place by operators that make a new storage. Only changes that could not be
     in one node with what they change; with a tiled head or kernels, all possible changes."""
     return with_versions(run, everywhere=bool(options.tile or options.compile))
+
+
+def cancel_casts(run: Capture, options: Options) -> Capture:
+    """Read a tensor itself where it was cast up and straight down again."""
+    return without_cancelled_casts(run)
 
 
 def tile(run: Capture, options: Options) -> Capture:
@@ -105,6 +111,7 @@ GraphPass = Callable[[CDGraph, Options], CDGraph]
 
 RUN_PASSES: tuple[RunPass, ...] = (
     functionalize,
+    cancel_casts,
     tile,
     add_rows,
     fuse,

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from rockplan.errors import InvalidInput
 from rockplan.python_state import trees
@@ -21,25 +21,33 @@ from rockplan.python_state import trees
 
 def twin_of(model: nn.Module) -> nn.Module:
     """Return the model itself, or, if some of it is on the meta device, a copy on the CPU that can
-    be captured: parameters without content, zeros for buffers and for tensors in attributes of
-    modules. Raises InvalidInput if the system allocates no memory beyond what it has."""
+    be captured: parameters without content, of their classes, zeros for all other tensors. Raises
+    InvalidInput if the system allocates no memory beyond what it has."""
     if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
         return model
     memo: dict[int, Any] = {}
-    for parameter in model.parameters():
-        made = nn.Parameter(_unfilled(parameter), requires_grad=parameter.requires_grad)
-        memo[id(parameter)] = made
-    for tensor in _tensors_held(model):
-        if tensor.is_meta and id(tensor) not in memo:
+    with _OnCPU():
+        for parameter in model.parameters():
+            made = torch.Tensor._make_subclass(
+                type(parameter), _unfilled(parameter), parameter.requires_grad
+            )
+            memo[id(parameter)] = made
+            # What a class hangs on its parameters, such as scales of quantized weights.
+            vars(made).update(copy.deepcopy(vars(parameter), memo))
+        return copy.deepcopy(model, memo)
+
+
+class _OnCPU(TorchFunctionMode):
+    """Tensors on the meta device are copied to zeros on the CPU."""
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.__deepcopy__ and args[0].is_meta:
+            tensor, memo = args
             memo[id(tensor)] = torch.zeros_like(tensor, device="cpu")
-    return copy.deepcopy(model, memo)
-
-
-def _tensors_held(model: nn.Module) -> Iterator[torch.Tensor]:
-    """Yield the tensors in attributes of modules, also inside containers."""
-    for module in model.modules():
-        leaves = trees.tree_leaves(vars(module))
-        yield from (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+            return memo[id(tensor)]
+        return function(*args, **kwargs or {})
 
 
 def _unfilled(tensor: torch.Tensor) -> torch.Tensor:

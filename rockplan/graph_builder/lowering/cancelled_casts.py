@@ -1,0 +1,63 @@
+"""Cancelled casts: a cast up and straight down again is the tensor that it began with.
+
+takes: Capture. returns: a Capture without them. guarantees: not one bit of a result differs.
+Under autocast, adapters (LoRA) cast their input to the dtype of their weights, and their products
+cast it back: without this pass a copy of it is kept for the backward pass beside the tensor itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.recorded.view import RunView
+from rockplan.values.graph import renamed
+
+_CAST = "aten._to_copy.default"
+
+
+def without_cancelled_casts(capture: Capture) -> Capture:
+    """Return `capture` in which what reads the end of two casts that cancel reads their start."""
+    run = capture.view
+    started = {
+        recorded.call.made[0]: recorded.reads[0]
+        for position, recorded in enumerate(capture.calls)
+        if recorded.call.op == _CAST and run.is_plain(position)
+    }
+    starts = {
+        end: start
+        for end, between in started.items()
+        if (start := started.get(between)) is not None and _cancel(run, start, between, end)
+    }
+    if not starts:
+        return capture
+    for end, start in starts.items():  # the start may be the end of two others
+        starts[end] = starts.get(start, start)
+    moved = {run.storage(end): run.storage(start) for end, start in starts.items()}
+    values = tuple(replace(v, storage=moved.get(v.storage, v.storage)) for v in capture.values)
+    calls = tuple(
+        replace(
+            recorded,
+            call=renamed(recorded.call, lambda value: starts.get(value, value), int),
+            reads=tuple(starts.get(value, value) for value in recorded.reads),
+        )
+        for recorded in capture.calls
+        if starts.keys().isdisjoint(recorded.call.made)
+    )
+    return replace(capture, values=values, calls=calls)
+
+
+def _cancel(run: RunView, start: int, between: int, end: int) -> bool:
+    """True if every number of `start` is one of the dtype of `between`, and `end` is `start` in
+    memory of its own, which nobody else gets."""
+    first, middle, last = map(run.spec, (start, between, end))
+    dtypes = dtype_of(first), dtype_of(middle)
+    is_exact = all(d.is_floating_point for d in dtypes) and dtypes[0].itemsize < dtypes[1].itemsize
+    of_start, of_end = run.values[start], run.values[end]
+    return (
+        is_exact
+        and first == last
+        and of_start.storage_bytes == of_end.storage_bytes
+        and of_end.storage not in run.wanted
+    )
