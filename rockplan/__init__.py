@@ -54,6 +54,7 @@ if TYPE_CHECKING:
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
     from rockplan.runtime.planned_state import code_of, plan_of
+    from rockplan.token_log_probs import token_log_probs
     from rockplan.will_it_fit.answer import Fit
     from rockplan.will_it_fit.what_fits import fit
 
@@ -75,6 +76,7 @@ _NAMES = {
     "graph_builder.foreign.opaque": "opaque",
     "reports.timeline": "plan_trace",
     "graph_builder.operators.facts": "pure",
+    "token_log_probs": "token_log_probs",
 }
 _LATE = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> the module that has it, imported when the name is first used."""
@@ -137,6 +139,7 @@ __all__ = [
     "save_plan",
     "solve",
     "solve_blocks",
+    "token_log_probs",
 ]
 
 
