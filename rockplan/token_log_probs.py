@@ -18,7 +18,7 @@ from rockplan.errors import InvalidInput
 from rockplan.graph_builder.foreign.opaque import opaque
 from rockplan.python_state.distributed import is_distributed
 
-BLOCKS = 128
+BLOCKS = 256
 """Blocks of a large vocabulary: one in 16 bits takes three times its part of the logits."""
 
 LEAST = 512

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
@@ -160,6 +161,13 @@ def test_what_is_refused_says_what_to_do(model: Any, given: dict[str, Any], erro
 def test_modes_are_refused() -> None:
     with pytest.raises(rockplan.InvalidInput, match="no mode 'max-autotune'"):
         backend(torch.fx.symbolic_trace(make_net()), (), mode="max-autotune")
+
+
+def test_tensors_without_memory_are_refused() -> None:
+    with FakeTensorMode():
+        x = torch.ones(16, 32)
+    with pytest.raises(rockplan.InvalidInput, match="wrap what is compiled"):
+        backend(torch.fx.symbolic_trace(make_net()), (x,))
 
 
 @pytest.mark.parametrize(

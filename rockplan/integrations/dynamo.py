@@ -18,6 +18,7 @@ from rockplan.api import solve
 from rockplan.budget import parse_budget
 from rockplan.errors import InvalidBudget, InvalidInput
 from rockplan.options import Options
+from rockplan.python_state.distributed import is_fake
 
 
 def backend(
@@ -43,6 +44,12 @@ def backend(
         raise InvalidInput(
             f"options={{{unknown[0]!r}: ...}} is none of rockplan's: 'budget', 'optimizer', and "
             "fields of rockplan.Options"
+        )
+    if any(map(is_fake, filter(torch.is_tensor, example_inputs))):
+        raise InvalidInput(
+            "the backend of rockplan got tensors without memory, as of DistributedDataParallel "
+            "that is compiled as a whole: wrap what is compiled, "
+            "DistributedDataParallel(torch.compile(model, backend='rockplan'))"
         )
     reason = getattr(graph_module, "compile_subgraph_reason", None)
     is_of_each_graph = budget.share is not None or budget.is_minimum
