@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from rockplan.runtime.planned_state import HasPlans
 from testing.training import QUICK, assert_same_state
 
 X = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -251,8 +252,14 @@ def after_others(m: Any) -> None:
     trained(m, lambda m: other(m(X)).mean())
 
 
+def another_plan_of_the_same(m: Any) -> None:
+    if isinstance(m, HasPlans):
+        other = rockplan.solve(m, X, "auto", options=OPTIONS)
+        trained(other, lambda other: other(X).pow(2).sum(), 3)
+
+
 RIGHT = [evaluation_between, gradients_in_evaluation, penalty_in_its_own_pass, frozen_parts]
-RIGHT += [a_shared_parameter, after_others]
+RIGHT += [a_shared_parameter, after_others, another_plan_of_the_same]
 
 
 @pytest.mark.parametrize("use", RIGHT)

@@ -155,6 +155,10 @@ SPELLINGS = {
         " --grad-scaler --host --html --in-backward --json --keep-gradients --length --link"
         " --near --no-cache --only-loss --optimizer --shard --tile --time-limit"
     ),
+    "kinds": (
+        "--autocast --budget --compile --json --near --no-cache --only-loss --optimizer --steps"
+        " --tile --time-limit -b"
+    ),
     "plot": (
         "--autocast --budget --measure --no-cache --no-measure --output --picture"
         " --time-limit -b -o"

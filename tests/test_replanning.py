@@ -222,27 +222,6 @@ def test_planning_in_training_is_said(caplog: pytest.LogCaptureFixture) -> None:
     assert levels == [logging.INFO, logging.WARNING]
 
 
-def test_what_helps_with_ever_new_sizes_is_said_once(caplog: pytest.LogCaptureFixture) -> None:
-    planned = rockplan.solve(RowByRow(), {"x": rows(4)}, "100%", options=OPTIONS)
-    with caplog.at_level(logging.WARNING, logger="rockplan"):
-        steps(planned, range(4, 17))
-    helps = "Options(sizes=...)", "on_mismatch='original'", "pad them"
-    assert [all(words in said for words in helps) for said in caplog.messages] == [False] * 6 + [
-        True
-    ]
-
-
-class RowByRow(nn.Module):
-    """Python's loop makes a program of its own for each number of rows."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(8, 8)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return torch.stack([self.layer(x[i]).tanh() for i in range(x.shape[0])])
-
-
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
@@ -332,6 +311,17 @@ def test_a_new_kind_is_planned_for_the_backward_pass_of_those_before(backward: A
         assert_same_state(planned, eager, f"kind {kind}")
         # The sample was planned for both results, and then as it was trained.
         assert len(planned.plans) == 2 + kind
+
+
+def test_the_sample_stays_for_calls_of_its_size() -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    fast = rockplan.solve(model, torch.randn(16, 8), "min", options=OPTIONS)
+    for rows in (4, 6, 16):
+        fast(torch.randn(rows, 8)).square().mean().backward()
+    assert [bounds[-1].program.open is None for bounds in fast._rockplan.programs.values()] == [
+        True,
+        False,
+    ]
 
 
 def test_a_result_that_is_never_used_is_left_out_of_new_kinds() -> None:

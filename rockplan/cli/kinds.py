@@ -15,7 +15,7 @@ from rockplan.cli.ending import ending
 from rockplan.cli.factory import made_by, make_subject
 from rockplan.errors import InvalidInput
 
-EXAMPLE = "Example: rockplan kinds rockplan.examples:transformer train.py:batches -b 8GiB"
+EXAMPLE = "Example: rockplan kinds rockplan.examples:transformer rockplan.examples:batches -b 50%"
 
 
 @shared.planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss")

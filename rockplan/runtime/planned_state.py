@@ -92,7 +92,7 @@ class PlannedState:
         is_first = not (self.has_run or self.settings.is_in_place) and len(self.programs) == 1
         if is_first and bound.program.is_taken_over:
             (sample,) = self.programs
-            if opened_key(sample) != opened_key(key):
+            if opened_key(sample) not in (key, opened_key(key)):  # of one size, of several
                 self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
 

@@ -37,10 +37,20 @@ class Watch:
             _hooks.append(register_optimizer_step_post_hook(_stepped))
 
     def end(self) -> None:
-        _WAITING.discard(self)
+        """Watch this module no more, nor others of the same parameters."""
+        if self not in _WAITING:
+            return
+        own = self._parameters()
+        for watch in [*_WAITING]:
+            if watch is self or not own.isdisjoint(watch._parameters()):
+                _WAITING.discard(watch)
         # Not while the hook runs: PyTorch goes through its hooks.
-        if _hooks and not _WAITING:
+        if not _WAITING:
             _hooks.pop().remove()
+
+    def _parameters(self) -> frozenset[int]:
+        module = None if self._module is None else self._module()
+        return frozenset() if module is None else frozenset(map(id, module.parameters()))
 
     def stepped(self, changed: frozenset[int]) -> None:
         """Count a step on parameters of these identities if it was one of the module's; warn of the
