@@ -87,12 +87,13 @@ class PlannedState:
 
     def add(self, key: Any, bound: BoundProgram) -> None:
         """Add a program for calls of the kind `key`, as the preferred one. The sample's plan is
-        dropped if no call has run yet and the new plan was adapted from it to a call that differs
-        in more than sizes: real calls differ from the sample."""
+        dropped if no call has run yet and the new plan was adapted from it to other operations than
+        at other sizes: real calls differ from the sample."""
         is_first = not (self.has_run or self.settings.is_in_place) and len(self.programs) == 1
         if is_first and bound.program.is_taken_over:
-            (sample,) = self.programs
-            if opened_key(sample) not in (key, opened_key(key)):  # of one size, of several
+            ((sample, (known, *_)),) = self.programs.items()
+            is_alike = known.program.plan.graph_digest == bound.program.plan.graph_digest
+            if not is_alike and opened_key(sample) not in (key, opened_key(key)):
                 self.programs.clear()
         self.programs.setdefault(key, []).append(bound)
 
