@@ -84,6 +84,7 @@ def kinds(
         raise InvalidInput(f"steps is {steps!r}; pass how many batches to look at, at least 1")
     planned = solve(model, None, budget, optimizer=optimizer, step=step, loss=loss, options=options)
     assert isinstance(planned, HasPlans)
+    planned._rockplan.watch.end()  # nobody calls it
     found: list[tuple[object, Kind]] = []
     unplanned = 0
     for number, sample in enumerate(itertools.islice(loader, steps)):

@@ -43,7 +43,7 @@ def token_log_probs(
     `model.lm_head.weight`, a frozen one also as a DTensor; ids: (...), integers; bias:
     (vocabulary,). Where ids are `ignore_index`, results are 0, without a gradient. Results have the
     shape of `ids`, in float32 (float64 for float64). As for a linear layer, autocast decides in
-    which dtype products are. Raises InvalidInput.
+    which dtype products are. Raises InvalidInput; PyTorch raises for ids beyond the vocabulary.
     """
     if is_distributed(weight):
         if weight.requires_grad:
@@ -70,7 +70,7 @@ def token_log_probs(
         bias = None if bias is None else bias.to(dtype)
     rows = hidden.reshape(-1, hidden.shape[-1])
     is_read = ids != ignore_index
-    targets = ids.masked_fill(~is_read, 0).reshape(-1)
+    targets = ids.masked_fill(~is_read, 0).reshape(-1).long()
     apply: Any = _TokenLogProbs.apply
     found, spread = apply(rows, weight, bias, targets, temperature, entropy)
     log_probs = found.view(ids.shape).masked_fill(~is_read, 0)
@@ -91,6 +91,7 @@ class _TokenLogProbs(Function):
         temperature: float,
         entropy: bool,
     ) -> tuple[Tensor, Tensor]:
+        weight[:, 0].index_select(0, targets)  # raises for ids beyond the vocabulary
         wide = torch.promote_types(hidden.dtype, torch.float32)
         target = hidden.new_zeros(len(hidden), dtype=wide)
         most = torch.full_like(target, -torch.inf)

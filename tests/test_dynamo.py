@@ -4,13 +4,17 @@ and draws, within the budget; and modules of torch.fx and torch.export are plann
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
@@ -60,6 +64,29 @@ class Checkpointed(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = checkpoint(self.second, self.first(x), use_reentrant=False)
         return y
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = make_net()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.net(x)
+
+
+class InALoop(nn.Module):
+    """Dynamo leaves the loop to Python, and captures what is called in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList([Part(), Part()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        for part in self.parts:
+            x = part(x)
+            torch._dynamo.graph_break()
+        return x
 
 
 class Broken(nn.Module):
@@ -137,6 +164,38 @@ def test_replaced_parameters_and_frozen_ones_are_met() -> None:
         assert_same_state(net, eager, "after a change")
 
 
+def test_graphs_of_evaluation_are_not_missed() -> None:
+    net, x = make_net(), torch.randn(16, 32)
+    compiled = torch.compile(net, backend=backend, options=FAST | {"budget": "min"})
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a planned .* is trained without its plan")
+        for _ in range(2):
+            for _ in range(3):
+                compiled(x).square().mean().backward()
+                optimizer.step()
+            with torch.no_grad():
+                net.eval()
+                compiled(x)
+                net.train()
+
+
+def test_a_graph_inside_of_a_wrapper(tmp_path: Path) -> None:
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", rank=0, world_size=1, store=store)
+    try:
+        eager, net = make_net(), make_net()
+        options = FAST | {"budget": "min"}
+        compiled = torch.compile(net, backend=backend, fullgraph=True, options=options)
+        for step in range(2):
+            for module in (DistributedDataParallel(eager), DistributedDataParallel(compiled)):
+                torch.manual_seed(step)
+                module(torch.randn(16, 32)).square().mean().backward()
+        assert_same_state(net, eager, "wrapped")
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_share_is_one_of_each_graph(graphs: list[nn.Module]) -> None:
     same_training(Broken(), "min", (16, 16))
     assert len(graphs) == 2
@@ -145,8 +204,9 @@ def test_a_share_is_one_of_each_graph(graphs: list[nn.Module]) -> None:
 @pytest.mark.parametrize(
     "model, given, error",
     [
-        (Broken, {"budget": "1GB"}, "InvalidBudget: a budget in bytes is one for a whole step.*"),
-        (Broken, {}, "InvalidBudget: .*pass fullgraph=True.*or a share"),
+        (Broken, {"budget": "1GB"}, "InvalidBudget: a budget in bytes.* is one for a whole step"),
+        (InALoop, {"budget": "1GB"}, "InvalidBudget: a budget in bytes.* is one for a whole step"),
+        (make_net, {}, "InvalidBudget: .*pass fullgraph=True.*or a share"),
         (make_net, {"budgt": "1GB"}, "InvalidInput: options={'budgt'"),
         (make_net, {"budget": "x"}, "InvalidBudget"),
         (make_net, {"tile": "x"}, "InvalidInput: tile is 'x'"),
@@ -191,7 +251,8 @@ def test_compiled_kernels_are_planned(graphs: list[nn.Module]) -> None:
     net, eager = (nn.Sequential(nn.Linear(64, 8), nn.GELU(), nn.Tanh()).double() for _ in range(2))
     net.load_state_dict(eager.state_dict())
     options = FAST | {"budget": "auto", "compile": True}
-    compiled, x = torch.compile(net, backend=backend, options=options), torch.randn(8, 64).double()
+    compiled = torch.compile(net, backend=backend, options=options, fullgraph=True)
+    x = torch.randn(8, 64).double()
     for call in (compiled, eager):
         torch.manual_seed(0)
         call(x).square().mean().backward()

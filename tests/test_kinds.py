@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import warnings
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,31 @@ def test_kinds_are_those_of_training() -> None:
         out = fast(**batch) if isinstance(batch, dict) else fast(batch)
         out.square().mean().backward()
     assert len(fast._rockplan.programs) == len(found.each)  # type: ignore[union-attr]
+
+
+def test_training_finds_the_plans_that_kinds_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    net, options = Net(), rockplan.Options(time_limit_s=2)
+    batches = [torch.randn(n, 8) for n in (16, 24, 20)]
+    rockplan.kinds(net, batches, "min", options=options)
+    before = {path for path in tmp_path.rglob("*") if path.is_file()}
+    fast = rockplan.solve(net, budget="min", options=options)
+    for batch in batches:
+        fast(batch).square().mean().backward()
+    assert before and before == {path for path in tmp_path.rglob("*") if path.is_file()}
+
+
+def test_the_original_may_be_trained_afterwards() -> None:
+    net, x = Net(), torch.randn(16, 8)
+    rockplan.kinds(net, [x], options=QUICK)
+    optimizer = torch.optim.SGD(net.parameters(), 1e-3)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "a planned .* is trained without its plan")
+        for _ in range(3):
+            net(x).square().mean().backward()
+            optimizer.step()
 
 
 def test_only_the_first_steps_are_looked_at() -> None:

@@ -20,7 +20,7 @@ def by_logits(
 ) -> tuple[Tensor, Tensor]:
     logits = nn.functional.linear(hidden, weight, bias).float() / temperature
     found, is_read = logits.log_softmax(-1), ids != -100
-    chosen = found.gather(-1, ids.masked_fill(~is_read, 0)[..., None])[..., 0]
+    chosen = found.gather(-1, ids.masked_fill(~is_read, 0)[..., None].long())[..., 0]
     return chosen * is_read, -(found.exp() * found).sum(-1) * is_read
 
 
@@ -31,7 +31,7 @@ def test_values_and_gradients_are_those_of_logits(
     vocabulary: int, entropy: bool, has_bias: bool
 ) -> None:
     torch.manual_seed(0)
-    ids = torch.randint(vocabulary, (3, 8))
+    ids = torch.randint(vocabulary, (3, 8), dtype=torch.int32)
     ids[0, 2] = ids[2, 3] = -100
     leaves = [torch.randn(3, 8, 16), torch.randn(vocabulary, 16) / 4, torch.randn(vocabulary)]
     hidden, weight, bias = (leaf.requires_grad_() for leaf in leaves)
@@ -118,6 +118,12 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], error: str) -> None
     given = {"hidden": torch.ones(4, 6), "weight": torch.ones(9, 6), "ids": torch.arange(4)}
     with pytest.raises(rockplan.InvalidInput, match=error):
         rockplan.token_log_probs(**(given | change))
+
+
+@pytest.mark.parametrize("wrong", [-1, 1000, 5000])
+def test_ids_beyond_the_vocabulary_raise(wrong: int) -> None:
+    with pytest.raises((IndexError, RuntimeError), match="out of"):
+        rockplan.token_log_probs(torch.ones(2, 4), torch.ones(1000, 4), torch.tensor([3, wrong]))
 
 
 def test_heads_that_are_sharded(tmp_path: Path) -> None:

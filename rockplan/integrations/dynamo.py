@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._dynamo.symbolic_convert import InstructionTranslator
 
 from rockplan.api import solve
 from rockplan.budget import parse_budget
@@ -31,8 +32,8 @@ def backend(
     """Return a function like `graph_module` whose first call in training is planned.
 
     options: `budget` (as for `rockplan.solve`, 'auto' by default), `optimizer`, and fields of
-    `rockplan.Options`. A budget in bytes, or 'auto', is one for a whole step: graphs of a function
-    that breaks are InvalidBudget; a share, or 'min', is one of each graph. mode: none is accepted.
+    `rockplan.Options`. A budget in bytes, or 'auto', is one for a whole step, and InvalidBudget
+    without fullgraph=True; a share, or 'min', is one of each graph. mode: none is accepted.
     """
     if mode is not None:
         raise InvalidInput(f"the backend of rockplan has no mode {mode!r}: leave it out")
@@ -51,16 +52,16 @@ def backend(
             "that is compiled as a whole: wrap what is compiled, "
             "DistributedDataParallel(torch.compile(model, backend='rockplan'))"
         )
-    reason = getattr(graph_module, "compile_subgraph_reason", None)
+    chosen = Options(**given)
     is_of_each_graph = budget.share is not None or budget.is_minimum
-    if not is_of_each_graph and reason is not None and reason.graph_break:
+    if not (is_of_each_graph or _is_whole()):
         raise InvalidBudget(
-            "a budget in bytes is one for a whole step, and Dynamo breaks this function into "
-            f"several graphs ({reason.reason}): pass fullgraph=True to torch.compile, which says "
-            "where, or a share, such as options={'budget': '50%'}, which is one of each graph"
+            "a budget in bytes, or 'auto', is one for a whole step, and Dynamo may break this "
+            "function into several graphs: pass fullgraph=True to torch.compile, which says where, "
+            "or a share, such as options={'budget': '50%'}, which is one of each graph"
         )
     module, held, given_positions = _with_state(graph_module, example_inputs)
-    planned = solve(module, budget=budget, optimizer=optimizer, options=Options(**given))
+    planned = solve(module, budget=budget, optimizer=optimizer, options=chosen)
 
     def run(*inputs: Any) -> Any:
         for name, position in held.items():
@@ -69,6 +70,14 @@ def backend(
         return planned(*(inputs[position] for position in given_positions))
 
     return run
+
+
+def _is_whole() -> bool:
+    """True if the graph that Dynamo makes now is to be the only one (fullgraph=True)."""
+    try:
+        return bool(InstructionTranslator.current_tx().one_graph)
+    except AttributeError:
+        return False
 
 
 def _with_state(

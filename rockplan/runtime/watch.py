@@ -37,13 +37,11 @@ class Watch:
             _hooks.append(register_optimizer_step_post_hook(_stepped))
 
     def end(self) -> None:
-        """Watch this module no more, nor others of the same parameters."""
+        """Watch this module no more: it was called, or is not meant to be."""
         if self not in _WAITING:
             return
-        own = self._parameters()
-        for watch in [*_WAITING]:
-            if watch is self or not own.isdisjoint(watch._parameters()):
-                _WAITING.discard(watch)
+        _WAITING.discard(self)
+        _ENDED.add(self)
         # Not while the hook runs: PyTorch goes through its hooks.
         if not _WAITING:
             _hooks.pop().remove()
@@ -62,10 +60,15 @@ class Watch:
             self._steps += 1
             if self._steps == 2:
                 _WAITING.discard(self)
-                _warn(module)
+                own = self._parameters()
+                if all(own.isdisjoint(watch._parameters()) for watch in _ENDED):
+                    _warn(module)
 
 
 _WAITING: weakref.WeakSet[Watch] = weakref.WeakSet()
+_ENDED: weakref.WeakSet[Watch] = weakref.WeakSet()
+"""Those of modules that were called: what trains their parameters may leave out other plans of
+these, one for evaluation or under another budget."""
 
 _hooks: list[RemovableHandle] = []
 """The one on steps of all optimizers, while a module waits for its first call."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import torch
+
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.recorded.view import RunView
@@ -52,8 +54,7 @@ def _cancel(run: RunView, start: int, between: int, end: int) -> bool:
     """True if every number of `start` is one of the dtype of `between`, and `end` is `start` in
     memory of its own, which nobody else gets."""
     first, middle, last = map(run.spec, (start, between, end))
-    dtypes = dtype_of(first), dtype_of(middle)
-    is_exact = all(d.is_floating_point for d in dtypes) and dtypes[0].itemsize < dtypes[1].itemsize
+    is_exact = _holds_all(dtype_of(middle), dtype_of(first))
     of_start, of_end = run.values[start], run.values[end]
     return (
         is_exact
@@ -61,3 +62,12 @@ def _cancel(run: RunView, start: int, between: int, end: int) -> bool:
         and of_start.storage_bytes == of_end.storage_bytes
         and of_end.storage not in run.wanted
     )
+
+
+def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
+    """True if every number of `narrow` is one of `wide`."""
+    if not (wide.is_floating_point and narrow.is_floating_point):
+        return False
+    of_wide, of_narrow = torch.finfo(wide), torch.finfo(narrow)
+    least = [of.smallest_normal * of.eps for of in (of_wide, of_narrow)]
+    return of_wide.max >= of_narrow.max and of_wide.eps <= of_narrow.eps and least[0] <= least[1]
