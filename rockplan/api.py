@@ -221,6 +221,7 @@ def _settings(make: MakeProgram, options: Options, share: float | None) -> PlanS
         options.on_infeasible,
         outputs_chosen=options.differentiated is not None,
         share=share,
+        host_bytes=options.host_bytes,
     )
 
 

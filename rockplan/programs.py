@@ -68,7 +68,7 @@ from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.paging import refuse_beyond_host, with_link_named
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
-from rockplan.values.copies import without_copies
+from rockplan.values.copies import with_copies_of, without_copies
 from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.interface import Interface, Precedent
 from rockplan.values.plan import Plan
@@ -223,7 +223,7 @@ def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> Planned
     if known is None:
         return None
     program, problem, interface = known
-    limit_bytes = budget.within(problem.unplanned.peak_bytes)
+    limit_bytes = budget.within(needed_bytes(problem.unplanned, options.in_flight))
     with PLANNING:
         plan = None
         if limit_bytes is not None:
@@ -261,7 +261,7 @@ def sized_problem(
     rung = min(rungs, key=lambda r: r.program.plan.overhead)
     known, opened = rung.program, opened_in(rung)
     numbers = opened.numbers(sizes, leaves)
-    graph, interface = resized((opened.graph, opened.interface), numbers)
+    graph, interface = resized((without_copies(opened.graph), opened.interface), numbers)
     waits = waits_of(graph, interface, known.hooked)
     return known, problem_at_other_sizes(known.plan, graph, waits, options), interface
 
@@ -412,10 +412,9 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Plan | None:
-    """Return one of the plans `known` adapted to this call, None if none can be. (With several
-    calls in flight none is: the bytes that the other calls keep are not considered there. Nor where
-    collectives run again: one process may meet this call alone.)"""
-    if options.in_flight > 1 or options.rerun_collectives:
+    """Return one of the plans `known` adapted to this call, None if none can be. (Where
+    collectives run again none is: one process may meet this call alone.)"""
+    if options.rerun_collectives:
         return None
     with PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)
@@ -552,8 +551,8 @@ def built_program(
     report("writing the code")
     plan = with_reserved(plan)
     if source.earlier_workspaces:
-        graph = with_open_workspaces(plan.graph, source.earlier_workspaces)
-        plan = replace(plan, graph=graph)
+        graph = with_open_workspaces(without_copies(plan.graph), source.earlier_workspaces)
+        plan = replace(plan, graph=with_copies_of(graph, plan.graph))
     constants = tuple(t for _, t in source.run.constants)
     program = build_program(
         plan,

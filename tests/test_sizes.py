@@ -16,6 +16,7 @@ from torch import Tensor, nn
 import rockplan
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
+from rockplan.search.in_flight import needed_bytes
 from rockplan.values.sizes import resized
 from testing import models
 from testing.models import Case
@@ -234,6 +235,42 @@ def test_one_program_runs_all_sizes(name: str, is_tight: bool) -> None:
     assert captured == [False, True, *[False] * (len(sizes) - 2)]
 
 
+def test_pages_and_calls_in_flight_have_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rockplan.search.paging.LEAST_BYTES", 1 << 10)
+    paged = {"host": "4MB", "link": "25GB/s"}
+    for more, budget, count in [(paged, "60%", 1), ({"in_flight": 3}, "70%", 3)]:
+        build, sizes, _ = MODELS["llama"]
+        torch.manual_seed(0)
+        model, call = build()
+        eager = copy.deepcopy(model)
+        options = replace(OPTIONS, **more)
+        sample = call(*sizes[0])
+        planned: Any = rockplan.solve(model, (), budget, sample_kwargs=sample, options=options)
+        captured = []
+        for size in sizes:
+            case = case_of(model, call(*size))
+
+            def step(case: Case = case, module: Any = planned, count: int = count) -> None:
+                losses = [case.loss(module(**case.kwargs)) for _ in range(count)]
+                while losses:
+                    losses.pop().backward()
+
+            captured.append("capturing the model" in heard(step))
+            planned.zero_grad()
+            eager.load_state_dict(planned.state_dict())
+            train_side_by_side(case, planned, eager, steps=2)
+            peak_bytes, _ = rockplan.peak_live_bytes(step, 1)
+            plan = planned.plan
+            assert peak_bytes <= needed_bytes(plan, count) <= plan.budget_bytes, size
+            assert ("frame.page_in" in planned.code) is ("host" in more)
+            assert bool(plan.trips) is ("host" in more)
+            pages = sum(trip.size_bytes for trip in plan.trips)
+            assert pages == simulate(plan.graph, plan.schedule).host_peak_bytes <= 4_000_000
+            for module in (planned, eager):
+                module.zero_grad()
+        assert captured == [False, True, *[False] * (len(sizes) - 2)]
+
+
 class Treats(nn.Module):
     """`treat` decides by the number of rows."""
 
@@ -388,7 +425,7 @@ def test_rows_say_what_a_simulation_finds() -> None:
         numbers = program.open.numbers((batch, length), ())
         simulation = simulate(resized(program.plan.graph, numbers), program.plan.schedule)
         found = program.open.rows.bytes_at(numbers)
-        assert found == (simulation.peak_bytes, simulation.saved_bytes)
+        assert found == (simulation.peak_bytes, simulation.saved_bytes, 0)
 
 
 @pytest.mark.parametrize("how", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy])

@@ -19,6 +19,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
+from rockplan.values.copies import without_copies
 from rockplan.values.graph import (
     CDGraph,
     ComputeNode,
@@ -33,7 +34,7 @@ from rockplan.values.sizes import resized, text_of, texts_in
 
 def may_be_open(options: Options) -> bool:
     """Return whether calls of other sizes can run the same code under these options."""
-    return not (options.tile or options.compile or options.host or options.in_flight > 1)
+    return not (options.tile or options.compile)
 
 
 def with_open_sizes(
@@ -46,8 +47,8 @@ def with_open_sizes(
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
-    unread = source.run.unread
-    earlier = known.interface.call_in(known.plan.graph).without(unread)
+    unread, planned_graph = source.run.unread, without_copies(known.plan.graph)
+    earlier = known.interface.call_in(planned_graph).without(unread)
     opened = captured_call(call, options, is_asked=False, earlier=earlier)
     lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
     _compare(_run_differences, lowered.run, source.lowered.run, "this call")
@@ -65,10 +66,10 @@ def with_open_sizes(
         again = captured_call(call, options, is_asked=False, earlier=earlier, kept=kept)
         alike = replace(again.lowered, graph=adjusted(again.lowered.graph))
     then = resized((in_eager_order(alike.graph), alike.interface), numbers)
-    planned = (in_eager_order(known.plan.graph), known.interface)
+    planned = (in_eager_order(planned_graph), known.interface)
     _compare(partial(_program_differences, unread), then, planned, "the call before")
     same = tuple(replace(n, takes=_same_layouts(graph, n.takes)) for n in graph.nodes)
-    workspaces = tuple(n.workspace_bytes for n in in_eager_order(known.plan.graph).nodes)
+    workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)
     lowered = replace(lowered, graph=replace(graph, nodes=same))
     return replace(opened, lowered=lowered, earlier_workspaces=workspaces)
 

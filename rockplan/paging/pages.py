@@ -16,6 +16,7 @@ import torch
 
 from rockplan.errors import BackwardError, StalePlan
 from rockplan.paging.arenas import Arena, ArenaPool, Lease, PageCopy
+from rockplan.values.sizes import at_sizes
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +34,12 @@ class Layout:
         sizes = dict(pages)
         ends = itertools.accumulate(sizes.values(), initial=0)
         return cls(dict(zip(sizes, ends, strict=False)), sizes, pool)
+
+    def at(self, numbers: Mapping[str, int | float]) -> Layout:
+        """Return the layout of a call of other sizes. numbers: expression -> its value there."""
+        return Layout.of(
+            ((n, at_sizes(size, numbers)) for n, size in self.sizes.items()), self.pool
+        )
 
     def reserve(self) -> None:
         """Allocate an arena for one call. Raises HostMemoryError if the host has no room."""

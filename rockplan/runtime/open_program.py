@@ -8,6 +8,7 @@ run once to see what they take inside.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -17,16 +18,19 @@ from rockplan.codegen.expressions import Expressions, function_of, loaded
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, given_integers
 from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.oracles.clock import trips
 from rockplan.oracles.peak_rows import PeakRows, peak_rows
 from rockplan.oracles.simulate import simulate
+from rockplan.values.copies import with_copies_of, without_copies
 from rockplan.values.graph import CDGraph, as_eager
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Certificate, Plan, Status
 from rockplan.values.schedule import Schedule, keep_all
 from rockplan.values.sizes import LEAST, MOST, resized, text_of, texts_in
 
-Limits = tuple[int, int]
-"""Most bytes of (peak, what is saved between the phases)."""
+Limits = tuple[int, ...]
+"""Most bytes of (peak, what is saved between the phases, what is on the host), the last if
+that is limited."""
 
 Numbers = Mapping[str, int | float]
 """Expression -> its value at some sizes."""
@@ -55,13 +59,14 @@ class OpenProgram:
         graph: CDGraph,
         interface: Interface,
         schedule: Schedule,
+        in_flight: int,
         workspaces: OpenWorkspaces | None,
     ) -> OpenProgram:
         """Return what a schedule of `graph` needs to know. workspaces: of another schedule of the
         same graph, whose measurements count here too."""
-        rows, names = peak_rows(graph, schedule), interface.sizes.names
-        eager = as_eager(graph)
-        kept = peak_rows(eager, keep_all(eager))
+        rows, names = peak_rows(graph, schedule, in_flight), interface.sizes.names
+        eager = as_eager(without_copies(graph))
+        kept = peak_rows(eager, keep_all(eager), in_flight)
         values = (graph.values[o.tangent].spec for o in interface.outputs if o.tangent is not None)
         run = texts_in((interface.outputs, tuple(values)))
         return cls(
@@ -87,8 +92,8 @@ class OpenProgram:
         inside = self.measured(sizes, leaves)
         return _are_within(self.rows.bytes_at({**numbers, **inside}), limits)
 
-    def least_bytes(self, rows: PeakRows, sizes: tuple[int, ...]) -> tuple[int, int]:
-        """Return (peak, saved) bytes of `rows` at these sizes, or a little less."""
+    def least_bytes(self, rows: PeakRows, sizes: tuple[int, ...]) -> tuple[int, int, int]:
+        """Return (peak, saved, host) bytes of `rows` at these sizes, or a little less."""
         return rows.bytes_at({**self.few.at(sizes), **self.workspaces.bounds(sizes)[0]})
 
     def measured(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
@@ -103,9 +108,10 @@ class OpenProgram:
         _, most = self.workspaces.bounds(sizes)
         # Made-up masks have other counts.
         inside = most if most and self.interface.sizes.counts else self.measured(sizes, ())
-        graph = resized(self.graph, {**self.all.at(sizes), **inside})
-        graph = with_scaled_times(graph, plan.graph, {n.index: n.index for n in graph.nodes})
-        eager = as_eager(graph)
+        known = without_copies(self.graph)
+        graph = resized(known, {**self.all.at(sizes), **inside})
+        graph = with_scaled_times(graph, known, {n.index: n.index for n in graph.nodes})
+        eager, graph = as_eager(graph), with_copies_of(graph, self.graph)
         unplanned, simulation = simulate(eager, keep_all(eager)), simulate(graph, plan.schedule)
         return replace(
             plan,
@@ -116,7 +122,8 @@ class OpenProgram:
             time_ns=simulation.time_ns,
             eager_peak_bytes=unplanned.peak_bytes,
             eager_time_ns=unplanned.time_ns,
-            certificate=Certificate(Status.FEASIBLE, simulation.time_ns, graph.time_ns),
+            certificate=Certificate(Status.FEASIBLE, simulation.time_ns, unplanned.time_ns),
+            trips=trips(graph, plan.schedule),
         )
 
     def numbers(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
@@ -124,8 +131,8 @@ class OpenProgram:
         return {**self.all.at(sizes), **self.measured(sizes, leaves)}
 
 
-def _are_within(needed: tuple[int, int], limits: Limits) -> bool:
-    return needed[0] <= limits[0] and needed[1] <= limits[1]
+def _are_within(needed: Limits, limits: Limits) -> bool:
+    return all(map(operator.le, needed, limits))
 
 
 def _size_readers(

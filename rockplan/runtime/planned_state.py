@@ -39,7 +39,8 @@ class PlanSettings:
     on_mismatch, on_infeasible: as in Options; outputs_chosen: the user said which outputs backward
     starts from; is_in_place: the planned module is the original itself (`plan_in_place`);
     on_refused: of a module that is planned at its first call in training, None to raise; share: the
-    budget as a share of the unplanned peak, None if it is in bytes; allowance: of a block."""
+    budget as a share of the unplanned peak, None if it is in bytes; allowance: of a block;
+    host_bytes: as in Options."""
 
     make_program: MakeProgram
     on_mismatch: str
@@ -49,6 +50,7 @@ class PlanSettings:
     on_refused: OnRefused | None = None
     share: float | None = None
     allowance: AllowanceLike | None = None
+    host_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -124,7 +126,7 @@ class PlannedState:
             if not opened.fits(sizes, leaves, limits):
                 continue
             is_fast = rung.program.plan.overhead <= LITTLE or len(rungs) >= MOST_RUNGS
-            pairs = zip(opened.least_bytes(opened.rows, sizes), limits, strict=True)
+            pairs = zip(opened.least_bytes(opened.rows, sizes), limits[:2], strict=False)
             if is_fast or any(needed >= FULL * limit for needed, limit in pairs):
                 return self.at(key, rung, sizes, limits[0])
             return None
@@ -139,7 +141,7 @@ class PlannedState:
         """Return what a call may take: the budget of the smallest plan so far, since a share means
         more bytes for larger calls only; for a block its part of a step."""
         opened, settings = opened_in(rungs[-1]), self.settings
-        peak_bytes, saved_bytes = opened.least_bytes(opened.kept, sizes)
+        peak_bytes, saved_bytes, _ = opened.least_bytes(opened.kept, sizes)
         if settings.allowance is not None:
             return settings.allowance.of(saved_bytes)
         budgets = (b.program.plan.budget_bytes for bounds in self.programs.values() for b in bounds)
@@ -149,7 +151,8 @@ class PlannedState:
             if all(map(operator.le, r.program.executable.sizes, sizes))
         )
         most_bytes = max(min(budgets), *own, int((settings.share or 0) * peak_bytes))
-        return most_bytes, most_bytes
+        host = () if settings.host_bytes is None else (settings.host_bytes,)
+        return most_bytes, most_bytes, *host
 
     def rungs(self, key: Any, leaves: Sequence[Any]) -> tuple[list[BoundProgram], tuple[int, ...]]:
         """Return the programs for many sizes that are for this call, plans of one program, and its

@@ -144,7 +144,7 @@ def build_program(
     made_of = (plan, interface, executable, constants, output_spec, hooked, call)
     opened = None
     if interface.sizes.symbols:
-        opened = OpenProgram.of(plan.graph, interface, plan.schedule, workspaces)
+        opened = OpenProgram.of(plan.graph, interface, plan.schedule, plan.in_flight, workspaces)
     return PlannedProgram(*made_of, host_path=host_path, open=opened)
 
 

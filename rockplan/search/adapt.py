@@ -32,6 +32,7 @@ from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.search.local.exchange import ExchangeLimits, exchanged, pruned, repaired
 from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.values.copies import without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, stem
 from rockplan.values.order import without_idle
 from rockplan.values.plan import Plan
@@ -89,7 +90,7 @@ def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: O
     """Return the problem of the graph of a known plan at other sizes, with times scaled from those
     of the plan. graph: the same nodes, with their bytes; waits: as for `adapted`."""
     same = {node.index: node.index for node in graph.nodes}
-    priced = with_scaled_times(graph, known.graph, same)
+    priced = with_scaled_times(graph, without_copies(known.graph), same)
     profile = replace(
         profile_of("", device_of(graph), {}),
         source=f"sizes computed, times scaled from those of graph {known.graph_digest[:12]}",
@@ -98,12 +99,18 @@ def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: O
 
 
 def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | None:
-    """Return a plan within `budget` that replays the schedule of one of the plans `known`, which
-    are for the graph of the problem at other sizes; those that recompute less are tried first. None
-    if none carries over."""
+    """Return a plan within `budget`, in bytes, that replays the schedule of one of the plans
+    `known`, which are for the graph of the problem at other sizes; those that recompute less are
+    tried first. None if none carries over."""
     same = {node.index: node.index for node in problem.graph.nodes}
-    alike = [_Alike(plan, same) for plan in sorted(known, key=lambda plan: plan.overhead)]
+    ordered = sorted(filter(_may_be_replayed, known), key=lambda plan: plan.overhead)
+    alike = [_Alike(plan, same) for plan in ordered]
     return _first(alike, problem, _limit_bytes(alike, problem, budget))
+
+
+def _may_be_replayed(plan: Plan) -> bool:
+    # How much is paged depends on the size; what other calls keep is not considered here.
+    return not plan.trips and plan.in_flight == 1
 
 
 def _first(alike: Sequence[_Alike], problem: Problem, limit_bytes: int) -> Plan | None:
@@ -113,14 +120,13 @@ def _first(alike: Sequence[_Alike], problem: Problem, limit_bytes: int) -> Plan 
 
 def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
     """Yield the known plans whose nodes match those of `graph`, with the pairs of nodes; nearest
-    size first (bytes of all storages, by ratio). Plans that page are left out."""
+    size first (bytes of all storages, by ratio)."""
     size = _size_bytes(graph)
 
     def distance(plan: Plan) -> float:
         return abs(math.log(_size_bytes(plan.graph) / size))
 
-    # Plans that page are left out: how much they page depends on the size.
-    for plan in sorted((p for p in known if not p.trips), key=distance):
+    for plan in sorted(filter(_may_be_replayed, known), key=distance):
         nodes = _matched(plan.graph, graph)
         if nodes is not None:
             yield _Alike(plan, nodes)

@@ -179,15 +179,19 @@ def paged(graph: CDGraph) -> tuple[Paged, ...]:
 
 
 def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
-    """Return `graph` with the copies of `planned`, the same graph captured in another process, and
-    their times; unchanged if `planned` has none, or if a copied storage has no maker in `graph`."""
+    """Return `graph` with the copies of `planned`, the same graph captured in another process or at
+    other sizes, and their times by bytes; unchanged if `planned` has none, or if a copied storage
+    has no maker in `graph`."""
     storages = [p.data for p in paged(planned)]
     if not storages or not producers(graph).keys() >= set(storages):
         return graph
     copied = with_copies(graph, storages, HostLink(1, 1))
-    times = {n.index: n.time_ns for n in planned.nodes if n.queue is not Queue.COMPUTE}
-    nodes = tuple(replace(n, time_ns=times.get(n.index, n.time_ns)) for n in copied.nodes)
-    return replace(copied, nodes=nodes)
+    nodes = [*copied.nodes]
+    for known in (n for n in planned.nodes if n.queue is not Queue.COMPUTE):
+        was, now = (g.data[known.reads[0]].size_bytes for g in (planned, copied))
+        time_ns = -(-known.time_ns * now // max(was, 1))
+        nodes[known.index] = replace(nodes[known.index], time_ns=time_ns)
+    return replace(copied, nodes=tuple(nodes))
 
 
 def without_copies(graph: CDGraph) -> CDGraph:
