@@ -14,11 +14,9 @@ leaves room, re-executions are left out.
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule
@@ -54,7 +52,7 @@ plans. Within more, adapted plans of two and four layers of Llama, GPT-2, BERT a
 are within 0.8 points of a search, and once 1.4 off; within less, up to 2.7."""
 
 MOST = 3
-"""Plans that are tried, those for calls of nearest size first."""
+"""Plans that are tried, those first that recompute less."""
 
 QUICK = ExchangeLimits(effort=60_000, rounds=1, most_rounds=1)
 """Limits of the local search if a known schedule exceeds the budget."""
@@ -75,15 +73,13 @@ def adapted(
     known: Iterable[Plan], lowered: Lowered, waits: Waits, budget: Budget, options: Options
 ) -> Plan | None:
     """Return a plan within `budget` for the graph of `lowered` that replays the schedule of one of
-    `known`; None if none carries over. At most MOST known plans are tried,
-    those for calls of the nearest size first. waits: gradients that are handed over only after the
-    last read of their parameter."""
-    alike = [*islice(_alike(known, lowered.graph), MOST)]
+    `known`; None if none carries over. waits: gradients that are handed over only after the last
+    read of their parameter."""
+    matched = ((plan, _matched(plan.graph, lowered.graph)) for plan in _by_overhead(known))
+    alike = [_Alike(plan, nodes) for plan, nodes in matched if nodes is not None]
     if not alike:
         return None
-    problem = _problem(alike[0], lowered, waits, options)
-    limit_bytes = _limit_bytes(alike, problem, budget)
-    return _first(alike, problem, limit_bytes)
+    return _first(alike, _problem(alike[0], lowered, waits, options), budget)
 
 
 def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: Options) -> Problem:
@@ -99,42 +95,25 @@ def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: O
 
 
 def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | None:
-    """Return a plan within `budget`, in bytes, that replays the schedule of one of the plans
-    `known`, which are for the graph of the problem at other sizes; those that recompute less are
-    tried first. None if none carries over."""
+    """Return a plan within `budget` that replays the schedule of one of the plans `known`, which
+    are for the graph of the problem at other sizes. None if none carries over."""
     same = {node.index: node.index for node in problem.graph.nodes}
-    ordered = sorted(filter(_may_be_replayed, known), key=lambda plan: plan.overhead)
-    alike = [_Alike(plan, same) for plan in ordered]
-    return _first(alike, problem, _limit_bytes(alike, problem, budget))
+    return _first([_Alike(plan, same) for plan in _by_overhead(known)], problem, budget)
 
 
-def _may_be_replayed(plan: Plan) -> bool:
-    # How much is paged depends on the size; what other calls keep is not considered here.
-    return not plan.trips and plan.in_flight == 1
+def _by_overhead(known: Iterable[Plan]) -> list[Plan]:
+    """Return the plans that may be replayed, those first that recompute less. How much is paged
+    depends on the size; what other calls in flight keep is not considered here."""
+    able = (p for p in known if not p.trips and p.in_flight == 1)
+    return sorted(able, key=lambda p: p.overhead)
 
 
-def _first(alike: Sequence[_Alike], problem: Problem, limit_bytes: int) -> Plan | None:
-    plans = (_transferred(one, problem, limit_bytes) for one in alike)
+def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | None:
+    if not alike:
+        return None
+    limit_bytes = _limit_bytes(alike, problem, budget)
+    plans = (_transferred(one, problem, limit_bytes) for one in alike[:MOST])
     return next((plan for plan in plans if plan is not None), None)
-
-
-def _alike(known: Iterable[Plan], graph: CDGraph) -> Iterator[_Alike]:
-    """Yield the known plans whose nodes match those of `graph`, with the pairs of nodes; nearest
-    size first (bytes of all storages, by ratio)."""
-    size = _size_bytes(graph)
-
-    def distance(plan: Plan) -> float:
-        return abs(math.log(_size_bytes(plan.graph) / size))
-
-    for plan in sorted(filter(_may_be_replayed, known), key=distance):
-        nodes = _matched(plan.graph, graph)
-        if nodes is not None:
-            yield _Alike(plan, nodes)
-
-
-def _size_bytes(graph: CDGraph) -> int:
-    """Return the bytes of all storages that the graph makes: a measure of the size of a call."""
-    return 1 + sum(d.size_bytes for d in graph.data if not d.kind.resident)
 
 
 def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> Problem:
