@@ -34,7 +34,7 @@ from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InfeasibleBudget
 from rockplan.fitting.ways import per_block
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
@@ -95,7 +95,7 @@ def captured(name: str) -> tuple[CDGraph, list[str]]:
 
 def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
     graph, blocks = captured(name)
-    profile = roofline(graph, BYTES_PER_S, FLOPS_PER_S)
+    profile = roofline(graph, Rates(BYTES_PER_S, FLOPS_PER_S))
     for link_gb_s in (given or None for given in links_gb_s):
         link = f"{link_gb_s}GB/s" if link_gb_s else None
         options = Options(

@@ -26,7 +26,7 @@ import rockplan
 from benchmarks.timing import mebibytes, where
 from rockplan.budget import Budget
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.search import planning, problem
@@ -67,7 +67,7 @@ def least_bytes(model: nn.Module, batch: Batch, options: Options) -> int:
     """The peak of the smallest plan, in prices of a roofline."""
     run = capture(model, (), batch, only_loss=options.only_loss)
     graph = lower(run, 0, options).graph
-    goal = problem.problem_of(graph, roofline(graph, 1e11, 2e10), options)
+    goal = problem.problem_of(graph, roofline(graph, Rates(1e11, 2e10)), options)
     return planning.plan_within(goal, Budget(is_minimum=True), options).peak_bytes
 
 

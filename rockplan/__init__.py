@@ -44,12 +44,13 @@ if TYPE_CHECKING:
     from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
     from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
-    from rockplan.explained import explain
+    from rockplan.explanations import explain
     from rockplan.fitting.training_step import TrainingStep
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
     from rockplan.kinds import Kinds, kinds
+    from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
@@ -67,13 +68,14 @@ _NAMES = {
     "checkpointing.export": "as_checkpoint_code",
     "runtime.planned_state": "code_of plan_of",
     "reports.pictures": "draw_curve draw_graph draw_memory draw_schedule",
-    "explained": "explain",
+    "explanations": "explain",
     "will_it_fit.what_fits": "fit",
     "reports.html": "html_report",
     "kinds": "Kinds kinds",
     "api": "load pareto plan solve",
     "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
+    "out_of_memory": "explained",
     "reports.timeline": "plan_trace",
     "graph_builder.operators.facts": "pure",
     "token_log_probs": "token_log_probs",
@@ -122,6 +124,7 @@ __all__ = [
     "draw_memory",
     "draw_schedule",
     "explain",
+    "explained",
     "fit",
     "html_report",
     "kinds",

@@ -8,7 +8,7 @@ import torch
 
 from rockplan.codegen import rng_replay
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.search.problem import Problem, problem_of
@@ -16,6 +16,7 @@ from testing import models
 from testing.models import Case
 
 BYTES_PER_S, FLOPS_PER_S = 100e9, 2e12
+RATES = Rates(BYTES_PER_S, FLOPS_PER_S)
 
 CASES: dict[str, Callable[[], Case]] = {
     "gpt2": lambda: models.gpt2(
@@ -45,5 +46,5 @@ def prepared_case(case: Case, options: Options) -> Problem:
     """The same for any case."""
     captured = capture(case.model, case.args, case.kwargs)
     lowered = lower(captured, rng_replay.state_bytes(torch.device("cpu")))
-    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    profile = roofline(lowered.graph, RATES)
     return problem_of(lowered.graph, profile, options)

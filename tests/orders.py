@@ -12,7 +12,7 @@ import rockplan
 from rockplan import Options
 from rockplan.codegen import rng_replay
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.lowering.backward_order import predecessors, renumbered
 from rockplan.graph_builder.pipeline import lower
 from rockplan.oracles.simulate import simulate
@@ -29,7 +29,7 @@ def roofline_problem(case: Case) -> Problem:
     captured = capture(case.model, case.args, case.kwargs)
     device = next(case.model.parameters()).device
     graph = lower(captured, rng_replay.state_bytes(device)).graph
-    return problem_of(graph, roofline(graph, 1e11, 2e12), Options(cache=False))
+    return problem_of(graph, roofline(graph, Rates(1e11, 2e12)), Options(cache=False))
 
 
 def topological(rng: random.Random, graph: CDGraph) -> tuple[int, ...]:

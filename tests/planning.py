@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from rockplan.graph_builder.costs import call_time, price
-from rockplan.graph_builder.costs.estimate import estimate
+from rockplan.graph_builder.costs.estimate import CPU_RATES, estimate
 from rockplan.options import Options
 from rockplan.search import planning
 from rockplan.search.limits import Limits
@@ -70,7 +70,7 @@ def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def times(inputs: Any, calls: dict[str, list[Any]], scratch: Tensor) -> dict[str, list[int]]:
         progress.report("measuring times")
-        estimated = {k: estimate(inputs.graph, c[0], 10e9, 50e9) for k, c in calls.items()}
+        estimated = {k: estimate(inputs.graph, c[0], CPU_RATES) for k, c in calls.items()}
         return {key: [1 + cost.time_ns] * 3 for key, cost in estimated.items()}
 
     monkeypatch.setattr(price, "measure_times", times)

@@ -40,6 +40,7 @@ from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.timeline import Passes, passes_of, timeline_of
 from rockplan.fitting.training_step import USUAL
 from rockplan.fitting.ways import kept_whole, per_block
+from rockplan.graph_builder.costs.estimate import Rates
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
@@ -589,7 +590,7 @@ def sized_calls(
     return SizedCalls(capture, *sizes, record), capture
 
 
-RATES = (1e12, 1e13)
+RATES = Rates(1e12, 1e13)
 LENGTHS = (8, 12, 16, 32, 64, 128)
 
 
@@ -930,8 +931,23 @@ def test_another_process_has_the_same_key(capsys: pytest.CaptureFixture[str]) ->
     assert "'model'" in other.stdout and other.stdout == capsys.readouterr().out
 
 
-def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:
-    """A line for each way with a mark for each length, and nothing that runs or is loaded."""
+def test_a_batch_that_does_not_fit_is_accumulated() -> None:
+    """In passes that fit where gradients are there already."""
+    model, args, _ = mlp()
+    asked = {0: (256, 65536)}
+    row = rockplan.fit(model, args, "640MiB", sizes=asked, options=QUICK).rows[0]
+    assert row.passes is not None and f"(accumulate {row.passes[0]} x {row.passes[1]})" in str(
+        row.samples
+    )
+    passes, samples = row.passes
+    assert passes * samples >= 65536 > (passes - 1) * samples
+    step = rockplan.TrainingStep(accumulate=passes)
+    each = rockplan.fit(model, args, "640MiB", sizes=asked, step=step, options=QUICK).rows[0]
+    assert samples <= each.batch <= row.batch
+
+
+def test_the_page_draws_bytes_over_batch_for_each_length(tmp_path: Path) -> None:
+    """A line for each way with a mark, the device's limit, and nothing that runs or is loaded."""
     file = tmp_path / "fit.html"
     words = ["fit", "rockplan.examples:transformer", "--gpu", "600MiB", "--batch", "1:64"]
     result = CliRunner().invoke(
@@ -940,14 +956,21 @@ def test_the_page_of_a_fit_shows_its_frontier(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]
     page = file.read_text()
-    figure = ElementTree.fromstring(page[page.index("<svg") : page.index("</svg>") + 6])
-    ways = dict.fromkeys(row["way"] for row in rows)
-    assert len(figure.findall("polyline")) == len(ways) == 3
-    marks = [mark.findtext("title", "") for mark in figure.findall("circle")]
+    figures = [*map(ElementTree.fromstring, re.findall("<svg.*?</svg>", page))]
+    assert len(figures) == 2
+    marks = []
+    for figure in figures:
+        lines = [line.attrib["points"].split() for line in figure.findall("polyline")]
+        assert len(lines) == 3 and all(len(line) > 1 for line in lines)
+        assert [line.attrib["class"] for line in figure.findall("line")].count("budget") == 1
+        circles = figure.findall("circle")
+        at = {f"{circle.attrib['cx']},{circle.attrib['cy']}" for circle in circles}
+        assert at <= {point for line in lines for point in line}
+        marks += [circle.findtext("title", "") for circle in circles]
     assert len(marks) == sum(row["batch"] > 0 for row in rows) == 6
-    for row, mark in zip(sorted(rows, key=lambda r: [*ways].index(r["way"])), marks, strict=True):
-        batch = f"{'at least ' * row['is_most']}{row['batch']}"
-        assert mark.startswith(f"{row['way']}: batch {batch} of length {row['length']}, ")
+    for row, mark in zip(rows, marks, strict=True):
+        assert mark.startswith(f"{row['way']}: batch {'at least ' * row['is_most']}{row['batch']}")
+        assert f" of length {row['length']}, " in mark
     assert "<script" not in page and "http" not in page.replace("http://www.w3.org", "")
 
 

@@ -28,6 +28,8 @@ CASTS: list[tuple[Function, torch.dtype, torch.dtype]] = [
     (lambda x: x.softmax(-1), BF16, F32),
     (lambda x: x.log_softmax(-1), BF16, F32),
     (lambda x: torch.softmax(x, -1, dtype=BF16), F32, BF16),
+    (lambda x: torch.ops.aten.log_softmax.int(x, -1, BF16), BF16, BF16),  # cross_entropy's
+    (lambda x: torch.ops.aten.log_softmax.int(x, -1, None), BF16, F32),
     (lambda x: functional.layer_norm(x, (4,)), BF16, F32),
     (lambda x: functional.group_norm(x, 2), BF16, F32),
     (lambda x: x.sum(-1), BF16, F32),

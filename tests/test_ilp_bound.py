@@ -39,7 +39,7 @@ from testing.graphs import (
     random_schedule,
     with_more_held,
 )
-from testing.priced import BYTES_PER_S, FLOPS_PER_S
+from testing.priced import RATES
 from tests.moments import random_moments
 
 
@@ -122,7 +122,7 @@ class Stacked(nn.Module):
 
 def test_the_bound_knows_of_the_forward_phase() -> None:
     lowered = lower(capture(Stacked(), (torch.randn(64, 64, requires_grad=True),), {}), 0)
-    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    profile = roofline(lowered.graph, RATES)
     graph = price_with(lowered.graph, profile)
     kept = simulate(graph, keep_all(graph))
     assert kept.peak_bytes == kept.forward_peak_bytes
@@ -182,7 +182,7 @@ def test_the_bound_knows_of_generator_states() -> None:
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
     lowered = lower(capture(layer, (torch.randn(4, 16, 32),), {}), rng_state_bytes=5056)
-    profile = roofline(lowered.graph, BYTES_PER_S, FLOPS_PER_S)
+    profile = roofline(lowered.graph, RATES)
     graph = price_with(lowered.graph, profile)
     budget_bytes = int(0.65 * simulate(graph, keep_all(graph)).peak_bytes)
     fastest = exact_search.Search(graph, budget_bytes).fastest(

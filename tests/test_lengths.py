@@ -17,7 +17,7 @@ import rockplan
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import captured_call
 from rockplan.graph_builder.costs.call_key import call_key, call_keys
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import CPU_RATES, roofline
 from rockplan.graph_builder.costs.price import measure
 from rockplan.graph_builder.costs.ruler import memory_events, peak_of, profiled
 from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
@@ -94,7 +94,7 @@ def roofline_problem(case: Case) -> tuple[Problem, Lowered]:
     """On prices that are the same everywhere."""
     source = captured_call(ModuleCall(case.model, case.args, case.kwargs), OPTIONS)
     graph = source.lowered.graph
-    return problem_of(graph, roofline(graph, 10e9, 50e9), OPTIONS), source.lowered
+    return problem_of(graph, roofline(graph, CPU_RATES), OPTIONS), source.lowered
 
 
 LARGER = {

@@ -20,7 +20,7 @@ from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs import call_time
 from rockplan.graph_builder.costs.call_key import call_key
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.execution import Execution, inputs_of
 from rockplan.graph_builder.costs.price import measure, price
 from rockplan.graph_builder.costs.ruler import peak_live_bytes, profiled
@@ -458,9 +458,9 @@ def test_roofline_is_bytes_over_rate_or_operations_over_rate() -> None:
     )
     moved = (8 * 16 + 16 * 32 + 8 * 32) * FLOAT
     operations = 2 * 8 * 16 * 32
-    ((_, cost),) = roofline(product, 1e9, 1e30).costs
+    ((_, cost),) = roofline(product, Rates(1e9, 1e30)).costs
     assert (cost.time_ns, cost.result_bytes, cost.workspace_bytes) == (moved, (256 * FLOAT,), 0)
-    ((_, cost),) = roofline(product, 1e30, 1e9).costs
+    ((_, cost),) = roofline(product, Rates(1e30, 1e9)).costs
     assert cost.time_ns == operations
     attention = graph_of(
         [spec(2, 4, 8, 16), spec(2, 4, 8, 16), spec(2, 4, 8)],
@@ -473,21 +473,21 @@ def test_roofline_is_bytes_over_rate_or_operations_over_rate() -> None:
             ),
         ),
     )
-    ((_, cost),) = roofline(attention, 1e30, 1e9).costs
+    ((_, cost),) = roofline(attention, Rates(1e30, 1e9)).costs
     assert cost.time_ns == 2 * (2 * 2 * 4 * 8 * 8 * 16)
     expanded = TensorSpec((100, 6), (0, 1), 0, "torch.float32", "cpu")
     copy = graph_of(
         [expanded, spec(100, 6)], 1, (call("aten.clone.default", ref(0), results=(1,)),)
     )
-    ((_, cost),) = roofline(copy, 1e9, 1e9).costs
+    ((_, cost),) = roofline(copy, Rates(1e9, 1e9)).costs
     assert cost.time_ns == (6 + 600) * FLOAT
 
 
 def test_digest_of_a_profile_covers_its_costs() -> None:
     graph = graph_of([spec(9), spec(9)], 1, (call("aten.neg.default", ref(0), results=(1,)),))
-    slow, fast = roofline(graph, 1e6, 1e9), roofline(graph, 1e9, 1e9)
+    slow, fast = roofline(graph, Rates(1e6, 1e9)), roofline(graph, Rates(1e9, 1e9))
     assert profile_digest(slow) != profile_digest(replace(fast, device=slow.device))
-    assert profile_digest(slow) == profile_digest(roofline(graph, 1e6, 1e9))
+    assert profile_digest(slow) == profile_digest(roofline(graph, Rates(1e6, 1e9)))
 
 
 # Real models
@@ -811,7 +811,7 @@ def test_grouped_queries_take_the_operations_of_all_heads() -> None:
         query = torch.randn(2, 4, 16, 8, requires_grad=True)
         key, value = (torch.randn(2, heads, 16, 8, requires_grad=True) for _ in range(2))
         lowered = lower(capture(Attention(), (query, key, value), {}), 0)
-        graph = price(lowered.graph, roofline(lowered.graph, 1e30, 1e9))
+        graph = price(lowered.graph, roofline(lowered.graph, Rates(1e30, 1e9)))
         return [n.time_ns for n in graph.nodes if "attention" in n.name]
 
     assert len(attention_ns(4)) == 2
@@ -821,7 +821,7 @@ def test_grouped_queries_take_the_operations_of_all_heads() -> None:
 def test_roofline_sizes_are_the_measured_ones() -> None:
     _, _, lowered = real_model("gpt2")
     measured = price(lowered.graph, measure(lowered.graph, lowered.samples))
-    estimated = price(lowered.graph, roofline(lowered.graph, 1e9, 1e11))
+    estimated = price(lowered.graph, roofline(lowered.graph, Rates(1e9, 1e11)))
     assert [d.size_bytes for d in estimated.data] == [d.size_bytes for d in measured.data]
     assert all(n.time_ns > 0 for n in estimated.nodes)
 

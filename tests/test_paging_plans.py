@@ -23,7 +23,7 @@ from rockplan.budget import parse_budget
 from rockplan.cli.main import app
 from rockplan.errors import IllegalSchedule, InvalidInput
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.pipeline import lower
 from rockplan.oracles.clock import trips
@@ -230,7 +230,7 @@ def test_plans_with_a_host_state_what_is_proven_of_those_that_may_page() -> None
     """More than that everything runs once, and less than without a host."""
     model, x = network()
     lowered = lower(capture(model, (x,), {}), 0)
-    profile = roofline(lowered.graph, 1e11, 2e12)
+    profile = roofline(lowered.graph, Rates(1e11, 2e12))
     saved_bytes = sum(lowered.graph.data[d].size_bytes for d in pageable_of(lowered.graph))
     forward_ns = sum(n.time_ns for n in price(lowered.graph, profile).forward)
     link = f"{0.3 * saved_bytes / forward_ns}GB/s"

@@ -24,7 +24,7 @@ from rockplan.budget import Budget
 from rockplan.cli.main import app
 from rockplan.errors import InvalidInput, PlanMismatch
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import Capture
@@ -505,7 +505,9 @@ def test_parts_are_taken_where_they_are_better() -> None:
 def test_the_faster_of_both_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """By prices that do not depend on the machine, with which parts gain nothing."""
     case = large()
-    monkeypatch.setattr(problem, "measure", lambda graph, *_, **__: roofline(graph, 1e11, 2e10))
+    monkeypatch.setattr(
+        problem, "measure", lambda graph, *_, **__: roofline(graph, Rates(1e11, 2e10))
+    )
     kept = plan_of(case, "100%", tile=False)
     assert plan_of(case, "100%", tile=True).graph.tiles == 0
     # A share is one of what the head needs whole.
@@ -528,7 +530,7 @@ def test_a_large_vocabulary_needs_a_third() -> None:
     least = []
     for one in (made, parts):
         graph = lower(one, 0).graph
-        goal = problem.problem_of(graph, roofline(graph, 1e11, 2e10), OPTIONS)
+        goal = problem.problem_of(graph, roofline(graph, Rates(1e11, 2e10)), OPTIONS)
         least.append(planning.plan_within(goal, Budget(is_minimum=True), OPTIONS).peak_bytes)
     assert least[0] > 3 * least[1]
 

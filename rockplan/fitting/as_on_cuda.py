@@ -53,7 +53,7 @@ _16_BITS = (torch.float16, torch.bfloat16)
 def as_on_cuda() -> Iterator[None]:
     """While active, operators on the CPU call what they call on CUDA, autocast of either device
     counts."""
-    kind = next((k for k in ("cuda", "cpu") if torch.is_autocast_enabled(k)), None)
+    dtype = autocast_dtype()
     with contextlib.ExitStack() as stack:
         stack.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("ignore", "(?s).*Overriding a previously registered kernel")
@@ -61,11 +61,16 @@ def as_on_cuda() -> Iterator[None]:
         for key in ("AutogradCPU", "CPU"):
             library.impl("dropout", _dropout, key)
             library.impl("scaled_dot_product_attention", _attention, key)
-        if kind is not None:
+        if dtype is not None:
             _take_lists_of_cuda(library)
-            dtype = torch.get_autocast_dtype(kind)
             stack.enter_context(torch.autocast("cpu", dtype))
         yield
+
+
+def autocast_dtype() -> torch.dtype | None:
+    """Return the dtype of autocast, of CUDA or of the CPU; None outside of it."""
+    kinds = (k for k in ("cuda", "cpu") if torch.is_autocast_enabled(k))
+    return next(map(torch.get_autocast_dtype, kinds), None)
 
 
 def _dropout(input: torch.Tensor, p: float, train: bool) -> torch.Tensor:
@@ -130,6 +135,7 @@ def _cast(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(_aten, packet), overload or "default")
     has_dtype = name in _BY_ARGUMENT
+    names = [argument.name for argument in operator._schema.arguments]
     autocast = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def cast(*args: Any, **kwargs: Any) -> Any:
@@ -142,9 +148,10 @@ def _cast(name: str) -> Callable[..., Any]:
             dtype = dtype if wide else torch.get_autocast_dtype("cpu")
         with torch._C._ExcludeDispatchKeyGuard(autocast):
             if has_dtype:
-                is_16_bits = args[0].dtype in _16_BITS and kwargs.get("dtype") is None
-                own = {"dtype": dtype} if is_16_bits else {}
-                return operator(*args, **{**kwargs, **own})
+                named = dict(zip(names, args, strict=False)) | kwargs
+                if args[0].dtype in _16_BITS and named.get("dtype") is None:
+                    named["dtype"] = dtype
+                return operator(**named)
             leaves, spec = trees.tree_flatten((args, kwargs))
             leaves = [x.to(dtype) if _is_cast(x) else x for x in leaves]
             args, kwargs = trees.tree_unflatten(leaves, spec)

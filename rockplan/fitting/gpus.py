@@ -1,9 +1,10 @@
 """Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
 
 takes: a name ('h100-80'), bytes ('80GiB'), or a device of this machine. returns: Gpu. guarantees:
-none about rates: bandwidth, arithmetic and link are a vendor's peaks, which no step reaches, so
-that times computed from them are estimates, and ratios of such times say more. They were written
-down from memory of the document that a row names, and not compared with it.
+none about rates: bandwidth and link are a vendor's peaks, written down from memory of the document
+that a row names, and not compared with it; products are of PyTorch as others measured them (largest
+of square ones; zzc0721/torch-performance-test-data on GitHub, database.md). What steps reach of
+both is in `rates`.
 """
 
 from __future__ import annotations
@@ -26,15 +27,19 @@ request 1053), "around 400MB" (pytorch/pytorch issue 109888); the rest is for ke
 loaded as they first run (CUDA_MODULE_LOADING=LAZY). The same for all rows: not measured by us."""
 
 
+HOST_US = (15.0, 55.0)
+"""Microseconds of the host for a call of an operator in eager PyTorch, Python and autograd
+included: 14 for a step of GPT-2 large on an idle core of 2026 without a driver, 54 on the host of
+our H200 (benchmarks/results/gpu.md, of which a fifth to a third is of CUBLAS_WORKSPACE_CONFIG)."""
+
+
 @dataclass(frozen=True, slots=True)
 class Tflops:
-    """Rates of dense products with sums in float32, 10^12 operations a second. None: the device has
-    no units for them."""
+    """Measured rates of dense products, 10^12 operations a second. float32: without TF32."""
 
     float32: float
-    tf32: float | None
     float16: float
-    bfloat16: float | None
+    bfloat16: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +61,7 @@ class Gpu:
     link_gb_s: float | None = None
     source: str = ""
     at_hand: str = ""
+    host_us: tuple[float, float] = HOST_US
 
     @property
     def is_cpu(self) -> bool:
@@ -109,8 +115,8 @@ def gpu(device: object) -> Gpu:
 def listing() -> str:
     """Return a line of text for each known GPU: name, GiB, GB/s, Tflop/s."""
     lines = (
-        f"{row.name:<10} {row.memory_bytes / _GIB:6.2f} GiB  {row.bandwidth_gb_s:6g} GB/s  "
-        f"{row.tflops.float16 if row.tflops else 0:6g} Tflop/s at 16 bits"
+        f"{row.name:<10} {row.memory_bytes / _GIB:6.2f} GiB  {row.bandwidth_gb_s:6g} GB/s"
+        + (f"  {row.tflops.float16:6.0f} Tflop/s at 16 bits" if row.tflops else "")
         for row in GPUS
     )
     return "\n".join(lines)
@@ -194,14 +200,14 @@ def _row(
     memory_gib: float,
     capability: tuple[int, int],
     bandwidth_gb_s: float,
-    tflops: tuple[float, float | None, float, float | None],
+    tflops: tuple[float, float, float] | None,
     link_gb_s: float,
     source: str,
 ) -> Gpu:
-    """Return one row of GPUS. tflops: Tflop/s in float32, TF32, float16, bfloat16, None where it
-    has none; source: where the figures are from."""
-    memory_bytes = int(memory_gib * _GIB)
-    return Gpu(name, memory_bytes, capability, bandwidth_gb_s, Tflops(*tflops), link_gb_s, source)
+    """Return one row of GPUS. tflops: Tflop/s in float32, float16, bfloat16, None if nobody has
+    published them; source: of bandwidth and link."""
+    rates = tflops and Tflops(*tflops)
+    return Gpu(name, int(memory_gib * _GIB), capability, bandwidth_gb_s, rates, link_gb_s, source)
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0
@@ -209,37 +215,37 @@ _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0
 
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
-    _row("t4", 14.56, (7, 5), 320, (8.1, None, 65, None), _PCIE_3,
+    _row("t4", 14.56, (7, 5), 320, (4.17, 41.91, 2.46), _PCIE_3,
          "NVIDIA T4 data sheet"),
-    _row("v100-16", 15.77, (7, 0), 900, (15.7, None, 125, None), _PCIE_3,
+    _row("v100-16", 15.77, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3,
          "NVIDIA V100 data sheet, SXM2"),
-    _row("v100-32", 31.73, (7, 0), 900, (15.7, None, 125, None), _PCIE_3,
+    _row("v100-32", 31.73, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3,
          "NVIDIA V100 data sheet, SXM2"),
-    _row("rtx-3090", 23.55, (8, 6), 936, (35.6, 35.6, 71, 71), _PCIE_4,
+    _row("rtx-3090", 23.55, (8, 6), 936, (24.46, 75.64, 76.34), _PCIE_4,
          "NVIDIA Ampere GA102 white paper"),
-    _row("rtx-4090", 23.52, (8, 9), 1008, (82.6, 82.6, 165.2, 165.2), _PCIE_4,
+    _row("rtx-4090", 23.52, (8, 9), 1008, (53.84, 168.38, 164.81), _PCIE_4,
          "NVIDIA Ada white paper"),
-    _row("rtx-5090", 31.34, (12, 0), 1792, (104.8, 104.8, 209.5, 209.5), _PCIE_5,
+    _row("rtx-5090", 31.34, (12, 0), 1792, (69.83, 223.98, 236.99), _PCIE_5,
          "NVIDIA RTX Blackwell white paper"),
-    _row("rtx-a6000", 47.40, (8, 6), 768, (38.7, 77.4, 154.8, 154.8), _PCIE_4,
+    _row("rtx-a6000", 47.40, (8, 6), 768, (23.92, 120.49, 123.34), _PCIE_4,
          "NVIDIA RTX A6000 data sheet, and Ampere GA102 white paper"),
-    _row("a10", 21.96, (8, 6), 600, (31.2, 62.5, 125, 125), _PCIE_4,
+    _row("a10", 21.96, (8, 6), 600, None, _PCIE_4,
          "NVIDIA A10 data sheet"),
-    _row("a10g", 21.96, (8, 6), 600, (31.5, 35, 70, 70), _PCIE_4,
+    _row("a10g", 21.96, (8, 6), 600, (23.37, 69.47, 69.47), _PCIE_4,
          "NVIDIA A10G data sheet"),
-    _row("l4", 22.03, (8, 9), 300, (30.3, 60, 121, 121), _PCIE_4,
-         "NVIDIA L4 data sheet, halves of what it says with sparsity"),
-    _row("l40s", 44.31, (8, 9), 864, (91.6, 183, 362, 362), _PCIE_4,
+    _row("l4", 22.03, (8, 9), 300, (15.38, 68.83, 70.89), _PCIE_4,
+         "NVIDIA L4 data sheet"),
+    _row("l40s", 44.31, (8, 9), 864, (46.88, 264.02, 269.15), _PCIE_4,
          "NVIDIA L40S data sheet"),
-    _row("a100-40", 39.25, (8, 0), 1555, (19.5, 156, 312, 312), _PCIE_4,
+    _row("a100-40", 39.25, (8, 0), 1555, (18.11, 247.63, 246.33), _PCIE_4,
          "NVIDIA A100 data sheet"),
-    _row("a100-80", 79.14, (8, 0), 2039, (19.5, 156, 312, 312), _PCIE_4,
+    _row("a100-80", 79.14, (8, 0), 2039, (19.18, 258.74, 264.53), _PCIE_4,
          "NVIDIA A100 data sheet, SXM; PCIe has 1935 GB/s"),
-    _row("h100-80", 79.10, (9, 0), 3350, (67, 494.7, 989.4, 989.4), _PCIE_5,
-         "NVIDIA H100 data sheet, SXM; PCIe has 2000 GB/s and 756 at 16 bits"),
-    _row("h200", 139.71, (9, 0), 4800, (67, 494.7, 989.4, 989.4), _PCIE_5,
+    _row("h100-80", 79.10, (9, 0), 3350, (52.11, 758.14, 783.66), _PCIE_5,
+         "NVIDIA H100 data sheet, SXM; PCIe has 2000 GB/s, and 496 Tflop/s in bfloat16"),
+    _row("h200", 139.71, (9, 0), 4800, (51.34, 759.40, 790.29), _PCIE_5,
          "NVIDIA H200 data sheet, SXM"),
-    _row("b200", 178.35, (10, 0), 7700, (75, 1100, 2250, 2250), _PCIE_5,
-         "NVIDIA HGX B200 data sheet, an eighth, halves of what it says with sparsity"),
+    _row("b200", 178.35, (10, 0), 7700, (66.24, 1627.64, 1696.03), _PCIE_5,
+         "NVIDIA HGX B200 data sheet, an eighth"),
 )
 # fmt: on

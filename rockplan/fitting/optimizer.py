@@ -48,7 +48,8 @@ class OptimizerSteps:
     """Memory changes of an optimizer. state_bytes: kept from step to step; first, later: of a step
     that makes the state, and of one that finds it; before: of memory that is allocated before the
     first forward pass, of it held by the caller's optimizer already. kept: names of
-    parameters whose gradients its `zero_grad` does not let go of.
+    parameters whose gradients its `zero_grad` does not let go of. moved_bytes: read and written
+    by a later step; calls: of operators in it.
 
     each: of optimizers that step in backward, by the name of their parameter; then there is no
     other step.
@@ -62,6 +63,8 @@ class OptimizerSteps:
     held: tuple[MemoryChange, ...] = ()
     kept: frozenset[str] = frozenset()
     each: Mapping[str, OptimizerSteps] = field(default_factory=dict)
+    moved_bytes: int = 0
+    calls: int = 0
 
 
 def optimizer_steps(
@@ -116,6 +119,7 @@ def optimizer_steps(
         parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda, tracker)
         first = parts.changes()
         kept = parts.emptied()
+        tracker.moved_bytes = tracker.calls = 0
         later = parts.changes()
     after = left_alive((*built.values(), *first))
     lasting = {*built, *after, *left_alive((*after.values(), *later))}
@@ -127,14 +131,19 @@ def optimizer_steps(
         _with_owner(lasting, built.values()),
         tuple(held),
         kept,
+        moved_bytes=tracker.moved_bytes,
+        calls=tracker.calls,
     )
 
 
 def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
     """Return the steps of optimizers that step in backward."""
     name = next((steps.name for steps in each.values()), "none")
-    state_bytes = sum(steps.state_bytes for steps in each.values())
-    return OptimizerSteps(name, state_bytes, each=each)
+    state_bytes, moved_bytes, calls = (
+        sum(getattr(steps, of) for steps in each.values())
+        for of in ("state_bytes", "moved_bytes", "calls")
+    )
+    return OptimizerSteps(name, state_bytes, each=each, moved_bytes=moved_bytes, calls=calls)
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:

@@ -26,14 +26,19 @@ from rockplan.python_state import trees
 
 _numbers = itertools.count()
 
+_NO_KERNELS = ("prim", "profiler")
+"""Namespaces of what is asked or noted while nothing runs."""
+
 
 class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Records memory changes. owner: of memory that is allocated from now on."""
+    """Records memory changes. owner: of memory that is allocated from now on; moved_bytes: that
+    operators have read and written so far; calls: how many ran."""
 
     def __init__(self, owner: Holding, *, metered: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.owner = owner
         self.changes: list[MemoryChange] = []
+        self.moved_bytes = self.calls = 0
         self._metered = metered
         self._known: dict[int, weakref.ref[Any]] = {}
 
@@ -66,13 +71,18 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         except DataDependentOutputException:
             return _assumed(func, args)
-        for leaf in trees.tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
-                storage = leaf.untyped_storage()
-                if storage._cdata not in self._known:
-                    change = MemoryChange(next(_numbers), _bytes_of(leaf), self.owner)
-                    self.changes.append(change)
-                    self._watch(storage, change)
+        if func.namespace not in _NO_KERNELS and not func.is_view:
+            self.calls += 1
+            places = zip(func._schema.arguments, args, strict=False)
+            written = [argument for place, argument in places if place.is_write]
+            self.moved_bytes += sum(t.nbytes for t in _tensors((args, kwargs, written)))
+        for leaf in _tensors(result):
+            storage = leaf.untyped_storage()
+            if storage._cdata not in self._known:
+                self.moved_bytes += leaf.nbytes
+                change = MemoryChange(next(_numbers), _bytes_of(leaf), self.owner)
+                self.changes.append(change)
+                self._watch(storage, change)
         if self._metered and (size_bytes := workspace_bytes(func, args, kwargs)):
             inside = MemoryChange(next(_numbers), size_bytes, _inside(self.owner))
             self.changes += (inside, inside.freed)

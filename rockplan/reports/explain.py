@@ -43,14 +43,15 @@ class Tenant:
     """A storage, or other bytes, alive at the peak.
 
     name: of the storage, or of the operation that a workspace or generator state belongs to
-    (`rockplan.values.names`). kind: 'activation', 'gradient', 'tangent', 'workspace', 'copy' or
-    'generator state'. reason: why it is alive at the peak. next_reader: name of the operation that
-    reads it next, '' if none does; next_phase: 'forward' or 'backward'. price: None if it cannot be
-    freed; `reason` or `undroppable` says why.
+    (`rockplan.values.names`). source: file and line of the model that makes it. kind: 'activation',
+    'gradient', 'tangent', 'workspace', 'copy' or 'generator state'. reason: why it is alive at the
+    peak. next_reader: name of the operation that reads it next, '' if none does; next_phase:
+    'forward' or 'backward'. price: None if it cannot be freed; `reason` or `undroppable` says why.
     """
 
     name: str
     module: str
+    source: str
     operator: str
     kind: str
     size_bytes: int
@@ -213,6 +214,7 @@ class _Scene:
         return Tenant(
             name=(self.operations if lifetime.is_of_node else self.storages)[lifetime.index],
             module=made_by.module if made_by else "",
+            source=PurePath(made_by.source).name if made_by else "",
             operator=operator_of(made_by) if made_by else "",
             kind=lifetime.kind(self.graph),
             size_bytes=lifetime.size_bytes,
@@ -454,9 +456,8 @@ def _share_lines(explanation: Explanation, rows: int) -> list[str]:
             f"  {_percent(share.size_bytes, explanation.peak_bytes):>4}  "
             f"{format_bytes(share.size_bytes):>10}  {share.pattern}{count}"
         )
-        why = (
-            f"{largest.name} ({format_bytes(largest.size_bytes)}, {largest.kind}): {largest.reason}"
-        )
+        facts = [largest.source, format_bytes(largest.size_bytes), largest.kind]
+        why = f"{largest.name} ({', '.join(filter(None, facts))}): {largest.reason}"
         lines += [*wrapped(head, _WIDE), *_indented(why)]
         if largest.price:
             lines += _indented(price_text(largest.price, explanation))

@@ -11,7 +11,7 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.ilp.blocks.decode import price as option_of
@@ -26,7 +26,7 @@ from rockplan.values.order import Orders
 from rockplan.values.progress import report
 from rockplan.values.schedule import Schedule, with_frees
 
-BYTES_PER_S, FLOPS_PER_S = 1e11, 4e12
+REFERENCE = Rates(1e11, 4e12)
 """The reference machine, whose times the search for the smallest peak uses."""
 
 
@@ -112,5 +112,5 @@ def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK)
 
 def with_reference_times(graph: CDGraph) -> CDGraph:
     """Return the graph with the times of the reference machine."""
-    times = [n.time_ns for n in price(graph, roofline(graph, BYTES_PER_S, FLOPS_PER_S)).nodes]
+    times = [n.time_ns for n in price(graph, roofline(graph, REFERENCE)).nodes]
     return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from rockplan.errors import InvalidInput
 from rockplan.reports.explain import wrapped
@@ -21,8 +23,11 @@ class FitRow:
     batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, over the first
     three steps; owners: (owner, bytes) at the peak of requested bytes, with what the allocator
     reserves beyond that: in sum reserved_bytes. overhead: of time, over everything kept;
-    tokens_per_s: an estimate by the device's peaks (samples, if lengths do not vary), None if these
-    are unknown. host_bytes: of activations on the host. is_most: no larger batch was asked for.
+    tokens_per_s: an estimate (samples, if lengths do not vary), None if the device's rates are
+    unknown; both with a quick host, and slow_... with a slow one. host_bytes: of activations on the
+    host. is_most: no larger batch was asked for. passes: (how many, samples of each) that
+    accumulate the largest batch asked for. peaks: (batch, bytes at the peak) of those that were
+    looked at.
     """
 
     length: int | None
@@ -33,21 +38,37 @@ class FitRow:
     owners: tuple[tuple[str, int], ...]
     overhead: float
     tokens_per_s: float | None
+    slow_overhead: float
+    slow_tokens_per_s: float | None
     host_bytes: int = 0
     is_most: bool = False
+    passes: tuple[int, int] | None = None
+    peaks: tuple[tuple[int, int], ...] = ()
 
     @property
     def samples(self) -> str:
         """The largest batch in words."""
-        return f"at least {self.batch}" if self.is_most else str(self.batch or "-")
+        by = f" (accumulate {' x '.join(map(str, self.passes))})" if self.passes else ""
+        return f"at least {self.batch}" if self.is_most else f"{self.batch or '-'}{by}"
 
     @property
     def cells(self) -> tuple[str, ...]:
         """The cells of its line in a table."""
         length = "" if self.length is None else str(self.length)
         needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
-        speed = "" if self.tokens_per_s is None else f"{self.tokens_per_s:,.0f}"
-        return length, self.way, self.samples, *needs, f"{self.overhead:+.1%}", speed
+        speed = _range(_rate_text, self.slow_tokens_per_s, self.tokens_per_s)
+        price = _range("{:+.1%}".format, *sorted((self.overhead, self.slow_overhead)))
+        return length, self.way, self.samples, *needs, price, speed
+
+
+def _range(text: Callable[[float], str], low: float | None, high: float | None) -> str:
+    """Write what lies between two numbers; one if they look alike."""
+    return " to ".join(dict.fromkeys(text(n) for n in (low, high) if n is not None))
+
+
+def _rate_text(rate: float) -> str:
+    """Write a number a second with three digits that mean something."""
+    return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +119,8 @@ class Fit:
         """Read what `to_json` wrote. Raises AttributeError, KeyError, TypeError or ValueError for
         anything else."""
         facts = json.loads(text)
-        rows = [{**row, "owners": tuple(map(tuple, row["owners"]))} for row in facts.pop("rows")]
-        notes = tuple(facts.pop("notes"))
-        return cls(**facts, rows=tuple(FitRow(**row) for row in rows), notes=notes)
+        rows = [FitRow(**_hashable(row)) for row in facts.pop("rows")]
+        return cls(**_hashable(facts), rows=tuple(rows))
 
     @property
     def headline(self) -> str:
@@ -123,3 +143,10 @@ class Fit:
             *(line for note in self.notes for line in wrapped(note)),
         ]
         return "\n".join(line.rstrip() for line in lines)
+
+
+def _hashable(facts: Any) -> Any:
+    """Return what JSON read, with tuples in place of lists inside."""
+    if isinstance(facts, dict):
+        return {name: _hashable(fact) for name, fact in facts.items()}
+    return tuple(map(_hashable, facts)) if isinstance(facts, list) else facts

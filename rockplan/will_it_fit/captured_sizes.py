@@ -25,7 +25,7 @@ from rockplan.codegen.expressions import Expressions, function_of
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
-from rockplan.graph_builder.costs.estimate import roofline
+from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.index_ranges import check_index_ranges
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, with_workspaces_open
 from rockplan.graph_builder.costs.price import price, with_measured_memory
@@ -91,7 +91,7 @@ class OpenCall:
     size: Size
     call: PricedCall
     memory: tuple[int, ...]
-    rates: tuple[float, float]
+    rates: Rates
     workspaces: OpenWorkspaces
     expressions: Expressions
     guards: Callable[[tuple[int, ...]], tuple[bool, ...]]
@@ -117,7 +117,7 @@ class OpenCall:
         if size not in self.found:
             numbers = self.expressions.at(self._symbols(size))
             some = self.workspaces.graph_at(numbers)
-            priced = {n.index: n for n in price(some, roofline(some, *self.rates)).nodes}
+            priced = {n.index: n for n in price(some, roofline(some, self.rates)).nodes}
             for name, index in self.workspaces.of.items():
                 numbers[name] = priced[index].workspace_bytes
                 numbers[_time_of(name)] = priced[index].time_ns
@@ -154,10 +154,10 @@ def priced_call(
     module: nn.Module,
     arguments: Arguments,
     options: Options,
-    rates: tuple[float, float],
+    rates: Rates,
     tried_bytes: int | None = None,
 ) -> PricedCall:
-    """Capture a call and price it by the rates of a device (bytes and operations a second); with a
+    """Capture a call and price it by the rates of a device; with a
     tiled head if the options say so and there is one. Raises CaptureError. tried_bytes: operations
     run, to see what memory they take besides, where none of them reads and writes more than that;
     None: none runs. Raises TooLargeToTry where one does."""
@@ -169,7 +169,7 @@ def priced_call(
     graph = lowered.graph
     check_index_ranges(graph, lowered.samples)
     keys = call_keys(graph)
-    profile = roofline(graph, *rates, keys)
+    profile = roofline(graph, rates, keys)
     if tried_bytes is not None:
         profile = with_measured_memory(graph, lowered.samples, profile, keys)
     input_sizes = storage_sizes(trees.tree_leaves(arguments))
@@ -182,7 +182,7 @@ def open_call(
     arguments: Arguments,
     free: Sequence[int],
     options: Options,
-    rates: tuple[float, float],
+    rates: Rates,
 ) -> OpenCall:
     """Record a call of one size with symbols for the sizes of the dimensions `free`, and price it.
     Raises StaticSizes, or whatever PyTorch raises of its symbols."""
@@ -200,7 +200,7 @@ def open_call(
     inputs = tuple(graph.data[d].size_bytes for d in data)
     computed = dict.fromkeys(graph.values[value].data for value in lowered.samples)
     memory = tuple(graph.data[d].size_bytes for d in data | computed)
-    call = PricedCall(graph, interface, roofline(graph, *rates), inputs)
+    call = PricedCall(graph, interface, roofline(graph, rates), inputs)
     inside = OpenWorkspaces.in_graph(graph, interface.sizes_in(graph))
     values = tuple(graph.values[v] for v in sorted(inside.values))
     texts = texts_in((graph.data, values, inside.nodes, inputs, memory))

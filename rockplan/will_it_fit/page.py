@@ -1,4 +1,4 @@
-"""One HTML page about what fits: the frontier of batch and length, a line for each way.
+"""One HTML page about what fits: bytes over batch, a line for each way.
 
 takes: a Fit. returns: the page as text; it loads and runs nothing. guarantees: texts are escaped;
 the figures are those of the rows.
@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from rockplan.reports.html import page, section, table
 from rockplan.reports.palette import COLOURS
 from rockplan.values.plan import format_bytes
 from rockplan.will_it_fit.answer import Fit, FitRow
 
-_WIDTH, _HEIGHT = 1000, 400
-_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 20, 28, 48
+_WIDTH, _HEIGHT = 1000, 300
+_LEFT, _RIGHT, _TOP, _BOTTOM = 84, 20, 28, 40
+_ABOVE = 1.2
+"""How far bytes are drawn, in those of the device."""
 _TEXT = (
-    "The largest batch of each length that fits, both on scales of powers of two; a way that fits "
-    "no batch of a length has no mark there. Point at a mark for what it needs and takes."
+    "What a step needs at its peak over the batch, at the batches that were looked at (of plans by "
+    "the smallest one), beside what the device has (dashed). A mark is the largest batch that "
+    "fits; point at it for what it takes. A way that fits no batch has none."
 )
 _HEADS = (
     *("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second"),
@@ -29,73 +31,57 @@ _HEADS = (
 
 
 def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
-    """Return a self-contained HTML page of an answer: a drawing of the largest batch over length,
-    and a table of the rows with who owns the memory."""
+    """Return a self-contained HTML page of an answer: for each length a drawing of bytes over
+    batch, and a table of the rows with who owns the memory."""
     notes = "".join(f"<p>{html.escape(note)}</p>" for note in fit.notes)
     rows = table(_HEADS, map(_cells, fit.rows), words=(1, 7))
+    lengths = dict.fromkeys(row.length for row in fit.rows)
+    drawings = "".join(_drawing(fit, length) for length in lengths)
     sections = (
         f'<p class="lead">{html.escape(fit.headline)}.</p>',
-        section("frontier", "Batch and length", _TEXT, _frontier(fit.rows), _legend(fit)),
+        section("batches", "Bytes and batch", _TEXT, drawings, _legend(fit)),
         section("rows", "What each way needs", "", rows, notes),
     )
     return page(title, sections)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scale:
-    """A logarithmic scale from 2**least to 2**most, which are at `begin` and `end` on the page."""
+def _drawing(fit: Fit, length: int | None) -> str:
+    """Return an SVG figure of bytes over batch for one length, on a scale of powers of two."""
+    rows = [row for row in fit.rows if row.length == length]
+    batches = [batch for row in rows for batch, _ in row.peaks] or [1]
+    least, most = math.log2(min(batches)), math.log2(max(batches))
 
-    least: int
-    most: int
-    begin: float
-    end: float
+    def x(batch: int) -> float:
+        share = (math.log2(batch) - least) / max(most - least, 1)
+        return _LEFT + share * (_WIDTH - _RIGHT - _LEFT)
 
-    def at(self, size: int) -> float:
-        share = (math.log2(size) - self.least) / max(self.most - self.least, 1)
-        return self.begin + share * (self.end - self.begin)
+    def y(size_bytes: float) -> float:
+        share = min(size_bytes / fit.usable_bytes, _ABOVE) / _ABOVE
+        return _HEIGHT - _BOTTOM - share * (_HEIGHT - _BOTTOM - _TOP)
 
-    @property
-    def ticks(self) -> Iterator[int]:
-        return (2**power for power in range(self.least, self.most + 1))
-
-
-def _scale(sizes: Sequence[int], begin: float, end: float) -> _Scale:
-    least, most = math.floor(math.log2(min(sizes))), math.ceil(math.log2(max(sizes)))
-    return _Scale(least, max(most, least + 1), begin, end)
-
-
-def _frontier(rows: Sequence[FitRow]) -> str:
-    """Return an SVG figure of the largest batch over length, a line for each way; rows in which
-    nothing fits have no mark."""
-    marked = [row for row in rows if row.batch]
-    x = _scale([row.length or 1 for row in rows], _LEFT, _WIDTH - _RIGHT)
-    y = _scale([row.batch for row in marked] or [1], _HEIGHT - _BOTTOM, _TOP)
-    parts = [*_axes(x, y, has_lengths=any(row.length for row in rows))]
-    for way, colour in _colours(rows).items():
-        own = [(x.at(row.length or 1), y.at(row.batch), row) for row in marked if row.way == way]
-        points = " ".join(f"{left:.1f},{top:.1f}" for left, top, _ in own)
-        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
-        parts += (
-            f'<circle class="mark" cx="{left:.1f}" cy="{top:.1f}" r="5" fill="{colour}">'
-            f"<title>{html.escape(_row_text(row))}</title></circle>"
-            for left, top, row in own
+    powers = [2**n for n in range(math.ceil(least), math.floor(most) + 1)]
+    parts = [_label(x(n), _HEIGHT - _BOTTOM + 18, "middle", n) for n in powers]
+    for share in (0.0, 0.25, 0.5, 0.75, 1.0):
+        size_bytes = int(share * fit.usable_bytes)
+        ends = (
+            f'x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y(size_bytes):.1f}" y2="{y(size_bytes):.1f}"'
         )
-    label = "largest batch by length, a line for each way"
+        parts.append(f'<line class="{"budget" if share == 1 else "grid"}" {ends}/>')
+        parts.append(_label(_LEFT - 6, y(size_bytes) + 4, "end", format_bytes(size_bytes)))
+    for row in rows:
+        colour = _colours(fit.rows)[row.way]
+        points = " ".join(f"{x(batch):.1f},{y(size):.1f}" for batch, size in row.peaks)
+        parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
+        if row.batch:
+            at = y(dict(row.peaks).get(row.batch, row.allocated_bytes))
+            parts.append(
+                f'<circle class="mark" cx="{x(row.batch):.1f}" cy="{at:.1f}" r="5" fill="{colour}">'
+                f"<title>{html.escape(_row_text(row))}</title></circle>"
+            )
+    name = "batch" if length is None else f"batch, at length {length}"
+    parts.append(_label(_WIDTH - _RIGHT, _HEIGHT - 4, "end", name))
     size = f'viewBox="0 0 {_WIDTH} {_HEIGHT}"'
-    return f'<figure><svg {size} role="img" aria-label="{label}">{"".join(parts)}</svg></figure>'
-
-
-def _axes(x: _Scale, y: _Scale, *, has_lengths: bool) -> Iterator[str]:
-    """Yield the SVG elements of the grid and of its labels. x, y: scales of length and batch;
-    has_lengths: lengths are labelled."""
-    for size in y.ticks:
-        at = y.at(size)
-        yield f'<line class="grid" x1="{x.begin}" x2="{x.end}" y1="{at:.1f}" y2="{at:.1f}"/>'
-        yield _label(x.begin - 6, at + 4, "end", size)
-    yield _label(4, y.end - 12, "start", "batch")
-    if has_lengths:
-        yield from (_label(x.at(size), y.begin + 18, "middle", size) for size in x.ticks)
-        yield _label(x.end, y.begin + 38, "end", "length")
+    return f'<figure><svg {size} role="img" aria-label="{name}">{"".join(parts)}</svg></figure>'
 
 
 def _label(x: float, y: float, anchor: str, text: object) -> str:

@@ -20,6 +20,7 @@ from rockplan.fitting.as_on_cuda import as_on_cuda
 from rockplan.fitting.changes import Holding
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
+from rockplan.fitting.rates import CALLS_A_BLOCK, rates_of, step_ns
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
 from rockplan.fitting.shards import (
@@ -31,7 +32,6 @@ from rockplan.fitting.shards import (
 )
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
-from rockplan.graph_builder.costs.estimate import CPU_RATES
 from rockplan.graph_builder.costs.price import profile_key
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
 from rockplan.machine import available_bytes
@@ -58,8 +58,6 @@ from rockplan.will_it_fit.captured_sizes import (
 
 BATCH, LENGTH = 0, 1
 """Dimensions of the sample's tensors, in `sizes`."""
-
-_USUAL_RATES = (1e12, 5e13)
 
 TRIES = 5
 """Plans that are tried for the remaining memory of a device."""
@@ -241,7 +239,7 @@ class FitQuestion:
         try:
             with self._on_device():
                 call = self._resized(size)
-                return priced_call(self.model, call, options, self._rates, self._tried_bytes)
+                return priced_call(self.model, call, options, rates_of(self.on), self._tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (
@@ -254,7 +252,9 @@ class FitQuestion:
         """Record the calls of all sizes, as `open_call`."""
         options = replace(self.options, tile=False)
         with self._on_device():
-            return open_call(size, self.model, self._resized(size), free, options, self._rates)
+            return open_call(
+                size, self.model, self._resized(size), free, options, rates_of(self.on)
+            )
 
     def _resized(self, size: Size) -> Arguments:
         sizes = {d: n for d, n in zip((BATCH, LENGTH), size, strict=True) if n is not None}
@@ -263,15 +263,19 @@ class FitQuestion:
     def _on_device(self) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self.on.is_cpu else as_on_cuda()
 
-    @property
-    def _rates(self) -> tuple[float, float]:
-        """Bytes and operations a second of the device; usual ones if unknown."""
-        if self.on.bandwidth_gb_s is None or self.on.tflops is None:
-            return CPU_RATES if self.on.is_cpu else _USUAL_RATES
-        first = next(self.model.parameters(), None)
-        name = str(getattr(first, "dtype", "float32")).removeprefix("torch.")
-        flops = getattr(self.on.tflops, name, None) or self.on.tflops.float32
-        return self.on.bandwidth_gb_s * 1e9, flops * 1e12
+    def step_ns(
+        self, call: PricedCall, graph: CDGraph, schedule: Schedule, blocks: int = 0
+    ) -> tuple[float, float]:
+        """Return the time of a step whose passes run this schedule, with the quickest and with the
+        slowest host. blocks: how many of them PyTorch's checkpointing runs again."""
+        steps, passes = self.steps(first_gradients(graph, call.interface)), self.step.accumulate
+        calls = sum(len(graph.nodes[i].calls) for i in schedule.computes)
+        moved_ns = 1e9 * steps.moved_bytes / rates_of(self.on).bytes_per_s
+        return step_ns(
+            self.on,
+            passes * simulate(graph, schedule).time_ns + moved_ns,
+            passes * (calls + CALLS_A_BLOCK * blocks) + steps.calls,
+        )
 
     def replayed(self, call: PricedCall) -> Scheduled:
         """Return the smallest plan found for calls of this form, replayed; searched first if there

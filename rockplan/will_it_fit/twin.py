@@ -1,8 +1,9 @@
 """Twin: a copy of a model on the meta device, in CPU memory that is never touched.
 
-takes: a module, arguments. returns: a copy on CPU if it has anything on the meta device, else the
-module itself. guarantees: no memory of the sizes of its parameters is used: it is allocated, but
-the system supplies pages only when they are written, and nothing writes to them.
+takes: a module, arguments. returns: a copy on CPU if it has anything on the meta device (or on a
+device that is full), else the module itself. guarantees: no memory of the sizes of its parameters
+is used: it is allocated, but the system supplies pages only when they are written, and nothing
+writes to them.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from rockplan.errors import InvalidInput
 from rockplan.python_state import trees
 
 
-def twin_of(model: nn.Module) -> nn.Module:
-    """Return the model itself, or, if some of it is on the meta device, a copy on the CPU that can
-    be captured: parameters without content, of their classes, zeros for all other tensors. Raises
-    InvalidInput if the system allocates no memory beyond what it has."""
-    if not any(t.is_meta for t in itertools.chain(model.parameters(), model.buffers())):
+def twin_of(model: nn.Module, device: str = "meta") -> nn.Module:
+    """Return the model itself, or, if some of it is on a device of this type, a copy on the CPU
+    that can be captured: parameters without content, of their classes, zeros for all other tensors.
+    Raises InvalidInput if the system allocates no memory beyond what it has."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    if device == "cpu" or not any(t.device.type == device for t in tensors):
         return model
     memo: dict[int, Any] = {}
-    with _OnCPU():
+    with _OnCPU(device):
         for parameter in model.parameters():
             made = torch.Tensor._make_subclass(
                 type(parameter), _unfilled(parameter), parameter.requires_grad
@@ -38,12 +40,16 @@ def twin_of(model: nn.Module) -> nn.Module:
 
 
 class _OnCPU(TorchFunctionMode):
-    """Tensors on the meta device are copied to zeros on the CPU."""
+    """Tensors on a device of this type are copied to zeros on the CPU."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
 
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if function is torch.Tensor.__deepcopy__ and args[0].is_meta:
+        if function is torch.Tensor.__deepcopy__ and args[0].device.type == self.device:
             tensor, memo = args
             memo[id(tensor)] = torch.zeros_like(tensor, device="cpu")
             return memo[id(tensor)]

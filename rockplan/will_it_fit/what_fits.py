@@ -12,7 +12,7 @@ from __future__ import annotations
 import bisect
 import functools
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -34,7 +34,7 @@ from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, in_eager_order
-from rockplan.values.schedule import Schedule
+from rockplan.values.schedule import Schedule, keep_all
 from rockplan.will_it_fit.answer import Fit, FitRow
 from rockplan.will_it_fit.captured_sizes import (
     Arguments,
@@ -222,20 +222,23 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 @dataclass(frozen=True, slots=True)
 class _Length:
     """The rows of one length. calls: of the model; ways: name -> schedule without a search;
-    planned: name -> question and calls that are planned."""
+    planned: name -> question and calls that are planned; peaks: way and calls -> batch -> bytes, of
+    the batches that were looked at."""
 
     question: FitQuestion
     calls: SizedCalls
     ways: Mapping[str, Way]
     planned: Planned
     length: int | None
+    peaks: dict[tuple[Way, int], dict[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
         """Return the rows of this length: of each way PyTorch offers, and of each kind of plan,
         every one at its own largest batch."""
         largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
         rows = [
-            self._row(name, self.calls, batch, self.ways[name]) for name, batch in largest.items()
+            self._row(name, self.calls, batch, self.ways[name], self.ways[name])
+            for name, batch in largest.items()
         ]
         if self.question.shards.are_parts:
             return [*rows, self._row_of_blocks(max(largest.values()))]
@@ -245,23 +248,28 @@ class _Length:
             wanted = max(largest[most], rows[-1].batch if question.unpaged else 0)
             batch = planned._largest_planned(calls, self.ways[most], wanted)
             way = question.faster if batch else question.replayed
-            rows.append(planned._row(name, calls, batch, way))
+            rows.append(planned._row(name, calls, batch, way, question.replayed))
         return rows
 
-    def _row(self, name: str, calls: SizedCalls, batch: int, way: Way) -> FitRow:
+    def _row(self, name: str, calls: SizedCalls, batch: int, way: Way, least: Way) -> FitRow:
         """Return the row called `name` of a way (call -> graph and schedule) at this batch. batch:
-        0 if none fits; then the figures are those of the least batch."""
+        0 if none fits; then the figures are those of the least batch. least: the way by which the
+        batch was found."""
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
         found = question.timeline(call, graph, schedule, is_eager=self._is_eager(way))
-        time_ns = simulate(graph, schedule).time_ns
-        kept_ns = self.calls.at(samples, self.length).graph.time_ns
+        blocks = len(question.blocks) if way is self.ways.get(CHECKPOINTED) else 0
+        times_ns = question.step_ns(call, graph, schedule, blocks)
+        whole = self.calls.at(samples, self.length)
+        kept_ns = question.step_ns(whole, whole.graph, keep_all(whole.graph))
         allocated_bytes, reserved_bytes = question.most_held(
             found, question.on.usable_bytes if batch else None
         )
         peak = found.peak
-        tokens_per_ns = samples * (self.length or 1) / max(time_ns, 1)
+        tokens = question.step.accumulate * samples * (self.length or 1)
+        rates = [1e9 * tokens / ns if question.on.tflops and ns else None for ns in times_ns]
+        overheads = [ns / max(kept, 1) - 1 for ns, kept in zip(times_ns, kept_ns, strict=True)]
         return FitRow(
             length=self.length,
             way=name,
@@ -272,11 +280,27 @@ class _Length:
                 *((owner.value, size) for owner, size in peak.owners.items() if size),
                 ("allocator", reserved_bytes - peak.size_bytes),
             ),
-            overhead=time_ns / kept_ns - 1 if kept_ns else 0.0,
-            tokens_per_s=tokens_per_ns * 1e9 if question.on.tflops and time_ns else None,
+            overhead=overheads[0],
+            tokens_per_s=rates[0],
+            slow_overhead=overheads[1],
+            slow_tokens_per_s=rates[1],
             host_bytes=found.host_bytes,
             is_most=batch == calls.most,
+            passes=self._passes(least, calls, batch),
+            peaks=tuple(sorted(self.peaks.get((least, id(calls)), {}).items())),
         )
+
+    def _passes(self, way: Way, calls: SizedCalls, batch: int) -> tuple[int, int] | None:
+        """Return (passes, samples of each) that accumulate the largest batch asked for, which does
+        not fit at once; None if there is no need, or no way."""
+        step = self.question.step
+        if not 0 < batch < calls.most or step.accumulate > 1 or step.in_backward:
+            return None
+        adding = replace(self.question, step=replace(step, accumulate=2))
+        # Gradients are there in the later passes.
+        most = replace(self, question=adding, peaks={})._largest(way, calls, batch)
+        passes = -(-calls.most // most) if most else 0
+        return (passes, -(-calls.most // passes)) if passes else None
 
     def _row_of_blocks(self, batch: int) -> FitRow:
         """Return the row of `solve_blocks` on sharded models: re-execute whole blocks, as few as
@@ -296,7 +320,8 @@ class _Length:
         least = bisect.bisect_left(range(len(blocks)), x=True, key=fits) if batch else len(blocks)
         if batch and not fits(least):
             least, batch = len(blocks), self._largest(every, self.calls)
-        return self._row("rockplan, blocks", self.calls, batch, functools.partial(way, count=least))
+        found = functools.partial(way, count=least)
+        return self._row("rockplan, blocks", self.calls, batch, found, found)
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """Return the largest batch with which a step by a plan fits: by the smallest plan of an
@@ -316,13 +341,14 @@ class _Length:
             batch = self._largest(question.replayed, calls)
         return batch
 
-    def _largest(self, way: Way, calls: SizedCalls) -> int:
-        """Return the largest batch with which a training step by `way` fits on the device, 0 if
-        none does. (By bisection: if a batch does not fit, larger ones do not. Where live bytes
-        alone decide, next to where a line through those of the last two batches says.)"""
+    def _largest(self, way: Way, calls: SizedCalls, most: int = 0) -> int:
+        """Return the largest batch, of `most` samples at most (0: as asked for), with which a
+        training step by `way` fits on the device, 0 if none does. (By bisection: if a batch does
+        not fit, larger ones do not. Where live bytes alone decide, next to where a line through
+        those of the last two batches says.)"""
         timeline, usable_bytes = self._timelines(way, calls), self.question.on.usable_bytes
         untried: set[int] = set()
-        peaks: dict[int, int] = {}
+        peaks = self.peaks[way, id(calls)] = {}
 
         def fits(batch: int) -> bool:
             try:
@@ -333,8 +359,8 @@ class _Length:
             peaks[batch] = found.peak.size_bytes
             return self.question.fits(found)
 
-        fitting, beyond = calls.least - 1, calls.most + 1
-        tried = calls.most
+        tried = most or calls.most
+        fitting, beyond = calls.least - 1, tried + 1
         while fitting + 1 < beyond:
             if fits(tried):
                 fitting = tried
@@ -346,6 +372,8 @@ class _Length:
             if is_decided and a != b:
                 on_line = x + (usable_bytes - a) * (y - x) // (b - a)
                 tried = min(max(on_line, fitting + 1), beyond - 1)
+        if len(peaks) == 1:
+            fits(calls.first)  # so that there is a line to draw
         if beyond in untried:
             self.question.untried.add((beyond, self.length))
         return fitting if fitting >= calls.least else 0

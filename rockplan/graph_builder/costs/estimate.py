@@ -1,6 +1,6 @@
 """Estimates: cost of calls from their specs, without execution.
 
-takes: a CDGraph, rates of a machine. returns: OpCost of a call (`estimate`), a Profile
+takes: a CDGraph, Rates of a machine. returns: OpCost of a call (`estimate`), a Profile
 (`roofline`); estimated costs have `repeats` 0.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,42 +22,55 @@ from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
 from rockplan.values.graph import Call, CDGraph, refs
 from rockplan.values.profile import OpCost, Profile
 
-# (bytes/s, flop/s) for an operator that cannot be run: one ordinary core, or accelerator.
-CPU_RATES = (10e9, 50e9)
-_CUDA_RATES = (1e12, 50e12)
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """Bytes read and written, and floating-point operations, a second."""
+
+    bytes_per_s: float
+    flops_per_s: float
+
+    def ns(self, call: Call, dtype: str, flops: int, moved_bytes: float) -> float:
+        """Return the time of a call: the larger of what its bytes and its operations (of matrix
+        products, convolutions and attention) take. dtype: of its first operand."""
+        return 1e9 * max(moved_bytes / self.bytes_per_s, flops / self.flops_per_s)
+
+    def __str__(self) -> str:
+        return f"{self.bytes_per_s:g} B/s, {self.flops_per_s:g} flop/s"
+
+
+# For an operator that cannot be run: one ordinary core, or accelerator.
+CPU_RATES = Rates(10e9, 50e9)
+CUDA_RATES = Rates(1e12, 50e12)
 
 # Bandwidth between processes as a share of that of memory.
 _LINK_SHARE = 0.1
 
 
-def roofline(
-    graph: CDGraph, bytes_per_s: float, flops_per_s: float, keys: Keys | None = None
-) -> Profile:
+def roofline(graph: CDGraph, rates: Rates, keys: Keys | None = None) -> Profile:
     """Return the profile of `graph` on a machine with these rates, without running anything: sizes
-    of results from their specs, no workspace. The time of a call is the larger of bytes read and
-    written over `bytes_per_s` and floating-point operations (of matrix products, convolutions and
-    attention) over `flops_per_s`. keys: those of the calls of `graph`, None to compute them."""
+    of results from their specs, no workspace. keys: those of the calls of `graph`, None to compute
+    them."""
     costs: dict[str, OpCost] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
         for call, key in zip(node.calls, own_keys, strict=True):
-            cost = estimate(graph, call, bytes_per_s, flops_per_s)
+            cost = estimate(graph, call, rates)
             costs[key] = _larger(costs.get(key, cost), cost)
-    rates = f"{bytes_per_s:g} B/s, {flops_per_s:g} flop/s"
     return Profile(
         source="roofline",
-        device=rates,
+        device=str(rates),
         torch_version=torch.__version__,
         threads=torch.get_num_threads(),
         costs=tuple(sorted(costs.items())),
     )
 
 
-def fallback_rates(graph: CDGraph) -> tuple[float, float]:
-    return _CUDA_RATES if torch.device(device_of(graph)).type == "cuda" else CPU_RATES
+def fallback_rates(graph: CDGraph) -> Rates:
+    return CUDA_RATES if torch.device(device_of(graph)).type == "cuda" else CPU_RATES
 
 
-def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> OpCost:
-    """Return the cost of a call from the specs of its arguments and results: time in ns by the two
+def estimate(graph: CDGraph, call: Call, rates: Rates) -> OpCost:
+    """Return the cost of a call from the specs of its arguments and results: time in ns by the
     rates, no workspace, for each result the bytes of its storage; 0 for results that are unnamed or
     in a storage counted before. Its `repeats` is 0, which marks an estimate."""
     seen = {graph.values[ref.index].data for ref in refs(call)}
@@ -69,21 +82,23 @@ def estimate(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float)
         seen.add(graph.values[value].data)
         spec = graph.values[value].spec
         sizes.append(needed_bytes(spec))
-    return OpCost(_estimated_ns(graph, call, bytes_per_s, flops_per_s), 0, 0, tuple(sizes), 0)
+    return OpCost(_estimated_ns(graph, call, rates), 0, 0, tuple(sizes), 0)
 
 
 def estimated_ns(graph: CDGraph) -> tuple[int, ...]:
     """Return the time in ns of each node on an ordinary machine, from specs of its calls."""
     rates = fallback_rates(graph)
-    return tuple(sum(_estimated_ns(graph, c, *rates) for c in n.calls) for n in graph.nodes)
+    return tuple(sum(_estimated_ns(graph, c, rates) for c in n.calls) for n in graph.nodes)
 
 
-def _estimated_ns(graph: CDGraph, call: Call, bytes_per_s: float, flops_per_s: float) -> int:
-    given = [ref.index for ref in refs(call)]
-    moved = sum(distinct_bytes(graph.values[v].spec) for v in dict.fromkeys((*given, *call.made)))
+def _estimated_ns(graph: CDGraph, call: Call, rates: Rates) -> int:
+    specs = [
+        graph.values[v].spec for v in dict.fromkeys((*(r.index for r in refs(call)), *call.made))
+    ]
+    moved: float = sum(map(distinct_bytes, specs))
     if facts.facts_of(call.op).effect is Effect.COMMUNICATES:
-        bytes_per_s *= _LINK_SHARE
-    return round(1e9 * max(moved / bytes_per_s, flops_of(graph, call) / flops_per_s))
+        moved /= _LINK_SHARE
+    return round(rates.ns(call, specs[0].dtype if specs else "", flops_of(graph, call), moved))
 
 
 def _larger(a: OpCost, b: OpCost) -> OpCost:

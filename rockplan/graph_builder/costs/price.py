@@ -81,7 +81,7 @@ def measure(
         if key in memory:
             costs[key] = cost_of(times[key], memory[key])
         else:
-            costs[key] = estimate(graph, call, *fallback_rates(graph))
+            costs[key] = estimate(graph, call, fallback_rates(graph))
     return profile_of("measured", device_of(graph), {key: costs[key] for key in calls})
 
 

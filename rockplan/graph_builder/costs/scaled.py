@@ -90,7 +90,7 @@ def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Pro
         workspace_bytes = plain_workspace_bytes(graph, call)
         if workspace_bytes is None:
             waiting[key] = call
-        cost = estimate(graph, call, *rates)
+        cost = estimate(graph, call, rates)
         costs[key] = replace(cost, workspace_bytes=workspace_bytes or 0)
     with as_executed(graph):
         for key, memory in measure_memory(inputs_of(graph, values), waiting).items():
