@@ -69,7 +69,11 @@ def explained(model: nn.Module | None = None) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        error.add_note(_note([*_calls(frames), *last], frames))
+        calls = [*_calls(frames)]
+        modules = [call.module for call in calls]
+        # What a hook has seen says more, where the call is on the way to the error.
+        seen = [call for call in last if not calls or call.module in modules]
+        error.add_note(_note([*seen, *calls], frames))
         raise
     finally:
         if hook:
@@ -112,7 +116,7 @@ def _note(calls: list[_FailedCall], frames: list[FrameType]) -> str:
     on = next((p.device for p in call.module.parameters()), torch.device("cpu"))
     autocast = torch.autocast(on.type, call.autocast, enabled=call.autocast is not None)
     try:
-        with autocast, torch.enable_grad():
+        with autocast, torch.enable_grad(), torch.device("cpu"):
             return _told(call, on, frames)
     except Exception as error:  # the caller has an error already, which must not be lost
         return f"rockplan cannot say what took the memory: {type(error).__name__}: {error}"

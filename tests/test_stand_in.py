@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+import rockplan
 from benchmarks import stand_in
 
 ROOT = Path(__file__).parent.parent
@@ -96,6 +98,23 @@ def test_memory_of_a_device_is_bounded_and_its_own() -> None:
     del held
     if torch.cuda.device_count() > 1:
         assert torch.cuda.mem_get_info(1) == (all_bytes, all_bytes)
+
+
+@ON_THE_STAND_IN
+def test_out_of_memory_is_explained_on_a_device_that_is_full() -> None:
+    model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to("cuda:0")
+    x = torch.randn(1 << 16, 256, device="cuda:0")
+    with pytest.raises(torch.OutOfMemoryError) as found, rockplan.explained(model):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = model(x).square().mean()
+        torch.cuda.empty_cache()
+        left_bytes = torch.cuda.mem_get_info(0)[0] - (4 << 20)
+        held = torch.empty(left_bytes, dtype=torch.uint8, device="cuda:0")
+        loss.backward()
+    del held
+    note = " ".join(found.value.__notes__[0].split())
+    assert "Sequential needs" in note and "under autocast of bfloat16" in note, note
+    assert "kept whole" in note and "(computes nothing)" in note
 
 
 @ON_THE_STAND_IN
