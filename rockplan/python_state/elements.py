@@ -28,7 +28,7 @@ import weakref
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -60,12 +60,14 @@ _LARGEST_ARRAY_BYTES = 1 << 20
 class Access:
     """How objects of a class hold others. read: list the elements of one, in order; write: make it
     hold exactly these; named: name an element in a message, from the name of the object and the
-    key; can_change: other elements may come in place of these."""
+    key; can_change: other elements may come in place of these; parts: list all that the elements
+    follow from, in less time than `read` takes, () for none."""
 
     read: Callable[[Any], list[Element]]
     write: Callable[[Any, list[Element]], object]
     named: Callable[[str, Any], str]
     can_change: bool = True
+    parts: Callable[[Any], tuple[Any, ...]] = lambda owner: ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,7 +241,8 @@ def _of_class(kind: type) -> list[Element]:
 
 
 _MAKING = ("__init__", "__new__", "__init_subclass__", "__del__")
-ON_CLASS = _each(_of_class, type.__setattr__, type.__delattr__)
+_SET_ON_CLASS = _each(_of_class, type.__setattr__, type.__delattr__)
+ON_CLASS = replace(_SET_ON_CLASS, parts=lambda kind: (*vars(kind), *vars(kind).values()))
 
 
 def _class(kind: type) -> list[Element]:
@@ -322,6 +325,11 @@ def _tensor(tensor: torch.Tensor) -> list[Element]:
     attributes = [(name, value) for name, value in space.items() if name not in own]
     flag = tensor.requires_grad
     return [("", "a tensor"), ("", id(tensor)), ("requires_grad", flag), *attributes]
+
+
+def _tensor_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
+    space = object.__getattribute__(tensor, "__dict__")
+    return (tensor.requires_grad, *space, *space.values())
 
 
 def _write_tensor(tensor: torch.Tensor, elements: list[Element]) -> None:
@@ -422,9 +430,8 @@ def _array(owner: Any) -> list[Element]:
 
 
 def _write_array(owner: Any, elements: list[Element]) -> None:
-    is_of_objects = isinstance(owner, numpy.ndarray) and owner.dtype == object
     content = elements[0][1] if elements else b""
-    if is_of_objects:
+    if isinstance(owner, numpy.ndarray) and owner.dtype == object:
         for position, value in elements:
             owner[position] = value
     elif isinstance(owner, array):
@@ -455,10 +462,6 @@ def _frame(owner: types.GeneratorType[Any, Any, Any]) -> list[Element]:
     return [("", -1)] if frame is None else [("", frame.f_lasti), *frame.f_locals.items()]
 
 
-def _referents(owner: Any) -> list[Element]:
-    return [("", part) for part in gc.get_referents(owner)]
-
-
 # The table
 
 _NUMBERS: tuple[Any, ...] = (int, float, complex, str, bytes)
@@ -479,12 +482,12 @@ _ITERATORS += tuple(type(iter(one)) for one in _ITERATED)
 _ITERATORS += (type(iter(range(1 << 70))), type(reversed([])))
 
 _WHOLE: tuple[tuple[Any, Access], ...] = (
-    (torch.Tensor, _row(_tensor, _write_tensor, _attribute)),
+    (torch.Tensor, replace(_row(_tensor, _write_tensor, _attribute), parts=_tensor_parts)),
     (type, _row(_class)),
     (types.FunctionType, _row(_function, _write_function, _of_function)),
     (_BOUND_IN_C, _row(lambda f: [("", f.__name__), ("", f.__self__)])),
     (numpy.generic, _row(lambda v: [(str(v.dtype), v.tobytes())])),
-    (_ALWAYS_ALIKE, _row(_referents)),
+    (_ALWAYS_ALIKE, _row(lambda v: (("", part) for part in gc.get_referents(v)))),
     (functools._lru_cache_wrapper, _row(lambda f: [("", f.__wrapped__)])),
     (types.CellType, CELL),
     (weakref.ref, _row(lambda ref: [("", ref())])),
@@ -590,10 +593,8 @@ def _composed(kind: type, own: Access | None) -> Access:
 
 def same_elements(one: list[Element], other: list[Element]) -> bool:
     """True if both lists have the same objects in the same order."""
-    return len(one) == len(other) and all(
-        _is_same(*keys) and _is_same(*values)
-        for keys, values in (zip(*pair, strict=True) for pair in zip(one, other, strict=True))
-    )
+    flat = map(itertools.chain.from_iterable, (one, other))
+    return len(one) == len(other) and all(map(_is_same, *flat))
 
 
 def _is_same(one: Any, other: Any) -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextvars
 import io
+import operator
 import queue
 import threading
 import types
@@ -57,12 +58,13 @@ _OF_FUNCTION = Access(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An object, or part of one, and what it held."""
+    """An object, or part of one, and what it held. parts: of `row`."""
 
     place: Place
     owner: Any
     row: Access
     elements: list[Element]
+    parts: tuple[Any, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,19 +99,23 @@ class Surroundings:
             if guarded[n] and row and row.can_change and not is_generator(type(owner)):
                 row = _OF_FUNCTION if type(value) is types.FunctionType else row
                 elements = _guarded(row, row.read(owner), names)
-                held.append(_Held(walk.place(n), owner, row, elements))
+                held.append(_Held(walk.place(n), owner, row, elements, row.parts(owner)))
         return cls(tuple(held), names, _holds_registered(walk, module))
 
     def changed(self) -> Place | None:
         """Return the first place that holds something else now, None if there is none. New tables
         of tensors by size, and equal contents, do not count."""
         for one in self.held:
+            parts = one.row.parts(one.owner)
+            if parts and len(parts) == len(one.parts) and all(map(operator.is_, parts, one.parts)):
+                continue
             now = _guarded(one.row, one.row.read(one.owner), self.names)
             if not same_elements(now, one.elements):
                 before, after = _by_key(one.elements), _by_key(now)
                 for key in {**before, **after}:
                     pair = before.get(key, GONE), after.get(key, GONE)
-                    if not (_is_new_table(one.row, key, *pair) or _is_alike(*pair)):
+                    is_alike = not any(v is GONE for v in pair) and is_same(*pair)
+                    if not (is_alike or _is_new_table(one.row, key, *pair)):
                         return Place(one.row.named(one.place.text, key), one.place.module)
         return None
 
@@ -158,12 +164,8 @@ def _holds_registered(walk: Walk, module: nn.Module) -> bool:
 
 
 def _by_key(elements: list[Element]) -> dict[Any, Any]:
-    return {_hashable(key): value for key, value in elements}
-
-
-def _hashable(key: Any) -> Any:
-    """Return a dictionary key that equals itself: tensors compare by identity."""
-    return ("tensor", id(key)) if isinstance(key, torch.Tensor) else key
+    # Tensors among the keys of dictionaries compare by identity.
+    return {("", id(k)) if isinstance(k, torch.Tensor) else k: value for k, value in elements}
 
 
 def _is_new_table(row: Access, key: Any, before: Any, now: Any) -> bool:
@@ -174,7 +176,3 @@ def _is_new_table(row: Access, key: Any, before: Any, now: Any) -> bool:
 
 # Classes of the keys of such dictionaries.
 _SIZES = (int, float, tuple, torch.dtype, torch.device)
-
-
-def _is_alike(one: Any, other: Any) -> bool:
-    return one is not GONE and other is not GONE and is_same(one, other)

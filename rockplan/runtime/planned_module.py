@@ -172,7 +172,8 @@ def _bound(planned: HasPlans, call: Called) -> BoundProgram | None:
         bound = bound or matching(state.programs.get(call.key, ()), leaves)
     if bound is None:
         with PLANNING, paused_collection():
-            bound = bound_program(planned, call)
+            bound = state.choose(call.key, leaves) if state.chosen else None
+            bound = bound or bound_program(planned, call)
     return bound
 
 
