@@ -946,6 +946,14 @@ def test_a_batch_that_does_not_fit_is_accumulated() -> None:
     assert samples <= each.batch <= row.batch
 
 
+def test_of_a_list_the_first_device_that_holds_the_largest_batch_is_taken() -> None:
+    model, args, _ = mlp()
+    devices, asked = ["500MiB", "640MiB", "2GiB", "80GiB"], {0: (256, 65536)}
+    found = rockplan.fit(model, args, devices, sizes=asked, options=QUICK)
+    assert found.device == "2GiB"
+    assert rockplan.fit(model, args, devices[:2], sizes=asked, options=QUICK).device == "640MiB"
+
+
 def test_the_page_draws_bytes_over_batch_for_each_length(tmp_path: Path) -> None:
     """A line for each way with a mark, the device's limit, and nothing that runs or is loaded."""
     file = tmp_path / "fit.html"

@@ -15,7 +15,7 @@ from rockplan.machine import total_bytes
 @pytest.mark.parametrize("row", GPUS, ids=str)
 def test_a_row_is_found_by_its_name_and_consistent(row: Gpu) -> None:
     assert gpu(row.name) is gpu(row.name.upper()) is gpu(row) is row
-    assert row.source and row.bandwidth_gb_s and row.link_gb_s and row.capability
+    assert row.bandwidth_gb_s and row.link_gb_s and row.capability
     if row.tflops:
         # Units for bfloat16 came with compute capability 8.0.
         has_bf16 = row.capability >= (8, 0)

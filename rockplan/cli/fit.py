@@ -33,7 +33,10 @@ def fit(
     ] = "",
     gpu: Annotated[
         str,
-        typer.Option(metavar="NAME|BYTES", help="A name, 80GiB, cuda, cpu; list for the names."),
+        typer.Option(
+            metavar="NAME|BYTES",
+            help="A name, 80GiB, cuda, cpu; several: the first that does; list for the names.",
+        ),
     ] = "",
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="Of torch.optim, such as adamw; none for none.")
@@ -114,7 +117,7 @@ def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -
 
     if not gpu:
         raise InvalidInput("say --gpu NAME; --gpu list shows them")
-    device = device_of(gpu)
+    device = [*map(device_of, gpu.split(","))]
     if not model:
         raise InvalidInput("fit needs a MODEL: write 'module:factory' or 'file.py:factory'")
     subject = make_subject(model)

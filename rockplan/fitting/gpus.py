@@ -1,16 +1,16 @@
 """Devices: bytes, bandwidth, arithmetic, link, and what PyTorch and its libraries hold on them.
 
 takes: a name ('h100-80'), bytes ('80GiB'), or a device of this machine. returns: Gpu. guarantees:
-none about rates: bandwidth and link are a vendor's peaks, written down from memory of the document
-that a row names, and not compared with it; products are of PyTorch as others measured them (largest
-of square ones; zzc0721/torch-performance-test-data on GitHub, database.md). What steps reach of
-both is in `rates`.
+none about rates: bandwidth and link are a vendor's peaks, written down from memory of data sheets
+and white papers, and not compared with them; products are of PyTorch as others measured them
+(largest of square ones; zzc0721/torch-performance-test-data on GitHub, database.md), of boards with
+SXM where there are others. What steps reach of both is in `rates`.
 """
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -59,7 +59,6 @@ class Gpu:
     bandwidth_gb_s: float | None = None
     tflops: Tflops | None = None
     link_gb_s: float | None = None
-    source: str = ""
     at_hand: str = ""
     host_us: tuple[float, float] = HOST_US
 
@@ -181,9 +180,8 @@ def _cuda(device: Any) -> Gpu:
         ) from error
     rows = _named(found.name)
     row = rows[0] if len(rows) == 1 else Gpu(found.name, found.total_memory)
-    facts = (row.bandwidth_gb_s, row.tflops, row.link_gb_s, row.source)
     capability = (found.major, found.minor)
-    return Gpu(row.name, found.total_memory, capability, *facts, at_hand="cuda")
+    return replace(row, memory_bytes=found.total_memory, capability=capability, at_hand="cuda")
 
 
 def _raise_unknown(device: object, rows: tuple[Gpu, ...]) -> Gpu:
@@ -202,12 +200,11 @@ def _row(
     bandwidth_gb_s: float,
     tflops: tuple[float, float, float] | None,
     link_gb_s: float,
-    source: str,
 ) -> Gpu:
     """Return one row of GPUS. tflops: Tflop/s in float32, float16, bfloat16, None if nobody has
-    published them; source: of bandwidth and link."""
+    published them."""
     rates = tflops and Tflops(*tflops)
-    return Gpu(name, int(memory_gib * _GIB), capability, bandwidth_gb_s, rates, link_gb_s, source)
+    return Gpu(name, int(memory_gib * _GIB), capability, bandwidth_gb_s, rates, link_gb_s)
 
 
 _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0
@@ -215,37 +212,21 @@ _PCIE_3, _PCIE_4, _PCIE_5 = 16.0, 32.0, 64.0
 
 # fmt: off
 GPUS: tuple[Gpu, ...] = (
-    _row("t4", 14.56, (7, 5), 320, (4.17, 41.91, 2.46), _PCIE_3,
-         "NVIDIA T4 data sheet"),
-    _row("v100-16", 15.77, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3,
-         "NVIDIA V100 data sheet, SXM2"),
-    _row("v100-32", 31.73, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3,
-         "NVIDIA V100 data sheet, SXM2"),
-    _row("rtx-3090", 23.55, (8, 6), 936, (24.46, 75.64, 76.34), _PCIE_4,
-         "NVIDIA Ampere GA102 white paper"),
-    _row("rtx-4090", 23.52, (8, 9), 1008, (53.84, 168.38, 164.81), _PCIE_4,
-         "NVIDIA Ada white paper"),
-    _row("rtx-5090", 31.34, (12, 0), 1792, (69.83, 223.98, 236.99), _PCIE_5,
-         "NVIDIA RTX Blackwell white paper"),
-    _row("rtx-a6000", 47.40, (8, 6), 768, (23.92, 120.49, 123.34), _PCIE_4,
-         "NVIDIA RTX A6000 data sheet, and Ampere GA102 white paper"),
-    _row("a10", 21.96, (8, 6), 600, None, _PCIE_4,
-         "NVIDIA A10 data sheet"),
-    _row("a10g", 21.96, (8, 6), 600, (23.37, 69.47, 69.47), _PCIE_4,
-         "NVIDIA A10G data sheet"),
-    _row("l4", 22.03, (8, 9), 300, (15.38, 68.83, 70.89), _PCIE_4,
-         "NVIDIA L4 data sheet"),
-    _row("l40s", 44.31, (8, 9), 864, (46.88, 264.02, 269.15), _PCIE_4,
-         "NVIDIA L40S data sheet"),
-    _row("a100-40", 39.25, (8, 0), 1555, (18.11, 247.63, 246.33), _PCIE_4,
-         "NVIDIA A100 data sheet"),
-    _row("a100-80", 79.14, (8, 0), 2039, (19.18, 258.74, 264.53), _PCIE_4,
-         "NVIDIA A100 data sheet, SXM; PCIe has 1935 GB/s"),
-    _row("h100-80", 79.10, (9, 0), 3350, (52.11, 758.14, 783.66), _PCIE_5,
-         "NVIDIA H100 data sheet, SXM; PCIe has 2000 GB/s, and 496 Tflop/s in bfloat16"),
-    _row("h200", 139.71, (9, 0), 4800, (51.34, 759.40, 790.29), _PCIE_5,
-         "NVIDIA H200 data sheet, SXM"),
-    _row("b200", 178.35, (10, 0), 7700, (66.24, 1627.64, 1696.03), _PCIE_5,
-         "NVIDIA HGX B200 data sheet, an eighth"),
+    _row("t4", 14.56, (7, 5), 320, (4.17, 41.91, 2.46), _PCIE_3),
+    _row("v100-16", 15.77, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3),
+    _row("v100-32", 31.73, (7, 0), 900, (14.06, 94.84, 10.34), _PCIE_3),
+    _row("rtx-3090", 23.55, (8, 6), 936, (24.46, 75.64, 76.34), _PCIE_4),
+    _row("rtx-4090", 23.52, (8, 9), 1008, (53.84, 168.38, 164.81), _PCIE_4),
+    _row("rtx-5090", 31.34, (12, 0), 1792, (69.83, 223.98, 236.99), _PCIE_5),
+    _row("rtx-a6000", 47.40, (8, 6), 768, (23.92, 120.49, 123.34), _PCIE_4),
+    _row("a10", 21.96, (8, 6), 600, None, _PCIE_4),
+    _row("a10g", 21.96, (8, 6), 600, (23.37, 69.47, 69.47), _PCIE_4),
+    _row("l4", 22.03, (8, 9), 300, (15.38, 68.83, 70.89), _PCIE_4),
+    _row("l40s", 44.31, (8, 9), 864, (46.88, 264.02, 269.15), _PCIE_4),
+    _row("a100-40", 39.25, (8, 0), 1555, (18.11, 247.63, 246.33), _PCIE_4),
+    _row("a100-80", 79.14, (8, 0), 2039, (19.18, 258.74, 264.53), _PCIE_4),
+    _row("h100-80", 79.10, (9, 0), 3350, (52.11, 758.14, 783.66), _PCIE_5),
+    _row("h200", 139.71, (9, 0), 4800, (51.34, 759.40, 790.29), _PCIE_5),
+    _row("b200", 178.35, (10, 0), 7700, (66.24, 1627.64, 1696.03), _PCIE_5),
 )
 # fmt: on

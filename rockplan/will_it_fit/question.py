@@ -77,6 +77,10 @@ Smallest = tuple[tuple[int, ...], Schedule]
 """Storages that are paged, and a schedule of the graph with their copies."""
 
 
+class TooSmall(InvalidInput):
+    """A device does not hold the parameters."""
+
+
 @dataclass(slots=True)
 class FitQuestion:
     """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
@@ -136,7 +140,7 @@ class FitQuestion:
             return
         gathered_text = format_bytes(gathered_bytes(self.groups))
         whole = f", and {gathered_text} are gathered at a time" if self.groups else ""
-        raise InvalidInput(
+        raise TooSmall(
             f"{self.on} has {format_bytes(max(room_bytes, 0))} beside its context and workspaces "
             f"of cuBLAS, and parameters and buffers{self.shards} alone take "
             f"{format_bytes(self._model_bytes)}{whole}; with gradients and optimizer "

@@ -10,6 +10,7 @@ torch.compile keeps of a checkpointed block is its own choice.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -49,7 +50,7 @@ from rockplan.will_it_fit.limits import (
     refuse_elsewhere,
 )
 from rockplan.will_it_fit.messages import messages_once
-from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled
+from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled, TooSmall
 from rockplan.will_it_fit.twin import twin_of, with_values
 
 KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
@@ -77,7 +78,8 @@ def fit(
 
     model, sample_input, sample_kwargs: as for `solve`; either may be on the meta device. device: a
     name ('h100-80'), bytes (80 * 2**30, '80GiB'), or a torch.device of this machine, the CPU among
-    them, where operators and kernels run to see what memory they take. optimizer: a
+    them, where operators and kernels run to see what memory they take; or a list, cheapest first:
+    the first on which the largest batch fits at each length, else the last. optimizer: a
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
     dimension 0, the batch, and 1, the length; powers of two and the ends of a range are examined; a
     dimension without a range stays as in the sample. step: what else a training step does. options:
@@ -87,7 +89,14 @@ def fit(
     Raises InvalidInput for an unknown device or optimizer, and if the device does not hold the
     parameters; what `plan` raises for a model that cannot be captured, with what is known even so.
     """
-    on = gpu(device)
+    *cheaper, on = map(gpu, device if isinstance(device, list | tuple) else [device])
+    asked: dict[str, Any] = {"sizes": sizes, "sample_kwargs": sample_kwargs, "step": step}
+    asked |= {"optimizer": optimizer, "options": options, "gpus": gpus, "shard": shard}
+    for one in cheaper:
+        with contextlib.suppress(TooSmall):
+            found = fit(model, sample_input, one, **asked)
+            if {row.length for row in found.rows if row.is_most} >= {r.length for r in found.rows}:
+                return found
     given = unplanned(model) if isinstance(model, nn.Module) else model
     model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
