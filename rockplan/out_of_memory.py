@@ -68,12 +68,7 @@ def explained(model: nn.Module | None = None) -> Iterator[None]:
     try:
         yield
     except torch.OutOfMemoryError as error:
-        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-        calls = [*_calls(frames)]
-        modules = [call.module for call in calls]
-        # What a hook has seen says more, where the call is on the way to the error.
-        seen = [call for call in last if not calls or call.module in modules]
-        error.add_note(_note([*seen, *calls], frames))
+        error.add_note(_note(error, last))
         raise
     finally:
         if hook:
@@ -105,8 +100,14 @@ def _calls(frames: list[FrameType]) -> Iterator[_FailedCall]:
             yield _FailedCall(module, _shapes(arguments), next(iter(short), None))
 
 
-def _note(calls: list[_FailedCall], frames: list[FrameType]) -> str:
-    """Return what is known of the first of the calls, as text."""
+def _note(error: BaseException, last: list[_FailedCall]) -> str:
+    """Return what is known of the call that failed, as text. last: what the hook of a model has
+    seen. (Nothing but this function may hold frames, which hold the memory of the device.)"""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = [*_calls(frames)]
+    modules = [call.module for call in calls]
+    # What a hook has seen says more, where the call is on the way to the error.
+    calls = [call for call in last if not calls or call.module in modules] + calls
     if not calls:
         return (
             "rockplan: no call of a module is on the way to this error. "
@@ -118,8 +119,8 @@ def _note(calls: list[_FailedCall], frames: list[FrameType]) -> str:
     try:
         with autocast, torch.enable_grad(), torch.device("cpu"):
             return _told(call, on, frames)
-    except Exception as error:  # the caller has an error already, which must not be lost
-        return f"rockplan cannot say what took the memory: {type(error).__name__}: {error}"
+    except Exception as why:  # the caller has an error already, which must not be lost
+        return f"rockplan cannot say what took the memory: {type(why).__name__}: {why}"
 
 
 def _optimizers(frames: list[FrameType], model: nn.Module) -> Iterator[Factory]:

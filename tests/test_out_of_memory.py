@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -104,6 +107,24 @@ def test_without_such_an_error_nothing_is_said() -> None:
     with pytest.raises(ValueError) as found, rockplan.explained():
         raise ValueError("other")
     assert not hasattr(found.value, "__notes__")
+
+
+def test_what_the_error_held_goes_with_it() -> None:
+    model, held = Net(fails=True), []
+
+    def step() -> None:
+        x = torch.zeros(64, 8)
+        held.append(weakref.ref(x))
+        model(x)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(torch.OutOfMemoryError), rockplan.explained():
+            step()
+        assert held[0]() is None
+    finally:
+        gc.enable()
 
 
 def test_what_cannot_be_explained_stays_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

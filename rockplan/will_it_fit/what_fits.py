@@ -55,6 +55,9 @@ from rockplan.will_it_fit.twin import twin_of, with_values
 
 KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 
+PASSES = 8
+"""Numbers of passes that are tried to accumulate a batch."""
+
 Way = Callable[[PricedCall], Scheduled]
 
 
@@ -306,10 +309,16 @@ class _Length:
         if not 0 < batch < calls.most or step.accumulate > 1 or step.in_backward:
             return None
         adding = replace(self.question, step=replace(step, accumulate=2))
-        # Gradients are there in the later passes.
-        most = replace(self, question=adding, peaks={})._largest(way, calls, batch)
-        passes = -(-calls.most // most) if most else 0
-        return (passes, -(-calls.most // passes)) if passes else None
+        timeline = replace(self, question=adding)._timelines(way, calls)
+        fewest = -(-calls.most // batch)
+        for passes in range(fewest, fewest + PASSES):
+            samples = -(-calls.most // passes)
+            if samples < min(batch, calls.first):
+                break
+            # Gradients are there in the later passes.
+            if adding.fits(timeline(samples)):
+                return passes, samples
+        return None
 
     def _row_of_blocks(self, batch: int) -> FitRow:
         """Return the row of `solve_blocks` on sharded models: re-execute whole blocks, as few as
@@ -350,11 +359,10 @@ class _Length:
             batch = self._largest(question.replayed, calls)
         return batch
 
-    def _largest(self, way: Way, calls: SizedCalls, most: int = 0) -> int:
-        """Return the largest batch, of `most` samples at most (0: as asked for), with which a
-        training step by `way` fits on the device, 0 if none does. (By bisection: if a batch does
-        not fit, larger ones do not. Where live bytes alone decide, next to where a line through
-        those of the last two batches says.)"""
+    def _largest(self, way: Way, calls: SizedCalls) -> int:
+        """Return the largest batch with which a training step by `way` fits on the device, 0 if
+        none does. (By bisection: if a batch does not fit, larger ones do not. Where live bytes
+        alone decide, next to where a line through those of the last two batches says.)"""
         timeline, usable_bytes = self._timelines(way, calls), self.question.on.usable_bytes
         untried: set[int] = set()
         peaks = self.peaks[way, id(calls)] = {}
@@ -368,8 +376,8 @@ class _Length:
             peaks[batch] = found.peak.size_bytes
             return self.question.fits(found)
 
-        tried = most or calls.most
-        fitting, beyond = calls.least - 1, tried + 1
+        fitting, beyond = calls.least - 1, calls.most + 1
+        tried = calls.most
         while fitting + 1 < beyond:
             if fits(tried):
                 fitting = tried
