@@ -40,10 +40,22 @@ def _vision() -> Any:
     return transformers.ViTForImageClassification(config)
 
 
+def _unet() -> Any:
+    import diffusers
+
+    return diffusers.UNet2DConditionModel(
+        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=8,
+        block_out_channels=(32, WIDTH), cross_attention_dim=WIDTH, attention_head_dim=16,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+    )  # fmt: skip
+
+
 MODELS: dict[str, Callable[[], Any]] = {
     "Llama": lambda: _language("Llama"),
     "Qwen3": lambda: _language("Qwen3"),
     "ViT": _vision,
+    "UNet": _unet,
 }
 
 
@@ -51,12 +63,15 @@ def call_of(model: str) -> dict[str, Any]:
     """The arguments of one call, by name."""
     if model == "ViT":
         return {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.arange(4)}
+    if model == "UNet":
+        names = {"sample": (2, 4, 16, 16), "encoder_hidden_states": (2, 8, WIDTH)}
+        return {"timestep": torch.arange(2)} | {n: torch.randn(shape) for n, shape in names.items()}
     ids = torch.randint(0, VOCABULARY, (4, SEQUENCE))
     return {"input_ids": ids, "labels": ids}
 
 
 def loss_of(result: Any) -> torch.Tensor:
-    loss: torch.Tensor = result.loss
+    loss: torch.Tensor = result.sample.square().mean() if "sample" in result else result.loss
     return loss
 
 
@@ -86,18 +101,106 @@ def _four(model: str, kind: str, is_double: bool = False, dtype: Any = torch.flo
     )  # fmt: skip
 
 
+def _quantized(model: str, kind: str, **settings: Any) -> Any:
+    """A model of transformers quantized by torchao, by `kind` of its configurations."""
+    import torchao.quantization
+    import transformers
+
+    if "group" in settings:
+        settings["granularity"] = torchao.quantization.PerGroup(settings.pop("group"))
+    configuration = getattr(torchao.quantization, f"{kind}Config")(**settings)
+    return _loaded(model, transformers.TorchAoConfig(quant_type=configuration))
+
+
+def _replaced(model: str, of: Callable[[nn.Linear], nn.Module]) -> Any:
+    """The model, frozen, with `of` each linear layer but the head in its place."""
+    made = MODELS[model]().requires_grad_(False)
+    for name, layer in [*made.named_modules()]:
+        if type(layer) is nn.Linear and name != "lm_head":
+            made.set_submodule(name, of(layer).requires_grad_(False))
+    return made
+
+
+def _normal_float(layer: nn.Linear) -> nn.Module:
+    from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
+
+    weight = nf4_tensor.to_nf4(layer.weight, 64, 32)
+    layer.weight = nn.Parameter(weight, requires_grad=False)
+    return layer
+
+
+def _four_bits(layer: nn.Linear) -> nn.Module:
+    """What diffusers makes of a layer; on a CPU it refuses to."""
+    import bitsandbytes
+
+    has_bias = layer.bias is not None
+    made = bitsandbytes.nn.LinearNF4(layer.in_features, layer.out_features, bias=has_bias)
+    made.load_state_dict(layer.state_dict())
+    return made.to("cpu")
+
+
+def _trained(model: str, kind: str) -> Any:
+    """The model, all of which is trained, with torchao's layers for float8 or for training that
+    knows of a later quantization."""
+    from torchao import float8, quantization
+
+    made = MODELS[model]()
+    if kind == "float8":
+        configuration = float8.Float8LinearConfig(emulate=True)
+        return float8.convert_to_float8_training(made, config=configuration)
+    later = {
+        "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
+        "int8 and int4": lambda: quantization.Int8DynamicActivationIntxWeightConfig(
+            weight_dtype=torch.int4, weight_granularity=quantization.PerGroup(32)
+        ),
+    }[kind]()
+    quantization.quantize_(made, quantization.qat.QATConfig(later, step="prepare"))
+    return made
+
+
+def _quanto(model: str, kind: str) -> Any:
+    from optimum import quanto
+
+    made = MODELS[model]()
+    quanto.quantize(made, weights=getattr(quanto, kind), exclude="lm_head")
+    quanto.freeze(made)
+    return made
+
+
+def _hqq(model: str, bits: int) -> Any:
+    from hqq.core import quantize
+
+    settings: Any = quantize.BaseQuantizeConfig(nbits=bits, group_size=64)
+    kind: Any = {"compute_dtype": torch.float32, "device": "cpu"}
+    return _replaced(model, lambda layer: quantize.HQQLinear(layer, settings, **kind))
+
+
 SCHEMES: dict[str, Callable[[str], Any]] = {
     "bitsandbytes/nf4": lambda m: _four(m, "nf4"),
     "bitsandbytes/nf4, double": lambda m: _four(m, "nf4", is_double=True),
     "bitsandbytes/nf4, double, bfloat16": lambda m: _four(m, "nf4", True, torch.bfloat16),
     "bitsandbytes/fp4": lambda m: _four(m, "fp4"),
+    "bitsandbytes/nf4, by layer": lambda m: _replaced(m, _four_bits),
     "bitsandbytes/int8": lambda m: _bits(m, load_in_8bit=True),
+    "torchao/int8": lambda m: _quantized(m, "Int8WeightOnly"),
+    "torchao/int8, groups": lambda m: _quantized(m, "Int8WeightOnly", group=32),
+    "torchao/int4": lambda m: _quantized(m, "IntxWeightOnly", weight_dtype=torch.int4, group=32),
+    "torchao/float8": lambda m: _quantized(m, "Float8WeightOnly"),
+    "torchao/nf4": lambda m: _replaced(m, _normal_float),
+    "torchao/float8 training": lambda m: _trained(m, "float8"),
+    "torchao/int4 in training": lambda m: _trained(m, "int4"),
+    "torchao/int8 and int4 in training": lambda m: _trained(m, "int8 and int4"),
+    "quanto/int8": lambda m: _quanto(m, "qint8"),
+    "quanto/int4": lambda m: _quanto(m, "qint4"),
+    "quanto/float8": lambda m: _quanto(m, "qfloat8"),
+    "hqq/4 bits": lambda m: _hqq(m, 4),
+    "hqq/8 bits": lambda m: _hqq(m, 8),
 }
 
 
 def _targets(model: Any) -> list[str]:
-    kinds = {n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, nn.Linear)}
-    wanted = {"q_proj", "v_proj", "up_proj", "query", "value"}
+    kinds = {n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features")}
+    wanted = {"q_proj", "v_proj", "up_proj", "query", "value", "to_q", "to_v"}
     return sorted(kinds & wanted)
 
 
@@ -138,4 +241,10 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "modules_to_save": _adapted("Lora", modules_to_save=["lm_head"]),
     "several": _several,
     "prepared": _prepared,
+    "LoHa": _adapted("LoHa", r=4, module_dropout=0.1),
+    "LoKr": _adapted("LoKr", r=4),
+    "BOFT": _adapted("BOFT", boft_block_size=16),
+    "FourierFT": _adapted("FourierFT", n_frequency=100),
+    "MiSS": _adapted("Miss", r=4),
+    "none": lambda model: model,
 }

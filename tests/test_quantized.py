@@ -117,19 +117,142 @@ def test_data_that_a_tensor_has_is_nothing() -> None:
     train_side_by_side(case, plan(case, "100%"), eager)
 
 
+class Rounded(Tensor):
+    """A wrapper: numbers of 8 bits and a scale for each row."""
+
+    @staticmethod
+    def __new__(cls, numbers: Tensor, scale: Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, numbers.shape, dtype=scale.dtype)
+
+    def __init__(self, numbers: Tensor, scale: Tensor) -> None:
+        self.numbers, self.scale = numbers, scale
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Rounded:
+        scale = tensor.abs().amax(-1, keepdim=True) / 127
+        return cls((tensor / scale).round().to(torch.int8), scale)
+
+    def __tensor_flatten__(self) -> Any:
+        return ["numbers", "scale"], None
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        aten = torch.ops.aten
+        inner = [(a.numbers, a.scale) for a in args if isinstance(a, cls)]
+        if func in (aten.detach.default, aten.clone.default):
+            return cls(*(func(t, **(kwargs or {})) for t in inner[0]))
+        if func is aten.copy_.default:
+            for to, source in zip(*inner, strict=True):
+                to.copy_(source)
+            return args[0]
+        plain = [a.numbers * a.scale if isinstance(a, cls) else a for a in args]
+        return func(*plain, **(kwargs or {}))
+
+
+class RoundedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(Rounded.of(x))
+        return x.square()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        return 2 * gradients[0] * ctx.saved_tensors[0]
+
+
+class Wrapped(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        weight: Any = Rounded.of(torch.randn(16, 16))
+        self.base = nn.Linear(16, 16).requires_grad_(False)
+        self.base.weight = nn.Parameter(weight, requires_grad=False)
+        self.adapter = nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return RoundedGradient.apply(self.base(x) + self.adapter(x)).tanh()  # type: ignore[no-untyped-call, no-any-return]
+
+
+def wrapped() -> Any:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Wrapped() for _ in range(4)))
+    return Case("wrapped", model, (torch.randn(32, 16),), {}, lambda r: r.square().mean())
+
+
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_frozen_wrappers_are_planned_as_inner_tensors(budget: str) -> None:
+    case = wrapped()
+    planned: Any = plan(case, budget)
+    names = [name for name, _ in planned._rockplan.latest.interface.parameters]
+    assert {"0.base.weight.numbers", "0.base.weight.scale"} <= {*names}
+    train_side_by_side(case, planned, copy.deepcopy(case.model))
+
+
+def replaced_inside(weight: Any) -> None:
+    weight.scale = weight.scale * 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        replaced_inside,
+        lambda weight: weight.scale.mul_(2),
+        lambda weight: weight.copy_(Rounded.of(torch.randn(16, 16))),
+    ],
+)
+def test_changes_inside_of_wrappers_are_noticed(change: Any) -> None:
+    case = wrapped()
+    planned, model = plan(case), case.model
+    loss = case.loss(planned(*case.args))
+    with torch.no_grad():
+        change(model[1].base.weight)  # type: ignore[index, union-attr]
+    assert torch.equal(case.loss(planned(*case.args)), case.loss(model(*case.args)))
+    if change is not replaced_inside:  # of which autograd saved a copy, as of any tensor
+        with pytest.raises(rockplan.BackwardError, match="modified in place"):
+            loss.backward()
+
+
+def test_wrappers_of_copies_and_of_loaded_states_are_their_own() -> None:
+    case = wrapped()
+    planned = plan(case)
+    other = copy.deepcopy(planned)
+    state = {name: tensor.clone() for name, tensor in case.model.state_dict().items()}
+    state["0.base.weight"].scale.mul_(2)
+    other.load_state_dict(state)
+    before = case.loss(case.model(*case.args))
+    assert torch.equal(case.loss(planned(*case.args)), before)
+    assert not torch.equal(case.loss(other(*case.args)), before)
+    planned.load_state_dict(state, assign=True)
+    assert torch.equal(case.loss(other(*case.args)), case.loss(planned(*case.args)))
+
+
+def test_trained_wrappers_are_refused_where_freezing_helps() -> None:
+    case = wrapped()
+    case.model[2].base.weight.requires_grad_(True)  # type: ignore[index, union-attr]
+    with pytest.raises(rockplan.UnsupportedModel, match=r"'2.base.weight' is a Rounded.*freeze it"):
+        plan(case)
+    case.model[2].base.weight.requires_grad_(False)  # type: ignore[index, union-attr]
+    train_side_by_side(case, plan(case), copy.deepcopy(case.model))
+
+
+LIBRARIES = {"quanto": "optimum.quanto"} | {n: n for n in ("bitsandbytes", "torchao", "hqq")}
 ROWS = [
-    *(("nf4", adapter, "Llama") for adapter in adapter_cases.ADAPTERS),
-    *(("nf4, double", "LoRA", model) for model in adapter_cases.MODELS),
-    *((scheme, "LoRA", "Llama") for scheme in ("nf4, double, bfloat16", "fp4", "int8")),
+    *(("bitsandbytes/nf4", adapter, "Llama") for adapter in adapter_cases.ADAPTERS),
+    *(("bitsandbytes/nf4, by layer", "LoRA", model) for model in adapter_cases.MODELS),
+    *((scheme, "LoRA", "Llama") for scheme in adapter_cases.SCHEMES if "training" not in scheme),
+    *((scheme, "none", "Llama") for scheme in adapter_cases.SCHEMES if "training" in scheme),
 ]
 
 
 @pytest.mark.parametrize(("scheme", "adapter", "model"), ROWS)
-def test_adapters_over_bitsandbytes_train_as_eager(scheme: str, adapter: str, model: str) -> None:
-    pytest.importorskip("bitsandbytes", reason="bitsandbytes is in no extra of this package")
-    pytest.importorskip("peft")
+def test_quantized_models_train_as_eager(scheme: str, adapter: str, model: str) -> None:
+    for library in (
+        LIBRARIES[scheme.partition("/")[0]],
+        "peft",
+        *(["diffusers"] if model == "UNet" else []),
+    ):
+        pytest.importorskip(library, reason=f"{library} is in no extra of this package")
     torch.manual_seed(0)
-    base = adapter_cases.SCHEMES[f"bitsandbytes/{scheme}"](model)
+    base = adapter_cases.SCHEMES[scheme](model)
     adapted = adapter_cases.ADAPTERS[adapter](base).train()
     call = adapter_cases.call_of(model)
     adapter_cases.loss_of(adapted(**call))

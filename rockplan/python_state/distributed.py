@@ -24,7 +24,7 @@ from rockplan.values.interface import PlacedStrides, Strides
 _TENSOR, _COLLECTIVES = "torch.distributed.tensor", "torch.distributed._functional_collectives"
 
 # Most are of these, and every call of a planned module asks it of all parameters.
-_PLAIN = (nn.Parameter, torch.Tensor)
+PLAIN = (nn.Parameter, torch.Tensor)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def own_bytes(tensor: torch.Tensor) -> int:
 
 def strides_of(tensor: torch.Tensor) -> Strides:
     """Return how the elements of `tensor` lie in memory."""
-    if type(tensor) in _PLAIN or not is_distributed(tensor):
+    if type(tensor) in PLAIN or not is_distributed(tensor):
         return tensor.stride()
     return PlacedStrides(local_of(tensor).stride(), spec_of(tensor))
 

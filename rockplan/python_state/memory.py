@@ -9,13 +9,14 @@ and after `gradients_aside` the very gradient. Guards compare what a tensor answ
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from rockplan.python_state.distributed import local_of, spec_of
+from rockplan.python_state.distributed import PLAIN, is_distributed, local_of, spec_of
 from rockplan.values.interface import ABSENT
 
 
@@ -50,6 +51,29 @@ def put_back(contents: Iterable[Content]) -> None:
                 local_of(tensor).copy_(local_of(content.copy))
 
 
+def parts_of(
+    named: Iterable[tuple[str, torch.Tensor]],
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, tensor) of tensors; in place of a frozen wrapper those that it has its elements
+    in ('proj.weight.scale'), which are what a plan reads."""
+    for name, tensor in named:
+        inner = inner_tensors(tensor)
+        if not inner:
+            yield name, tensor
+        yield from parts_of((f"{name}.{n}", t) for n, t in inner.items())
+
+
+def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors that a frozen wrapper has its elements in, by attribute; {} for others. (A
+    DTensor, and what is trained, stay whole: gradients are of the whole.)"""
+    if type(tensor) in PLAIN or not is_wrapper(tensor):
+        return {}
+    if tensor.requires_grad or tensor.is_nested or is_distributed(tensor):
+        return {}
+    names = tensor.__tensor_flatten__()[0]
+    return {n: vars(tensor)[n] for n in names} if vars(tensor).keys() >= {*names} else {}
+
+
 def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
     """Return a key of the storage of a tensor: tensors that share memory have the same. Of a
     wrapper (DTensor) it has the keys of the tensors inside; it is () where there is no storage."""
@@ -65,7 +89,12 @@ def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """True for tensors whose class keeps the elements in other tensors (DTensor)."""
-    return hasattr(tensor, "__tensor_flatten__")
+    return is_wrapper_kind(type(tensor))
+
+
+@functools.cache
+def is_wrapper_kind(kind: type) -> bool:
+    return hasattr(kind, "__tensor_flatten__")
 
 
 def has_other_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:

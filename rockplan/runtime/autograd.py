@@ -9,6 +9,7 @@ flight, and dropping the outputs frees everything. See docs/model.md, Runtime.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -166,11 +167,16 @@ def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:
 
 
 def call(
-    executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
+    executable: Executable,
+    residents: tuple[torch.Tensor, ...],
+    wrappers: Mapping[int, torch.Tensor],
+    replan: Replan,
 ) -> tuple[torch.Tensor, ...]:
     """Run the forward phase; return its results as outputs of autograd nodes that run the backward
-    slices. residents: tensors that the code takes; replan: plans other incoming gradients."""
-    planned_call, kept = PlannedCall(executable), SavedForBackward(executable, residents, replan)
+    slices. residents: tensors that the code takes; wrappers: position among them -> the frozen
+    wrapper that one is inside of; replan: plans other incoming gradients."""
+    planned_call = PlannedCall(executable)
+    kept = SavedForBackward(executable, residents, wrappers, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
     for number in reversed(range(len(executable.targets))):

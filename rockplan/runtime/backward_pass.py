@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 
@@ -76,13 +76,14 @@ class SavedForBackward:
     """
 
     def __init__(
-        self, executable: Executable, residents: tuple[torch.Tensor, ...], replan: Replan
+        self,
+        executable: Executable,
+        residents: tuple[torch.Tensor, ...],
+        wrappers: Mapping[int, torch.Tensor],
+        replan: Replan,
     ) -> None:
-        self._given = self.residents = residents
-        if executable.distributed:
-            local = set(executable.distributed)
-            pairs = enumerate(residents)
-            self.residents = tuple(local_of(t) if i in local else t for i, t in pairs)
+        self._wrappers = {**wrappers, **{i: residents[i] for i in executable.distributed}}
+        self.residents = tuple(map(local_of, residents)) if executable.distributed else residents
         self._executable = executable
         self._replan = replan
         self._frame = Frame(self.residents, executable.sizes)
@@ -208,12 +209,13 @@ class SavedForBackward:
             raise BackwardError(message)
 
     def _versions_at(self, positions: Sequence[int]) -> list[int]:
-        """Return version counters of the residents at `positions`. Writes to a DTensor and to its
-        local tensor count apart; here they are added."""
+        """Return version counters of the residents at `positions`. Writes to one and to the wrapper
+        that it is inside of count apart; here they are added."""
         versions = _versions([self.residents[i] for i in positions])
-        if self._given is self.residents:
+        if not self._wrappers:
             return versions
-        return [*map(operator.add, versions, _versions([self._given[i] for i in positions]))]
+        wrappers = [self._wrappers.get(i, _UNCHANGED) for i in positions]
+        return [*map(operator.add, versions, _versions(wrappers))]
 
 
 class _Backward:
@@ -311,6 +313,7 @@ def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | No
         return [t.untyped_storage() if t.layout is torch.strided else None for t in tensors]
 
 
+_UNCHANGED = torch.empty(0)
 _VERSION = operator.attrgetter("_version")
 
 

@@ -6,7 +6,7 @@ this call; if not, why; if so, the results.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.unmade import stand_in
 from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.given import returned
-from rockplan.python_state.memory import answer_of
+from rockplan.python_state.memory import answer_of, parts_of
 from rockplan.runtime import autograd
 from rockplan.runtime.backward_pass import Replan
 from rockplan.runtime.differences import (
@@ -44,13 +44,15 @@ from rockplan.values.sizes import Size
 class BoundProgram:
     """A program bound to the tensors of one module tree in one state.
 
-    sharing: which tensors shared memory when the program was captured; unhooked: parameters without
-    hooks, whose gradients it hands over while it still reads the parameters.
+    wrappers: position of a tensor -> the frozen wrapper that it is inside of; sharing: which
+    tensors shared memory when the program was captured; unhooked: parameters without hooks, whose
+    gradients it hands over while it still reads the parameters.
     """
 
     program: PlannedProgram
     signature: ModuleSignature
     tensors: tuple[torch.Tensor, ...]
+    wrappers: Mapping[int, torch.Tensor]
     sharing: Sharing
     unhooked: tuple[torch.Tensor, ...]
 
@@ -194,8 +196,8 @@ def bind(
     """Return `program` bound to the tensors that `module` has now. forward: the module's unplanned
     one; signature: of the module now, with the constants of `program`; None: it is computed."""
     interface = program.interface
-    parameters = dict(module.named_parameters(remove_duplicate=False))
-    buffers = dict(module.named_buffers(remove_duplicate=False))
+    parameters = dict(parts_of(module.named_parameters(remove_duplicate=False)))
+    buffers = dict(parts_of(module.named_buffers(remove_duplicate=False)))
     tensors = (
         *(parameters[name] for name, _ in interface.parameters),
         *(buffers[name] for name, _ in interface.buffers),
@@ -204,7 +206,11 @@ def bind(
     early = (i for i in program.executable.early if i in named)
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
     signature = signature or module_signature(module, forward, program.constants, interface.reads)
-    return BoundProgram(program, signature, tensors, _sharing(program, len(tensors)), unhooked)
+    inner = ((wrapper, parts) for entry in signature.entries for wrapper, parts in entry.inner)
+    of = {id(part.object): wrapper for wrapper, parts in inner for part in parts}
+    wrappers = {i: of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in of}
+    sharing = _sharing(program, len(tensors))
+    return BoundProgram(program, signature, tensors, wrappers, sharing, unhooked)
 
 
 def known_signature(
@@ -270,7 +276,7 @@ def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -
     Executable for incoming gradients in other strides than planned, when backward meets them."""
     program = bound.program
     with without_default_device():
-        tensors = autograd.call(program.executable, bound.residents(leaves), replan)
+        tensors = autograd.call(program.executable, bound.residents(leaves), bound.wrappers, replan)
     tensor_at = dict(zip(program.interface.results, tensors, strict=True))
     outputs = program.interface.outputs
     result_leaves = [

@@ -230,13 +230,14 @@ def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> It
 def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
     if not key:
         return ("none",)
-    requires_grad, dtype, shape, device, stride = key
+    requires_grad, dtype, shape, device, stride, *inside = key
     return (
         "x".join(map(str, shape)) or "a scalar",
         str(dtype).removeprefix("torch."),
         str(device),
         "trained" if requires_grad else "frozen",
         f"strides {stride}",
+        *map(str, inside),
     )
 
 

@@ -18,9 +18,10 @@ from torch import nn
 
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import cast_is_kept, is_cast_once
-from rockplan.python_state.contents import Contents, contents_of, described, is_same
+from rockplan.python_state.contents import Contents, Identity, contents_of, described, is_same
 from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
+from rockplan.python_state.memory import inner_tensors, memory_of, parts_of
 from rockplan.python_state.surroundings import Surroundings
 from rockplan.runtime.switches import switches_now
 from rockplan.values.interface import EVERYTHING, AttributesRead
@@ -36,7 +37,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class _ModuleEntry:
     """One submodule. kind: its class; names, values: its attributes that count; read: names of its
     own attributes that count, None for all; tensors: (registry, name, tensor, key of the
-    tensor)."""
+    tensor); inner: (frozen wrapper
+    among these, the tensors in it)."""
 
     module: nn.Module
     kind: type
@@ -46,6 +48,7 @@ class _ModuleEntry:
     read: frozenset[str] | None
     children: tuple[tuple[str, nn.Module | None], ...]
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
+    inner: tuple[tuple[torch.Tensor, tuple[Identity, ...]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +97,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
     storage, is_conj, is_neg, is_cast_once); for None and for tensors that are not strided the
     identity."""
     same: dict[int, int] = {}
-    memory: dict[int, int] = {}
+    memory: dict[tuple[int, ...], int] = {}
     parts: list[Any] = []
     for position, tensor in enumerate(tensors):
         if tensor is None or tensor.layout is not torch.strided:
@@ -102,7 +105,7 @@ def _layout(tensors: Sequence[torch.Tensor | None]) -> tuple[Any, ...]:
             continue
         kind = torch.Tensor if type(tensor) is nn.Parameter else type(tensor)
         first = same.setdefault(id(tensor), position)
-        shared = memory.setdefault(local_of(tensor).untyped_storage()._cdata, position)
+        shared = memory.setdefault(memory_of(tensor), position)
         lazy = tensor.is_conj(), tensor.is_neg()
         parts.append((kind, first, shared, *lazy, is_cast_once(tensor)))
     return tuple(parts)
@@ -131,7 +134,17 @@ def _module_entry(module: nn.Module, read: frozenset[str] | None) -> _ModuleEntr
             for kind in _TENSORS
             for name, t in module.__dict__[kind].items()
         ),
+        inner=tuple(
+            (t, _inner_of(t))
+            for kind in _TENSORS
+            for t in module.__dict__[kind].values()
+            if inner_tensors(t)
+        ),
     )
+
+
+def _inner_of(wrapper: torch.Tensor) -> tuple[Identity, ...]:
+    return tuple(Identity(tensor) for _, tensor in parts_of([("", wrapper)]))
 
 
 def signature_holds(signature: ModuleSignature) -> bool:
@@ -237,6 +250,8 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
             return False
         if tensor is not None and _parameter_key(tensor) != key:
             return False
+    if any(_inner_of(wrapper) != parts for wrapper, parts in entry.inner):
+        return False
     return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
 
 
@@ -264,7 +279,16 @@ def _parameter_key(tensor: torch.Tensor) -> tuple[Any, ...]:
         tensor.shape,
         tensor.device,
         strides_of(tensor) if tensor.layout is torch.strided else None,
+        *_inside(tensor),
     )
+
+
+def _inside(tensor: Any) -> tuple[Any, ...]:
+    """Describe what a frozen wrapper has: what its class says of it, and each tensor; () for
+    others."""
+    inner = inner_tensors(tensor)
+    parts = ((name, *_parameter_key(part)) for name, part in inner.items())
+    return (described(tensor.__tensor_flatten__()[1]), *parts) if inner else ()
 
 
 PLAIN = (int, float, bool, str)

@@ -32,8 +32,8 @@ quantization quantized quantized_decomposed rngprims rockplan rockplan_opaque se
 """
 _OF_KERNELS = """
 bitsandbytes causal_conv1d cuequivariance fbgemm flash_attn flash_attn_3 liger_kernel mamba_ssm
-natten openequivariance pyg quack selective_scan torch_attn torch_cluster torch_scatter torch_sparse
-torch_spline_conv torchao torchaudio torchvision transformers transformers_msa xformers
+natten openequivariance pyg quack quanto selective_scan torch_attn torch_cluster torch_scatter
+torch_sparse torch_spline_conv torchao torchaudio torchvision transformers transformers_msa xformers
 xformers_flash xformers_flash3 xformers_python
 """
 

@@ -45,6 +45,7 @@ from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state import distributed
 from rockplan.python_state.leftovers import Leftovers
+from rockplan.python_state.memory import is_wrapper_kind
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
@@ -270,13 +271,13 @@ class Recorder(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Record a call of an operator, and return its result. Operators of DTensors come again as
-        those of local tensors. Raises CaptureError if a plan cannot repeat the call."""
+        """Record a call of an operator, and return its result. Operators of wrappers (DTensor) come
+        again as those of inner tensors. Raises CaptureError if a plan cannot repeat the call."""
         if func is _DEVICE and type(args[0]) is FakeTensor:  # the most frequent call
             return fake_device(args[0])
-        if any(map(distributed.is_distributed_kind, types)):
+        if any(map(is_wrapper_kind, types)):
             self._refuse_distributed(func, args, kwargs or {})
-            return NotImplemented  # what DTensor calls with local tensors comes here next
+            return NotImplemented  # what the class calls with inner tensors comes here next
         try:
             # Saves the Python-level __torch_function__ of fake tensors.
             with torch._C.DisableTorchFunctionSubclass():
@@ -292,7 +293,11 @@ class Recorder(TorchDispatchMode):
         tensors = [t for t in facts.tensors((args, kwargs)) if distributed.is_distributed(t)]
         for tensor in tensors:
             self._note_spec(tensor)
-        if tensors[0].device.type not in DRAWS_PLAINLY and facts.is_random(func, args, kwargs):
+        if (
+            tensors
+            and tensors[0].device.type not in DRAWS_PLAINLY
+            and facts.is_random(func, args, kwargs)
+        ):
             self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
 
     def _note_spec(self, tensor: torch.Tensor) -> None:

@@ -47,6 +47,7 @@ from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.elements import replaced
 from rockplan.python_state.leftovers import Leftovers
+from rockplan.python_state.memory import parts_of
 from rockplan.python_state.walk import Root, Walk, is_iterator, roots_of_arguments, walk_of
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import STATIC, CallSizes
@@ -292,11 +293,10 @@ def _tensor_names(
 ) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
     """Return (name, tensor) of parameters and of buffers, without sparse buffers, which are refused
     if they are read."""
-    buffers = [(n, t) for n, t in module.named_buffers() if t.is_nested or t.layout is _DENSE]
-    return list(module.named_parameters()), buffers
-
-
-_DENSE = torch.strided
+    parameters = {id(t): (n, t) for n, t in parts_of(module.named_parameters())}
+    buffers = parts_of(module.named_buffers())
+    dense = [(n, t) for n, t in buffers if t.is_nested or t.layout is torch.strided]
+    return list(parameters.values()), dense
 
 
 _CallersTensors = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
@@ -321,7 +321,7 @@ def _callers_tensors(
 
 
 def _refuse_kinds(given: _CallersTensors) -> None:
-    for name, tensor in given.values():
+    for (_, key), (name, tensor) in given.items():
         reason = why_not_planned(tensor, name)
         if reason is not None:
-            raise UnsupportedModel(reason)
+            raise UnsupportedModel(reason, module_path=str(key).rpartition(".")[0])

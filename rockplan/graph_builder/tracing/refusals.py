@@ -308,8 +308,9 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
         "would not ask",
-        "use plain tensors (of quantized parameters what they dequantize to; those of bitsandbytes "
-        "are planned; pass `tensor.as_subclass(torch.Tensor)`)",
+        "of a parameter: freeze it (`requires_grad_(False)`), where its class says which tensors it "
+        "consists of (`__tensor_flatten__`: torchao); else use a plain tensor (dequantize it, or "
+        "pass `tensor.as_subclass(torch.Tensor)`)",
     ),
     Refusal(
         "distributed tensor",
