@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -25,18 +26,23 @@ import testing  # noqa: F401 (lets transformers be imported beside a CPU build o
 from benchmarks.timing import where
 from rockplan.errors import RockplanError
 from rockplan.options import Options
-from testing.adapter_cases import ADAPTERS, SCHEMES, call_of, loss_of
+from testing.adapter_cases import ADAPTERS, FROZEN, SCHEMES, call_of, loss_of
 
 RESULTS = Path(__file__).parent / "results" / "adapters.md"
-OPTIONS = Options(cache=False, time_limit_s=2, released=(1,))
+OPTIONS = Options(cache=False, time_limit_s=2)
 NF4, BF16 = "bitsandbytes/nf4, double", "bitsandbytes/nf4, double, bfloat16"
+BITS, BY_LAYER = ("bitsandbytes/nf4", "bitsandbytes/int8"), "bitsandbytes/nf4, by layer"
+OTHERS = ("torchao/int8", "torchao/nf4")
 ROWS = (
-    *((NF4, adapter, "Llama") for adapter in ADAPTERS),
+    *((NF4, adapter, "Llama") for adapter in ADAPTERS if adapter != "none"),
     *((BF16, adapter, "Llama") for adapter in ("prepared", "DoRA", "modules_to_save")),
-    *((scheme, "LoRA", "Llama") for scheme in SCHEMES if scheme not in (NF4, BF16)),
-    *((scheme, "LoRA", "Qwen3") for scheme in SCHEMES),
-    *((scheme, "LoRA", "ViT") for scheme in ("bitsandbytes/nf4", "bitsandbytes/int8")),
-    *((scheme, "DoRA", "Qwen3") for scheme in ("bitsandbytes/nf4", "bitsandbytes/int8")),
+    *((scheme, "LoRA", "Llama") for scheme in FROZEN if scheme not in (NF4, BF16, BY_LAYER)),
+    *((scheme, "none", "Llama") for scheme in SCHEMES if scheme not in FROZEN),
+    *((scheme, "LoRA", "Qwen3") for scheme in FROZEN if scheme.startswith("bits")),
+    *((scheme, "DoRA", "Qwen3") for scheme in BITS),
+    *((OTHERS[0], adapter, "Llama") for adapter in ("DoRA", "IA3", "LoHa", "LoKr")),
+    *((scheme, "LoRA", "ViT") for scheme in (*BITS, *OTHERS)),
+    *((scheme, "LoRA", "UNet") for scheme in (BY_LAYER, "torchao/nf4", "quanto/int8")),
 )
 
 
@@ -93,7 +99,8 @@ def cells(scheme: str, adapter: str, kind: str) -> Iterator[str]:
     expected = three_steps(model, model, call)
     yield f"{peak_mib(model, call):.2f}"
     for budget in ("50%", "min"):
-        planned = rockplan.solve(model, (), budget, sample_kwargs=call, options=OPTIONS)
+        options = replace(OPTIONS, released=() if kind == "UNet" else (1,))
+        planned = rockplan.solve(model, (), budget, sample_kwargs=call, options=options)
         found = three_steps(planned, model, call)
         is_equal = len(found) == len(expected) and all(map(torch.equal, found, expected))
         plan_mib = rockplan.plan_of(planned).peak_bytes / 2**20
@@ -118,7 +125,16 @@ def row(scheme: str, adapter: str, kind: str) -> str:
 
 def _versions() -> str:
     found = []
-    for name in ("bitsandbytes", "peft", "transformers"):
+    names = (
+        "bitsandbytes",
+        "torchao",
+        "optimum-quanto",
+        "hqq",
+        "peft",
+        "transformers",
+        "diffusers",
+    )
+    for name in names:
         try:
             found.append(f"{name} {version(name)}")
         except PackageNotFoundError:
@@ -140,9 +156,10 @@ def main() -> None:
     head = f"""# Frozen quantized bases with adapters
 
 `python -m benchmarks.adapters` (`make adapters` makes an environment for it), {where()},
-{_versions()}. Four layers of width 64, three steps of AdamW. MiB beyond parameters, buffers, inputs
-and gradients: of eager (in "prepared", with gradient checkpointing); at 50 % and "min": bits of
-losses and gradients beside eager's, predicted, measured; of gradient checkpointing.
+{_versions()}. Four layers of width 64, three steps of AdamW; with "training" in its name all weights are
+trained. MiB beyond parameters, buffers, inputs and gradients: of eager (in "prepared", with
+gradient checkpointing); at 50 % and "min": bits of losses and gradients beside eager's,
+predicted, measured; of gradient checkpointing.
 
 | base | adapter | model | eager | 50 %: bits, predicted, measured | "min" | checkpointing |
 |---|---|---|---|---|---|---|

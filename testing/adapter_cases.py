@@ -197,6 +197,8 @@ SCHEMES: dict[str, Callable[[str], Any]] = {
     "hqq/8 bits": lambda m: _hqq(m, 8),
 }
 
+FROZEN = [scheme for scheme in SCHEMES if not scheme.endswith("training")]
+
 
 def _targets(model: Any) -> list[str]:
     kinds = {n.rpartition(".")[2] for n, m in model.named_modules() if hasattr(m, "in_features")}

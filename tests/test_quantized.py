@@ -236,10 +236,15 @@ def test_trained_wrappers_are_refused_where_freezing_helps() -> None:
 
 LIBRARIES = {"quanto": "optimum.quanto"} | {n: n for n in ("bitsandbytes", "torchao", "hqq")}
 ROWS = [
-    *(("bitsandbytes/nf4", adapter, "Llama") for adapter in adapter_cases.ADAPTERS),
+    *(
+        ("bitsandbytes/nf4", adapter, "Llama")
+        for adapter in adapter_cases.ADAPTERS
+        if adapter not in ("LoHa", "LoKr", "none")
+    ),
     *(("bitsandbytes/nf4, by layer", "LoRA", model) for model in adapter_cases.MODELS),
-    *((scheme, "LoRA", "Llama") for scheme in adapter_cases.SCHEMES if "training" not in scheme),
-    *((scheme, "none", "Llama") for scheme in adapter_cases.SCHEMES if "training" in scheme),
+    *((scheme, "LoRA", "Llama") for scheme in adapter_cases.FROZEN),
+    *(("torchao/int8", adapter, "Llama") for adapter in ("LoHa", "LoKr", "DoRA")),
+    *((f"torchao/{kind} training", "none", "Llama") for kind in ("float8", "int4 in")),
 ]
 
 

@@ -308,7 +308,7 @@ REFUSALS: tuple[Refusal, ...] = (
         When.MODULE,
         "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
         "would not ask",
-        "of a parameter: freeze it (`requires_grad_(False)`), where its class says which tensors it "
+        "of a parameter: freeze it (`requires_grad_(False)`), where its class says what it "
         "consists of (`__tensor_flatten__`: torchao); else use a plain tensor (dequantize it, or "
         "pass `tensor.as_subclass(torch.Tensor)`)",
     ),
