@@ -124,7 +124,7 @@ def _replaced(model: str, of: Callable[[nn.Linear], nn.Module]) -> Any:
 def _normal_float(layer: nn.Linear) -> nn.Module:
     from torchao.quantization.quantize_.workflows.nf4 import nf4_tensor
 
-    weight = nf4_tensor.to_nf4(layer.weight, 64, 32)
+    weight = nf4_tensor.to_nf4(layer.weight, 64, min(32, layer.weight.numel() // 64))
     layer.weight = nn.Parameter(weight, requires_grad=False)
     return layer
 

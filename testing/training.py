@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import Dataset
 
 import rockplan
+from rockplan.python_state.memory import parts_of
 from testing.models import Case
 
 QUICK = rockplan.Options(time_limit_s=2, bound_time_limit_s=0.2, without=("exchange", "descent"))
@@ -52,10 +53,11 @@ def assert_same_tensor(a: torch.Tensor | None, b: torch.Tensor | None, what: str
         assert a.requires_grad == b.requires_grad, what
         assert a.layout == b.layout, what
         a, b = (t.to_dense() if t.layout is not torch.strided else t for t in (a, b))
-        same = (a == b) | ((a != a) & (b != b))
-        assert torch.equal(same, torch.ones_like(same)), (
-            f"{what}: differs in {int((~same).sum())} of {a.numel()}"
-        )
+        for (_, x), (_, y) in zip(parts_of([("", a)]), parts_of([("", b)]), strict=True):
+            same = (x == y) | ((x != x) & (y != y))
+            assert torch.equal(same, torch.ones_like(same)), (
+                f"{what}: differs in {int((~same).sum())} of {x.numel()}"
+            )
 
 
 def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: int = 5) -> None:

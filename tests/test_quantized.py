@@ -243,7 +243,7 @@ ROWS = [
     ),
     *(("bitsandbytes/nf4, by layer", "LoRA", model) for model in adapter_cases.MODELS),
     *((scheme, "LoRA", "Llama") for scheme in adapter_cases.FROZEN),
-    *(("torchao/int8", adapter, "Llama") for adapter in ("LoHa", "LoKr", "DoRA")),
+    *(("torchao/int8", adapter, "Llama") for adapter in ("DoRA", "IA3")),
     *((f"torchao/{kind} training", "none", "Llama") for kind in ("float8", "int4 in")),
 ]
 
@@ -256,14 +256,17 @@ def test_quantized_models_train_as_eager(scheme: str, adapter: str, model: str) 
         *(["diffusers"] if model == "UNet" else []),
     ):
         pytest.importorskip(library, reason=f"{library} is in no extra of this package")
-    torch.manual_seed(0)
-    base = adapter_cases.SCHEMES[scheme](model)
-    adapted = adapter_cases.ADAPTERS[adapter](base).train()
     call = adapter_cases.call_of(model)
-    adapter_cases.loss_of(adapted(**call))
-    case = Case(scheme, adapted, (), call, adapter_cases.loss_of)
-    eager = copy.deepcopy(adapted)
-    train_side_by_side(case, plan(case), eager, steps=2)
+
+    def made() -> Any:  # not all classes of tensors can be copied
+        torch.manual_seed(0)
+        base = adapter_cases.SCHEMES[scheme](model)
+        adapted = adapter_cases.ADAPTERS[adapter](base).train()
+        adapter_cases.loss_of(adapted(**call))
+        return adapted
+
+    case = Case(scheme, made(), (), call, adapter_cases.loss_of)
+    train_side_by_side(case, plan(case), made(), steps=2)
 
 
 def test_a_trainer_with_the_callback_trains_a_quantized_base_as_eager(
