@@ -64,7 +64,9 @@ def in_bytes(
     sums = optimizer is not None and device.type == "cuda"
     averaged = (*model.parameters(), *model.buffers()) if step.average else ()
     coming = {
-        "gradients that do not exist yet": _missing_gradients_bytes(model),
+        "gradients that do not exist yet": _blocks(
+            own_bytes(p) for p in model.parameters() if p.requires_grad and p.grad is None
+        ),
         "the optimizer's state": own.state_bytes,
         "its steps inside of backward": own.inside_bytes,
         "averages": _blocks(map(own_bytes, averaged)),
@@ -224,10 +226,6 @@ def machine_bytes(root: Path = Path("/")) -> int:
             "Write bytes, '2GB', a share such as '40%', or 'min'"
         )
     return known
-
-
-def _missing_gradients_bytes(model: nn.Module) -> int:
-    return _blocks(own_bytes(p) for p in model.parameters() if p.requires_grad and p.grad is None)
 
 
 @dataclass(frozen=True, slots=True)

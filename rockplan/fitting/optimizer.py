@@ -124,7 +124,7 @@ def optimizer_steps(
     after = left_alive((*built.values(), *first))
     lasting = {*built, *after, *left_alive((*after.values(), *later))}
     return OptimizerSteps(
-        _name(optimizer, made),
+        optimizer if isinstance(optimizer, str) else type(made).__name__,
         sum(change.size_bytes for change in after.values()),
         _with_owner(lasting, first),
         _with_owner(lasting, later),
@@ -296,7 +296,3 @@ def _with_owner(
         change._replace(owner=Holding.OPTIMIZER) if change.key in lasting else change
         for change in changes
     )
-
-
-def _name(optimizer: OptimizerLike, made: torch.optim.Optimizer) -> str:
-    return optimizer if isinstance(optimizer, str) else type(made).__name__

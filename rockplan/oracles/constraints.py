@@ -126,7 +126,9 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
         matching = [d for d in activations if _is_named(names[d], pattern)]
         known = [names[d] for d in activations]
     else:
-        matching = [d for d in activations if _is_inside(modules[d], pattern)]
+        matching = [
+            d for d in activations if any(fnmatchcase(m, pattern) for m in _ancestors(modules[d]))
+        ]
         known = [path for d in activations for path in _ancestors(modules[d])]
     if not matching:
         nearest = ", ".join(repr(name) for name in _nearest(pattern, known))
@@ -145,10 +147,6 @@ def _is_named(name: str, pattern: str) -> bool:
 def _shortened(name: str) -> tuple[str, str]:
     without_position = re.sub(r":\d+$", "", name)
     return without_position, re.sub(r"#\d+$", "", without_position)
-
-
-def _is_inside(module: str, pattern: str) -> bool:
-    return any(fnmatchcase(path, pattern) for path in _ancestors(module))
 
 
 def _ancestors(module: str) -> list[str]:

@@ -159,10 +159,12 @@ def contents_of(
     a function; None if they cannot change, or cannot be looked into. constants: tensors that may
     occur in them, compared by identity; of_configurations: the attributes that count of
     configurations of transformers, None for all."""
-    if _is_value(container) or isinstance(container, torch.Tensor) or _is_plain_tuple(container):
+    parts = container if isinstance(container, tuple) else (None, container)
+    is_plain = all(id(type(part)) in _USUAL for part in parts)
+    if is_plain or _is_value(container) or isinstance(container, torch.Tensor):
         return None
-    for way in (_everything, _plain_attributes):
-        read = functools.partial(way, of_configurations=of_configurations)
+    for is_whole in (True, False):
+        read = functools.partial(_contents, of_configurations=of_configurations, is_whole=is_whole)
         try:
             contents = read(container, constants)
         except _Unknown:
@@ -178,24 +180,15 @@ def _is_value(value: object) -> bool:
     return isinstance(value, _PLAIN) or type(value) is Fraction
 
 
-def _is_plain_tuple(value: object) -> bool:
-    return isinstance(value, tuple) and all(id(type(v)) in _USUAL for v in value)
-
-
-def _everything(
+def _contents(
     container: object,
     constants: Sequence[torch.Tensor],
     of_configurations: frozenset[str] | None,
+    is_whole: bool,
 ) -> Any:
-    return _Reading(constants, of_configurations).inside(container, strict=False)
-
-
-def _plain_attributes(
-    container: object,
-    constants: Sequence[torch.Tensor],
-    of_configurations: frozenset[str] | None,
-) -> Any:
-    return _Reading(constants, of_configurations).plain_attributes(container)
+    reading = _Reading(constants, of_configurations)
+    whole = functools.partial(reading.inside, strict=False)
+    return (whole if is_whole else reading.plain_attributes)(container)
 
 
 class _Reading:

@@ -82,13 +82,11 @@ def own_ways() -> tuple[frozenset[tuple[Any, int]], bool]:
     kind = getattr(sys.modules.get(_TENSOR), "DTensor", None)
     dispatcher = getattr(kind, "_op_dispatcher", None)
     handlers = getattr(dispatcher, "_custom_op_handlers", {})
-    other = {(op, id(how)) for op, how in handlers.items() if not _is_default(how)}
+    modules = {op: str(getattr(how, "__module__", "")) for op, how in handlers.items()}
+    other = {
+        (op, id(handlers[op])) for op, m in modules.items() if not m.startswith(f"{_TENSOR}._")
+    }
     return frozenset(other), getattr(dispatcher, "_allow_implicit_replication", False)
-
-
-def _is_default(handler: Any) -> bool:
-    """True for a handler that is there from when DTensor is imported."""
-    return str(getattr(handler, "__module__", "")).startswith(f"{_TENSOR}._")
 
 
 def is_awaited(value: object) -> bool:

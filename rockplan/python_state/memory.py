@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -112,15 +113,12 @@ def is_same_content(a: torch.Tensor, b: torch.Tensor) -> bool:
     if any(inside):
         is_alike = inside[0].keys() == inside[1].keys()
         return is_alike and all(map(is_same_content, *(part.values() for part in inside)))
-    return a is b or (_placements(a) == _placements(b) and _are_equal(local_of(a), local_of(b)))
-
-
-def _placements(tensor: torch.Tensor) -> Any:
-    return getattr(spec_of(tensor), "placements", None)
-
-
-def _are_equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+    if a is b:
+        return True
+    is_placed_alike = operator.eq(*(getattr(spec_of(t), "placements", None) for t in (a, b)))
+    a, b = local_of(a), local_of(b)
+    is_alike = is_placed_alike and a.shape == b.shape
+    return is_alike and bool(((a == b) | ((a != a) & (b != b))).all())
 
 
 @contextlib.contextmanager

@@ -280,11 +280,9 @@ def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -
     tensor_at = dict(zip(program.interface.results, tensors, strict=True))
     outputs = program.interface.outputs
     result_leaves = [
-        _literal(o.literal) if o.value is None else tensor_at[o.first] for o in outputs
+        tensor_at[o.first]
+        if o.value is not None
+        else (stand_in(o.literal) if isinstance(o.literal, Unmade) else o.literal)
+        for o in outputs
     ]
     return returned(result_leaves, program.output_spec, call, leaves)
-
-
-def _literal(literal: object) -> object:
-    """Return an output that is no tensor of the plan."""
-    return stand_in(literal) if isinstance(literal, Unmade) else literal

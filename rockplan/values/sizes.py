@@ -9,6 +9,7 @@ sizes (`captures.open_sizes`) is compared with a static capture at a second size
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeGuard
@@ -193,7 +194,7 @@ def resized(value: Any, known: Mapping[str, int | float]) -> Any:
         return Real(float(known[value.text]), value.text)
     if type(value) is tuple:
         made = tuple([resized(item, known) if _may_hold(item) else item for item in value])
-        return made if any(map(_is_other, made, value)) else value
+        return made if any(map(operator.is_not, made, value)) else value
     if is_dataclass(value) and not isinstance(value, type):
         changed = {}
         for field in fields(value):
@@ -207,7 +208,3 @@ def resized(value: Any, known: Mapping[str, int | float]) -> Any:
 
 def _may_hold(value: object) -> bool:
     return value.__class__ not in (int, str, bool, float, type(None))
-
-
-def _is_other(a: object, b: object) -> bool:
-    return a is not b

@@ -195,7 +195,7 @@ class _Function(ast.NodeVisitor):
             return self._of_function(plain_function(callee), node, positional, named)
         if isinstance(node.func, ast.Attribute) and callee is _UNKNOWN:
             everything |= self._of(node.func.value)  # a method of a computed value
-        elif not _is_of_triton(callee) and not _is_of_python(callee):
+        elif not _is_of_triton(callee) and getattr(callee, "__module__", "") != "builtins":
             if everything:
                 raise UnknownWrites(f"it calls `{ast.unparse(node.func)}`")
             return _NOTHING
@@ -264,10 +264,6 @@ def _is_jit(value: Any) -> bool:
 
 def _is_of_triton(value: Any) -> bool:
     return str(getattr(value, "__module__", "")).split(".")[0] == _TRITON
-
-
-def _is_of_python(value: Any) -> bool:
-    return getattr(value, "__module__", "") == "builtins"
 
 
 def _name(function: Any) -> str:

@@ -233,7 +233,7 @@ class Layouts:
             return result
         shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
         if not all(map(_is_static, (*given, *made))):
-            args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=_is_tensor)
+            args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=torch.is_tensor)
         known = self._layouts(operator, args, kwargs, shapes, is_view)
         if len(known) != len(made):
             return result
@@ -298,10 +298,6 @@ def _is_static(tensor: torch.Tensor) -> bool:
     """Return whether no size, stride or offset of the tensor is a symbol."""
     shape = _OF.shape.__get__(tensor)  # type: ignore[attr-defined]
     return are_known((*shape, *_OF.stride(tensor), _OF.storage_offset(tensor)))
-
-
-def _is_tensor(leaf: object) -> bool:
-    return isinstance(leaf, torch.Tensor)
 
 
 def _at_hint(leaf: Any) -> Any:
