@@ -296,6 +296,32 @@ def test_a_trainer_with_the_callback_trains_a_quantized_base_as_eager(
     assert all(map(torch.equal, planned, trained()))
 
 
+@pytest.mark.parametrize("scheme", ["bitsandbytes/nf4, double", "torchao/int8"])
+def test_an_sft_trainer_trains_a_quantized_base_as_eager(scheme: str, tmp_path: Path) -> None:
+    pytest.importorskip(scheme.partition("/")[0], reason="it is in no extra of this package")
+    for library in ("peft", "trl"):
+        pytest.importorskip(library)
+    import peft
+
+    from tests import trainers
+
+    def trained(is_planned: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        base = adapter_cases.SCHEMES[scheme]("Llama")
+        lora = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=["q_proj", "v_proj"])
+        trainer = trainers.supervised(base, tmp_path, lora)
+        decoder = trainer.model.train().get_base_model()
+        ids = torch.zeros(2, trainers.LENGTH, dtype=torch.int64)
+        batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "use_cache": False}
+        if is_planned:
+            decoder.model = rockplan.solve(decoder.model, batch, "50%", options=QUICK)
+        trainer.train()
+        assert not is_planned or decoder.model._rockplan.has_run
+        return [p.detach() for p in trainer.model.parameters() if p.requires_grad]
+
+    assert all(map(torch.equal, trained(True), trained(False)))
+
+
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
 def test_optimizers_in_8_bits_and_merged_adapters_beside_a_plan(name: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="it is in no extra of this package")

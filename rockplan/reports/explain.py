@@ -103,7 +103,9 @@ class Explanation:
 
     peak_operation, peak_phase, peak_source: what runs at the peak, and the line of the model.
     peak_at_ns of time_ns: when. tenants: by size; shares: the same bytes by kind. recomputations:
-    in the order of the graph. needed_bytes_with: options with which the call needs less, as users
+    in the order of the graph. weights: what parameters alone are computed into (dequantized, cast)
+    and the backward phase reads: kept from the forward phase, made in the backward phase.
+    needed_bytes_with: options with which the call needs less, as users
     write them -> bytes; empty if that was not examined.
     """
 
@@ -117,6 +119,7 @@ class Explanation:
     shares: tuple[Share, ...]
     tenants: tuple[Tenant, ...]
     recomputations: tuple[Recomputation, ...]
+    weights: tuple[Share, ...] = ()
     needed_bytes_with: Mapping[str, int] = field(default_factory=dict)
 
     def __str__(self) -> str:
@@ -157,6 +160,7 @@ def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
         shares=_shares(tenants),
         tenants=tenants,
         recomputations=tuple(scene.recomputations()),
+        weights=tuple(scene.weights()),
     )
 
 
@@ -296,6 +300,31 @@ class _Scene:
             peak_bytes=simulate(self.graph, changed).peak_bytes,
         )
 
+    def weights(self) -> Iterator[Share]:
+        """Yield what parameters alone are computed into and the backward phase reads."""
+        graph, forward = self.graph, self.schedule.forward_length
+        fixed = {d.index for d in graph.data if d.kind.resident and d.kind is not DataKind.INPUT}
+        found = {d.index for d in graph.data if d.kind is DataKind.PARAMETER}
+        users: set[int] = set()
+        for node in graph.nodes:
+            if not (node.reads and fixed.issuperset(node.reads)):
+                users.update(node.reads)
+                continue
+            fixed.update(node.writes)
+            found.update(node.writes if not found.isdisjoint(node.reads) else ())
+        made = found & users
+        groups: dict[str, list[Lifetime]] = {_KEPT: [], _MADE: []}
+        for one in self.lifetimes:
+            reads = self.reads.get(one.index, ())
+            is_read = any(max(forward, one.start) < position < one.stop for position in reads)
+            if one.owner is Owner.STORAGE and one.index in made and is_read:
+                groups[_KEPT if one.start < forward else _MADE].append(one)
+        for text, ones in groups.items():
+            if ones:
+                largest = max(ones, key=lambda one: one.size_bytes)
+                size_bytes = sum(one.size_bytes for one in ones)
+                yield Share(text, len(ones), size_bytes, self.storages[largest.index])
+
     def recomputations(self) -> Iterator[Recomputation]:
         for index, positions in sorted(self.positions.items()):
             if len(positions) > 1 and not self.graph.nodes[index].optional:
@@ -386,6 +415,7 @@ def _tenant_pattern(tenant: Tenant) -> str:
 WIDTH = 80
 """Columns of a printed line."""
 
+_KEPT, _MADE = "kept for the backward phase", "made in the backward phase"
 _NARROW, _WIDE = 10, 20
 """Indents of continued lines: in general, and of lines that begin with a share and bytes."""
 
@@ -416,6 +446,11 @@ def _parts(word: str, room: int) -> Iterator[str]:
 def explanation_text(explanation: Explanation, rows: int = 8) -> str:
     """Return an explanation as text: the headline first, then at most `rows` rows of each table."""
     lines = [*_headline(explanation), "", *_share_lines(explanation, rows)]
+    if explanation.weights:
+        lines += ["", "weights that parameters are computed into (dequantized, cast)"]
+    for share in explanation.weights:
+        text = f"  {format_bytes(share.size_bytes):>10}  {share.tenants} {share.pattern}"
+        lines += wrapped(f"{text}, such as {share.largest}", _WIDE)
     if explanation.recomputations:
         lines += ["", *_recomputation_lines(explanation, rows)]
     if explanation.needed_bytes_with:
