@@ -78,10 +78,12 @@ libraries: .venv-libraries/ready
 	.venv-libraries/bin/pip install --quiet --editable . pytest
 	touch $@
 
-# Quantized bases with adapters, in an environment with bitsandbytes.
+# Quantized bases with adapters, in an environment with the libraries.
 adapters:
 	$(MAKE) VENV=.venv-adapters .venv-adapters/ready
-	.venv-adapters/bin/pip install --quiet --no-deps bitsandbytes==0.50.2
+	.venv-adapters/bin/pip install --quiet --no-deps bitsandbytes==0.50.2 torchao==0.18.0 \
+		optimum-quanto==0.2.7 ninja hqq==0.2.8.post1 termcolor
+	.venv-adapters/bin/pip install --quiet diffusers==0.42.1
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-adapters/bin/python -m pytest tests/test_quantized.py
 	OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 .venv-adapters/bin/python -m benchmarks.adapters
 
