@@ -296,6 +296,30 @@ def test_a_trainer_with_the_callback_trains_a_quantized_base_as_eager(
     assert all(map(torch.equal, planned, trained()))
 
 
+class Dequantized(nn.Module):
+    """A frozen layer of 8 bits, and an adapter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.ones(64, 64, dtype=torch.int8), requires_grad=False)
+        self.adapter = nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.adapter(x @ self.numbers.to(x.dtype)).tanh()  # type: ignore[no-any-return]
+
+
+def test_explain_says_where_dequantized_weights_are_kept() -> None:
+    model = nn.Sequential(*(Dequantized() for _ in range(4)))
+    sample = torch.randn(32, 64, requires_grad=True)
+    found = {}
+    for budget in ("100%", "min"):
+        explanation = rockplan.explain(rockplan.solve(model, (sample,), budget, options=QUICK))
+        found[budget] = [(s.pattern, s.tenants, s.size_bytes) for s in explanation.weights]
+        assert all(f"{count} {text}" in str(explanation) for text, count, _ in found[budget])
+    assert found["100%"] == [("kept for the backward phase", 4, 4 * 64 * 64 * 4)]
+    assert "made in the backward phase" in [text for text, *_ in found["min"]]
+
+
 @pytest.mark.parametrize("scheme", ["bitsandbytes/nf4, double", "torchao/int8"])
 def test_an_sft_trainer_trains_a_quantized_base_as_eager(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip(scheme.partition("/")[0], reason="it is in no extra of this package")

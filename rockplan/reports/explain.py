@@ -307,23 +307,18 @@ class _Scene:
         found = {d.index for d in graph.data if d.kind is DataKind.PARAMETER}
         users: set[int] = set()
         for node in graph.nodes:
-            if not (node.reads and fixed.issuperset(node.reads)):
+            if node.reads and fixed.issuperset(node.reads):
+                fixed.update(node.writes)
+                found.update(node.writes if not found.isdisjoint(node.reads) else ())
+            else:
                 users.update(node.reads)
-                continue
-            fixed.update(node.writes)
-            found.update(node.writes if not found.isdisjoint(node.reads) else ())
-        made = found & users
-        groups: dict[str, list[Lifetime]] = {_KEPT: [], _MADE: []}
-        for one in self.lifetimes:
-            reads = self.reads.get(one.index, ())
-            is_read = any(max(forward, one.start) < position < one.stop for position in reads)
-            if one.owner is Owner.STORAGE and one.index in made and is_read:
-                groups[_KEPT if one.start < forward else _MADE].append(one)
-        for text, ones in groups.items():
+        made = [f for f in self.lifetimes if f.owner is Owner.STORAGE and f.index in found & users]
+        read = [f for f in made if self.next_read(f.index, max(forward, f.start + 1), f.stop)]
+        for text, is_kept in (("kept for the backward phase", True), ("made in the backward phase", False)):
+            ones = [f for f in read if (f.start < forward) is is_kept]
             if ones:
-                largest = max(ones, key=lambda one: one.size_bytes)
-                size_bytes = sum(one.size_bytes for one in ones)
-                yield Share(text, len(ones), size_bytes, self.storages[largest.index])
+                largest = self.storages[max(ones, key=lambda f: f.size_bytes).index]
+                yield Share(text, len(ones), sum(f.size_bytes for f in ones), largest)
 
     def recomputations(self) -> Iterator[Recomputation]:
         for index, positions in sorted(self.positions.items()):
@@ -415,7 +410,6 @@ def _tenant_pattern(tenant: Tenant) -> str:
 WIDTH = 80
 """Columns of a printed line."""
 
-_KEPT, _MADE = "kept for the backward phase", "made in the backward phase"
 _NARROW, _WIDE = 10, 20
 """Indents of continued lines: in general, and of lines that begin with a share and bytes."""
 
