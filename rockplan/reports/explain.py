@@ -314,11 +314,16 @@ class _Scene:
                 users.update(node.reads)
         made = [f for f in self.lifetimes if f.owner is Owner.STORAGE and f.index in found & users]
         read = [f for f in made if self.next_read(f.index, max(forward, f.start + 1), f.stop)]
-        for text, is_kept in (("kept for the backward phase", True), ("made in the backward phase", False)):
+        for text, is_kept in (("kept for", True), ("made in", False)):
             ones = [f for f in read if (f.start < forward) is is_kept]
             if ones:
                 largest = self.storages[max(ones, key=lambda f: f.size_bytes).index]
-                yield Share(text, len(ones), sum(f.size_bytes for f in ones), largest)
+                yield Share(
+                    f"{text} the backward phase",
+                    len(ones),
+                    sum(f.size_bytes for f in ones),
+                    largest,
+                )
 
     def recomputations(self) -> Iterator[Recomputation]:
         for index, positions in sorted(self.positions.items()):
