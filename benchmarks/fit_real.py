@@ -137,7 +137,8 @@ def decoder() -> Made:
 _LENGTHS = "--batch 1:64 --length 512:16384 --only-loss"
 COMMANDS = {
     "llama_8b": f"--gpu h200 --optimizer adamw {_LENGTHS}",
-    "llama_8b_qlora": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS}",
+    "llama_8b_qlora": "--gpu rtx-4090 --optimizer adamw --batch 1:32 --length 1024:16384 "
+    "--only-loss --time-limit 20",
     "qwen_05b": f"--gpu rtx-4090 --optimizer adamw {_LENGTHS} --tile",
     "vit_h": "--gpu a100-80 --optimizer adamw --batch 1:1024 --only-loss",
     "llama_70b": f"--gpu 800GiB --optimizer adamw {_LENGTHS}",
@@ -148,7 +149,7 @@ Row = dict[str, Any]
 
 
 def row_of(name: str) -> Row:
-    words = f"rockplan fit benchmarks.fit_real:{name} {COMMANDS[name]} --time-limit 300"
+    words = f"rockplan fit benchmarks.fit_real:{name} --time-limit 300 {COMMANDS[name]}"
     row: Row = {"name": name, "command": words, "where": where()}
     with tempfile.TemporaryDirectory() as folder:
         for which in ("cold", "warm"):
@@ -181,7 +182,8 @@ def table(rows: list[Row]) -> str:
         "|---|---|---|---|---|",
     ]
     lines += (
-        f"| {row['name']} | {row['cold_s']} s | {row['cold_gib']} GiB | {_seconds(row)} | "
+        f"| {row['name']} | {row['cold_s']} s | {_said(row, 'cold_gib', 'GiB')} | "
+        f"{_said(row, 'warm_s', 's')} | "
         f"{row['where']} |"
         for row in rows
     )
@@ -192,8 +194,8 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _seconds(row: Row) -> str:
-    return f"{row['warm_s']} s" if "warm_s" in row else "not run"
+def _said(row: Row, what: str, unit: str) -> str:
+    return f"{row[what]} {unit}" if what in row else "not measured"
 
 
 def main(names: list[str]) -> None:

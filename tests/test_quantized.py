@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.fitting.reserved import storage_sizes
 from rockplan.integrations.transformers import RockplanCallback
 from testing import adapter_cases
 from testing.models import Case
@@ -97,6 +98,11 @@ def test_fit_keeps_classes_of_the_meta_device() -> None:
     assert [row.allocated_bytes for row in found[0].rows] == [
         row.allocated_bytes for row in found[1].rows
     ]
+
+
+def test_fit_counts_what_wrappers_hold() -> None:
+    weight = Rounded.of(torch.randn(16, 16))
+    assert sorted(storage_sizes([weight, weight.scale])) == [16 * 4, 16 * 16]
 
 
 class Refreshed(nn.Linear):

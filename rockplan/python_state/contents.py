@@ -60,7 +60,7 @@ _READABLE = (*_COLLECTIONS, types.MappingProxyType)
 _BUFFERS = (bytearray, array, numpy.ndarray)
 
 
-class Identity:
+class _Identity:
     """Wraps an object to compare it by identity, and keeps it alive meanwhile."""
 
     __slots__ = ("object",)
@@ -69,13 +69,13 @@ class Identity:
         self.object = value
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.object is self.object
+        return isinstance(other, _Identity) and other.object is self.object
 
     def __hash__(self) -> int:
         return id(self.object)
 
 
-class _OfCaller(Identity):
+class _OfCaller(_Identity):
     """Wraps an object of the caller's. A deep copy of a planned module compares equal to the same
     object; an unpickled one, to no object."""
 
@@ -133,7 +133,7 @@ def _hashable(frozen: Any) -> Any:
         return type(frozen), tuple(map(_hashable, frozen))
     if isinstance(frozen, set):
         return frozenset(frozen)
-    return _OfCaller(frozen.object) if isinstance(frozen, Identity) else frozen
+    return _OfCaller(frozen.object) if isinstance(frozen, _Identity) else frozen
 
 
 def is_same(a: object, b: object) -> bool:
@@ -215,7 +215,7 @@ class _Reading:
         if id(kind) in _USUAL or _is_value(value):
             return _leaf(value)
         if kind is types.CodeType:
-            return Identity(value)
+            return _Identity(value)
         if id(value) in self._path:
             return "what it is in", self._path.index(id(value))
         try:
@@ -224,9 +224,9 @@ class _Reading:
             if strict and not isinstance(value, _FUNCTIONS):
                 raise
         try:
-            return [Identity(value), self.plain_attributes(value)]
+            return [_Identity(value), self.plain_attributes(value)]
         except _Unknown:
-            return Identity(value)
+            return _Identity(value)
 
     def plain_attributes(self, value: object) -> Any:
         """Return (class, (name, contents) of each public attribute that is a plain value, function,
@@ -265,13 +265,13 @@ class _Reading:
             return types.CellType, [self.value(_content(value), strict)]
         if isinstance(value, torch.Tensor):
             if self._constants is None or any(value is c for c in self._constants):
-                return Identity(value)
+                return _Identity(value)
             raise _Unknown
         if isinstance(value, _FUNCTIONS):
             return self._function(value)
         is_of_library = _is_of_library(type(value))
         if is_of_library and callable(value) and not isinstance(value, nn.Module):
-            return Identity(value)
+            return _Identity(value)
         return type(value), self._named(self._attributes(value), strict=True)
 
     def _attributes(self, value: object) -> list[tuple[str, Any]]:
@@ -326,7 +326,7 @@ class _Reading:
         if isinstance(value, numpy.ndarray) and value.dtype == object:
             return [*value.shape, *(self.value(v, strict=False) for v in value.ravel().tolist())]
         if not is_small(value):
-            return Identity(value)
+            return _Identity(value)
         if isinstance(value, numpy.ndarray):
             return [value.dtype, *value.shape, *value.strides, value.tobytes()]
         return type(value), [getattr(value, "typecode", ""), bytes(value)]
@@ -375,7 +375,7 @@ def _leaf(value: Any) -> Any:
         return kind, (value.real.hex(), value.imag.hex())
     if isinstance(value, slice):  # has no hash before Python 3.12, and may hold anything
         parts = value.start, value.stop, value.step
-        return kind, [_leaf(v) if _is_value(v) else Identity(v) for v in parts]
+        return kind, [_leaf(v) if _is_value(v) else _Identity(v) for v in parts]
     return kind, value
 
 

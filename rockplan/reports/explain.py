@@ -318,12 +318,8 @@ class _Scene:
             ones = [f for f in read if (f.start < forward) is is_kept]
             if ones:
                 largest = self.storages[max(ones, key=lambda f: f.size_bytes).index]
-                yield Share(
-                    f"{text} the backward phase",
-                    len(ones),
-                    sum(f.size_bytes for f in ones),
-                    largest,
-                )
+                size_bytes = sum(f.size_bytes for f in ones)
+                yield Share(f"{text} the backward phase", len(ones), size_bytes, largest)
 
     def recomputations(self) -> Iterator[Recomputation]:
         for index, positions in sorted(self.positions.items()):

@@ -207,7 +207,7 @@ def bind(
     unhooked = tuple(tensors[i] for i in early if named[i] not in program.hooked)
     signature = signature or module_signature(module, forward, program.constants, interface.reads)
     inner = ((wrapper, parts) for entry in signature.entries for wrapper, parts in entry.inner)
-    of = {id(part.object): wrapper for wrapper, parts in inner for part in parts}
+    of = {id(part): wrapper for wrapper, parts in inner for part in parts}
     wrappers = {i: of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in of}
     sharing = _sharing(program, len(tensors))
     return BoundProgram(program, signature, tensors, wrappers, sharing, unhooked)

@@ -18,7 +18,7 @@ from torch import nn
 
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import cast_is_kept, is_cast_once
-from rockplan.python_state.contents import Contents, Identity, contents_of, described, is_same
+from rockplan.python_state.contents import Contents, contents_of, described, is_same
 from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.memory import inner_tensors, memory_of, parts_of
@@ -37,8 +37,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 class _ModuleEntry:
     """One submodule. kind: its class; names, values: its attributes that count; read: names of its
     own attributes that count, None for all; tensors: (registry, name, tensor, key of the
-    tensor); inner: (frozen wrapper
-    among these, the tensors in it)."""
+    tensor); inner: (frozen wrapper among these, the tensors in it)."""
 
     module: nn.Module
     kind: type
@@ -48,7 +47,7 @@ class _ModuleEntry:
     read: frozenset[str] | None
     children: tuple[tuple[str, nn.Module | None], ...]
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
-    inner: tuple[tuple[torch.Tensor, tuple[Identity, ...]], ...]
+    inner: tuple[tuple[torch.Tensor, list[torch.Tensor]], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,16 +134,12 @@ def _module_entry(module: nn.Module, read: frozenset[str] | None) -> _ModuleEntr
             for name, t in module.__dict__[kind].items()
         ),
         inner=tuple(
-            (t, _inner_of(t))
+            (t, [part for _, part in parts_of([("", t)])])
             for kind in _TENSORS
             for t in module.__dict__[kind].values()
             if inner_tensors(t)
         ),
     )
-
-
-def _inner_of(wrapper: torch.Tensor) -> tuple[Identity, ...]:
-    return tuple(Identity(tensor) for _, tensor in parts_of([("", wrapper)]))
 
 
 def signature_holds(signature: ModuleSignature) -> bool:
@@ -250,7 +245,8 @@ def _entry_holds(entry: _ModuleEntry) -> bool:
             return False
         if tensor is not None and _parameter_key(tensor) != key:
             return False
-    if any(_inner_of(wrapper) != parts for wrapper, parts in entry.inner):
+    now = (zip(parts_of([("", whole)]), parts, strict=True) for whole, parts in entry.inner)
+    if any(part is not before for parts in now for (_, part), before in parts):
         return False
     return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
 
