@@ -10,14 +10,16 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import rockplan
+from rockplan.runtime.planned_state import programs_of
 from rockplan.search import paging
 from testing.training import QUICK
+from tests.planning import heard
 
 
 class Unused(nn.Module):
@@ -176,6 +178,43 @@ def compare_sharded_losses() -> None:
     assert [len(block.plans) for block in parts.blocks] == [1] * 4
 
 
+def compare_lengths(is_of_blocks: bool) -> None:
+    """Each rank has lengths of its own, one program runs them: of a module in
+    DistributedDataParallel, or of blocks, each in fully_shard."""
+    model, rank = Classifier().train(), dist.get_rank()
+    eager = copy.deepcopy(model)
+    batches = [torch.randn(n, 32) for n in ((64, 40, 88, 17, 56), (64, 31, 90, 65, 33))[rank]]
+    parts = (model.blocks, eager.blocks)
+    if is_of_blocks:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for module, blocks in zip((model, eager), parts, strict=True):
+            for block in (*blocks, module):
+                fully_shard(block, mesh=mesh)
+        rockplan.solve_blocks(model, batches[0], "70%", options=QUICK)
+        modules: Any = model, eager
+    else:
+        planned = rockplan.solve(model, batches[0], "min", options=QUICK)
+        modules = DistributedDataParallel(planned), DistributedDataParallel(eager)
+    optimizers = [torch.optim.Adam(module.parameters()) for module in modules]
+    captured = []
+    for batch in batches:
+        for module, optimizer in zip(modules, optimizers, strict=True):
+
+            def forward(module: Any = module, batch: Tensor = batch) -> None:
+                torch.manual_seed(100 + rank)
+                module(batch)["loss"].backward()
+
+            stages = heard(forward)
+            captured += ["capturing the model" in stages] if module is modules[0] else []
+            optimizer.step()
+        assert_same_gradients(*modules, f"{len(batch)} rows")
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+    assert captured == [False, True, False, False, False], captured
+    for module in parts[0] if is_of_blocks else [planned]:
+        assert [p.open is not None for p in programs_of(module)].count(False) == 1
+
+
 def refused(module: nn.Module, batch: torch.Tensor, words: str) -> None:
     try:
         rockplan.solve(module, batch, "min", options=QUICK)
@@ -214,5 +253,7 @@ def main() -> None:
     check_overlap()
     compare_sharded()
     compare_sharded_losses()
+    compare_lengths(is_of_blocks=False)
+    compare_lengths(is_of_blocks=True)
     dist.barrier()
     dist.destroy_process_group()

@@ -65,12 +65,12 @@ WITHOUT_SEARCH = {"capturing the model", "measuring sizes", "finding blocks", "w
 """What finds out that a plan holds."""
 
 
-def set_times(monkeypatch: pytest.MonkeyPatch) -> None:
+def set_times(monkeypatch: pytest.MonkeyPatch, slower: int = 1) -> None:
     """What is measured on a busy machine leads to other plans each time."""
 
     def times(inputs: Any, calls: dict[str, list[Any]], scratch: Tensor) -> dict[str, list[int]]:
         progress.report("measuring times")
         estimated = {k: estimate(inputs.graph, c[0], CPU_RATES) for k, c in calls.items()}
-        return {key: [1 + cost.time_ns] * 3 for key, cost in estimated.items()}
+        return {key: [slower * (1 + cost.time_ns)] * 3 for key, cost in estimated.items()}
 
     monkeypatch.setattr(price, "measure_times", times)

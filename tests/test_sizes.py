@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import pickle
+import shutil
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -426,6 +428,25 @@ def test_rows_say_what_a_simulation_finds() -> None:
         simulation = simulate(resized(program.plan.graph, numbers), program.plan.schedule)
         found = program.open.rows.bytes_at(numbers)
         assert found == (simulation.peak_bytes, simulation.saved_bytes, 0)
+
+
+def test_cached_schedules_are_for_their_prices(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
+    options = replace(OPTIONS, cache=True)
+    for slower in (1, 3):
+        torch.manual_seed(0)
+        build, sizes, _ = MODELS["gpt2"]
+        model, call = build()
+        set_times(monkeypatch, slower)
+        sample = call(*sizes[0])
+        planned: Any = rockplan.solve(model, (), "min", sample_kwargs=sample, options=options)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for size in sizes[1:3]:
+                case_of(model, call(*size)).step(planned)
+        shutil.rmtree(tmp_path / "profile")
 
 
 @pytest.mark.parametrize("how", [lambda m: pickle.loads(pickle.dumps(m)), copy.deepcopy])

@@ -23,6 +23,7 @@ from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.costs.call_key import device_of
 from rockplan.graph_builder.costs.price import profile_of
 from rockplan.graph_builder.costs.scaled import scaled, with_scaled_times
+from rockplan.graph_builder.digests import digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
@@ -91,7 +92,10 @@ def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: O
         profile_of("", device_of(graph), {}),
         source=f"sizes computed, times scaled from those of graph {known.graph_digest[:12]}",
     )
-    return replace(problem_of_priced(priced, profile, options), waits=waits)
+    # The profile does not have these prices, which plans in the cache are for.
+    prices = digest([[n.time_ns, n.workspace_bytes] for n in priced.nodes])
+    problem = problem_of_priced(priced, profile, options)
+    return replace(problem, waits=waits, profile_digest=prices)
 
 
 def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | None:
