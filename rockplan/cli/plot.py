@@ -94,7 +94,7 @@ _PICTURE_ENDINGS = (".svg", ".png")
 
 _ENDINGS = (".html", *_PICTURE_ENDINGS, ".json", ".dot")
 
-_ROUNDS = 3
+_ROUNDS = 2
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
 
 
@@ -130,7 +130,7 @@ def _drawn(
     eager_measured = measured = None
     if PictureKind.CURVE in shown:
         # Drawn smaller than a hand: rough plans do.
-        quick = replace(options, without=("exchange", "descent"), time_limit_s=1.0)
+        quick = replace(options, without=("exchange", "descent"), time_limit_s=0.25)
         quick = replace(quick, bound_time_limit_s=0.0)
         series += (pictures.curve_series(rockplan.pareto(**call, options=quick)),)
     if PictureKind.CURVE in shown and measure:
