@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from rockplan.agreement import ALONE, Agreement, agreement
+from rockplan.blocks.instead import plan_parts
 from rockplan.budget import Budget, parse_budget
 from rockplan.captures.captured_calls import (
     CapturedCall,
@@ -26,7 +27,13 @@ from rockplan.captures.captured_calls import (
 from rockplan.captures.loss import NO_LOSS, Loss, MeasuredLoss, beside_loss, measured_loss
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall
-from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError, at_users_line
+from rockplan.errors import (
+    CaptureError,
+    InfeasibleBudget,
+    InvalidInput,
+    RockplanError,
+    at_users_line,
+)
 from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.reserved import reserve, storage_sizes
@@ -96,7 +103,7 @@ def solve(
     arguments; sample_kwargs: further keyword arguments. Neither is changed, nor is the model.
     Without a sample, the first call in training is planned when it comes, under what is free then
     for 'auto'; until then, and in evaluation, the original runs. What is refused is raised by that
-    call, or, with Options(on_refused='leave'), logged, and the original runs.
+    call, or as Options(on_refused=...) says.
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and the
     parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or 'auto': what
     is free when `solve` is called, less gradients that do not exist yet, the state that the
@@ -121,8 +128,16 @@ def solve(
     with agreement(checked(options).group, model) as agreed:
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
-        options = replace(options, group=None)
-        return _solve(unplanned(model), args, kwargs, room, options, agreed, loss)
+        alone = replace(options, group=None)
+        try:
+            return _solve(unplanned(model), args, kwargs, room, alone, agreed, loss)
+        except CaptureError as error:
+            if options.on_refused != "blocks":
+                raise
+            refused = error
+    call = ModuleCall(unplanned(model), args, kwargs)
+    plan_parts(parse_budget(budget), optimizer, loss, options, call, refused)
+    return call.module
 
 
 def _solve(
@@ -197,9 +212,15 @@ class AtFirstCall:
         arguments(model, (), None)
         if self.options.sizes:
             raise InvalidInput("Options(sizes=...) needs a sample, whose sizes vary; pass one")
-        leaves = say_refused if self.options.on_refused == "leave" else None
+        own = (self.budget, self.optimizer, self.loss, self.options)
+        otherwise = {
+            "error": None,
+            "leave": say_refused,
+            "blocks": functools.partial(plan_parts, *own),
+        }
+        on_refused = on_refused or otherwise[self.options.on_refused]
         settings = _settings(self, self.options, self.budget.share)
-        return replace(settings, on_refused=on_refused or leaves, is_in_place=is_in_place)
+        return replace(settings, on_refused=on_refused, is_in_place=is_in_place)
 
     def __call__(self, call: ModuleCall) -> PlannedProgram:
         if self.make is not None:

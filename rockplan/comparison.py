@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import itertools
 import json
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -24,25 +23,22 @@ from torch import nn
 from rockplan.api import solve
 from rockplan.budget import Budget, parse_budget
 from rockplan.captures.captured_calls import arguments
+from rockplan.captures.loss import Loss
 from rockplan.captures.untouched import untouched
 from rockplan.checkpointing import wrap
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
-from rockplan.graph_builder.tracing.outputs import likely_starts
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.python_state import trees
-from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.reports.pictures import Series
 from rockplan.runtime.planned_state import plan_of, unplanned
-from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
+from rockplan.side_by_side import device_of, interleaved_seconds, machine, median_ratio, step_of
 from rockplan.values.columns import aligned
 from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
 
-Loss = Callable[[Any], torch.Tensor]
 OneBudget = int | float | str | Budget
 
 SEED = 0
@@ -265,33 +261,6 @@ def _compiled(model: nn.Module, ratio: float) -> nn.Module:
     return _Compiled(wrap.sharing_copy(model), ratio)
 
 
-def step_of(
-    module: Callable[..., Any],
-    *,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    loss: Loss | None,
-    incoming: dict[int, torch.Tensor],
-) -> None:
-    """Run a forward and a backward of `module`, with `loss` of the result; gradients are added to
-    `.grad`. Autocast, if the caller is under it, ends with the forward, and so do its casts of
-    weights. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
-    incoming: their gradients by position; the first step fills it with random ones, so that making
-    them is not part of later peaks."""
-    result = module(*args, **kwargs)
-    if loss is not None:
-        roots, gradients = [loss(result)], None
-    else:
-        leaves, spec = trees.tree_flatten(result)
-        for position in () if incoming else likely_starts(leaves, spec):
-            incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
-        roots, gradients = [leaves[position] for position in incoming], [*incoming.values()]
-        del result, leaves
-    torch.clear_autocast_cache()
-    with under_autocast(OFF):
-        torch.autograd.backward(roots, gradients)
-
-
 def _written(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[torch.Tensor, ...]:
@@ -343,12 +312,6 @@ def _difference(
     if not different:
         return EQUAL if expected else ""
     return f"{different} of {len(expected)} {what} differ, by up to {largest:.1e} of the largest"
-
-
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters or buffers, the CPU if it has none."""
-    tensors = itertools.chain(model.parameters(), model.buffers())
-    return next((t.device for t in tensors), torch.device("cpu"))
 
 
 def _row(

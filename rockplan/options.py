@@ -83,9 +83,10 @@ class Options:
     graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
     worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
     its own.
-    on_refused: of `solve_blocks`, and of `solve` without a sample, what happens if a block, or the
-    first call, cannot be planned: 'error' raises the reason, 'leave' leaves it as it is and logs
-    that.
+    on_refused: what happens with what cannot be planned: 'error' raises the reason; 'leave', of
+    `solve_blocks` and of `solve` without a sample, leaves the block, or the module, as it is and
+    logs that; 'blocks', of `solve`, plans the parts of `model` that can be, in place as
+    `solve_blocks` does and within the same budget, and logs which are left and why.
     compile: plan kernels that PyTorch's compiler makes of several operators each (C++ on CPU,
     Triton on CUDA), in place of the operators of eager execution; 'near': kernels that round
     between their operators as eager does (docs/compiled.md).
@@ -134,7 +135,7 @@ class Options:
     only_loss: bool = False
     on_infeasible: Literal["error", "smallest", "original"] | None = None
     without: Sequence[str] = ()
-    on_refused: Literal["error", "leave"] = "error"
+    on_refused: Literal["error", "leave", "blocks"] = "error"
     compile: bool | Literal["near"] = False
     sizes: Sizes = ()
     tile: bool | int = False
@@ -342,7 +343,7 @@ ROWS: Mapping[str, OptionRow] = {
     "only_loss": OptionRow(_SWITCH, no_effect=_OF_ONE_MODULE),
     "on_infeasible": OptionRow(_choice("error", "smallest", "original"), decides=False),
     "without": OptionRow(_several(str, "pass a sequence of names of stages")),
-    "on_refused": OptionRow(_choice("error", "leave"), decides=False),
+    "on_refused": OptionRow(_choice("error", "leave", "blocks"), decides=False),
     "compile": OptionRow(_choice(False, True, "near"), no_effect=_OF_THE_WHOLE),
     "sizes": OptionRow(lambda name, given: tuple(_size_ranges(given)), decides=False),
     "tile": OptionRow(

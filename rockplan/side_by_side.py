@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import platform
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
+from torch import nn
+
+from rockplan.captures.loss import Loss
+from rockplan.graph_builder.tracing.outputs import likely_starts
+from rockplan.python_state import trees
+from rockplan.python_state.autocast import OFF, under_autocast
 
 
 def machine(device: torch.device | str | None = None) -> str:
@@ -71,3 +79,36 @@ def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
 def median_ratio(times: Sequence[float], reference: Sequence[float]) -> float:
     """Return the median over rounds of time / reference time of the same round."""
     return statistics.median(a / b for a, b in zip(times, reference, strict=True))
+
+
+def step_of(
+    module: Callable[..., Any],
+    *,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss: Loss | None,
+    incoming: dict[int, torch.Tensor],
+) -> None:
+    """Run a forward and a backward of `module`, with `loss` of the result; gradients are added to
+    `.grad`. Autocast, if the caller is under it, ends with the forward, and so do its casts of
+    weights. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
+    incoming: their gradients by position; the first step fills it with random ones, so that making
+    them is not part of later peaks."""
+    result = module(*args, **kwargs)
+    if loss is not None:
+        roots, gradients = [loss(result)], None
+    else:
+        leaves, spec = trees.tree_flatten(result)
+        for position in () if incoming else likely_starts(leaves, spec):
+            incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
+        roots, gradients = [leaves[position] for position in incoming], [*incoming.values()]
+        del result, leaves
+    torch.clear_autocast_cache()
+    with under_autocast(OFF):
+        torch.autograd.backward(roots, gradients)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's parameters or buffers, the CPU if it has none."""
+    tensors = itertools.chain(model.parameters(), model.buffers())
+    return next((t.device for t in tensors), torch.device("cpu"))

@@ -7,6 +7,7 @@ import copy
 import logging
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.integrations.in_place import PlanWhenCalled, planned_no_more
 from rockplan.runtime.planned_state import is_in_place
 from testing.training import QUICK, assert_same_state
@@ -136,9 +138,38 @@ class Model(nn.Module):
 PLANNED: dict[str, tuple[str, Callable[[Any], list[nn.Module]]]] = {
     "": ("planned Model at its first call", lambda m: [m]),
     "whole": ("its decoder is tried", lambda m: [m.model]),
-    "decoder": ("the repeated blocks are planned", lambda m: [*m.model.layers]),
+    "decoder": ("so 3 of its parts are, in place. Of the whole", lambda m: [*m.model.layers]),
     "blocks": ("nothing is planned", lambda m: []),
 }
+
+
+@pytest.mark.parametrize("sample", [None, X], ids=["first call", "sample"])
+def test_parts_instead_of_the_whole(sample: Any, caplog: pytest.LogCaptureFixture) -> None:
+    options = replace(QUICK, on_refused="blocks")
+    model, eager = Decoder("decoder"), Decoder("decoder")
+    eager.load_state_dict(model.state_dict())
+    fast = rockplan.solve(model, sample, "50%", options=options)
+    same_steps(fast, eager, "parts", count=3)
+    assert [m for m in model.modules() if is_in_place(m)] == [*model.layers]
+    plan = rockplan.blocks_of(fast)
+    peak = peak_live_bytes(lambda: fast(X).square().mean().backward()).peak_bytes
+    assert peak <= plan.budget_bytes
+    assert "so 3 of its parts are, in place. Of the whole: " in caplog.text
+
+    fast.zero_grad(), eager.zero_grad()
+    model.layers[1].is_refused = True
+    rockplan.restore_blocks(model)
+    fast = rockplan.solve(model, sample, "50%", options=options)
+    same_steps(fast, eager, "one left", count=1)
+    assert "'layers.1' is left: " in caplog.text and len(rockplan.blocks_of(fast).blocks) == 2
+
+
+@pytest.mark.parametrize("sample", [None, X], ids=["first call", "sample"])
+def test_no_part_can_be_planned(sample: Any) -> None:
+    options = replace(QUICK, on_refused="blocks")
+    for _ in range(2):
+        with pytest.raises(rockplan.CaptureError, match="Of its parts: "):
+            rockplan.solve(Decoder("blocks"), sample, "50%", options=options)(X)
 
 
 @pytest.mark.parametrize("refuses", PLANNED)

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
+from rockplan.captures.loss import Loss
 from rockplan.captures.untouched import untouched
-from rockplan.comparison import Loss
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees

@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from rockplan.captures.loss import Loss
 from rockplan.captures.untouched import untouched
-from rockplan.comparison import Loss
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
 from rockplan.python_state.sharding import (

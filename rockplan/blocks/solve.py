@@ -44,8 +44,8 @@ from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import arguments, calls_of
+from rockplan.captures.loss import Loss
 from rockplan.captures.sizes import SizedCall
-from rockplan.comparison import Loss, device_of, step_of
 from rockplan.dp.block_sequence import Others
 from rockplan.errors import (
     CaptureError,
@@ -70,6 +70,7 @@ from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of,
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
+from rockplan.side_by_side import device_of, step_of
 from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming, Precedent

@@ -36,14 +36,16 @@ def named_in_refusals(model: nn.Module) -> Iterator[None]:
             raise  # one call before planning is the remedy, for the whole model
         with contextlib.suppress(CaptureError):
             refuse(When.MODULE, model)  # raises what would refuse each part, too
-            error.args = (f"{error}{_advice(model, error.module_path or '')}",)
+            error.args = (f"{error}{_advice(model, error)}",)
         raise
 
 
-def _advice(model: nn.Module, refused: str) -> str:
-    """Return the sentence that says how to plan parts of the model; '' if no part can be planned.
-    refused: path of the module that cannot be."""
-    parts = _parts(model, refused)
+ADVICE = ". To plan parts of it: "
+
+
+def _advice(model: nn.Module, error: CaptureError) -> str:
+    """Return the sentence that says how to plan parts of the model; '' if none can be planned."""
+    parts = parts_beside(model, error)
     if not parts:
         return ""
     patterns = _patterns(model, parts)
@@ -51,16 +53,16 @@ def _advice(model: nn.Module, refused: str) -> str:
     if len(patterns) > _PATTERNS:
         which = ""
     return (
-        f". To plan parts of it: rockplan.solve_blocks(model, sample, budget, {which}"
+        f"{ADVICE}rockplan.solve_blocks(model, sample, budget, {which}"
         "options=rockplan.Options(on_refused='leave')), which leaves the rest to Python"
     )
 
 
-def _parts(model: nn.Module, refused: str) -> list[str]:
-    """Return the paths of the repeated blocks in which no module is of the class that is refused;
-    if there are none, of the largest other submodules like that. (What is refused in a module of
-    PyTorch's is for the one that it is in.)"""
-    kinds = (type(m) for m in reversed([*around(model, refused)][1:]))
+def parts_beside(model: nn.Module, error: CaptureError) -> list[str]:
+    """Return the paths of the repeated blocks in which no module is of the class that `error`
+    names; if there are none, of the largest other submodules like that. (What is refused in a
+    module of PyTorch's is for the one that it is in.)"""
+    kinds = (type(m) for m in reversed([*around(model, error.module_path or "")][1:]))
     kind = next((k for k in kinds if not k.__module__.startswith("torch.")), None)
 
     def is_unaffected(path: str) -> bool:

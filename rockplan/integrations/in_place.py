@@ -10,14 +10,15 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockplan.api import AtFirstCall
-from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
+from rockplan.blocks.instead import plan_parts
+from rockplan.blocks.solve import restore_blocks
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.fitting.optimizer import OptimizerLike
@@ -61,20 +62,10 @@ class PlanWhenCalled:
     def _plan_blocks(self, call: ModuleCall, error: CaptureError) -> None:
         """Plan the repeated blocks for this call, which has begun."""
         try:
-            solve_blocks(
-                call.module,
-                call.args,
-                self.budget,
-                optimizer=self.optimizer,
-                sample_kwargs=call.kwargs,
-                loss=_loss_of,
-                options=replace(self.options, on_refused="leave"),
-            )
-            blocks_of(call.module)  # raises if none is planned
+            own = (parse_budget(self.budget), self.optimizer, _loss_of, self.options)
+            plan_parts(*own, call, error)
         except RockplanError as other:
-            LOG.warning("nothing is planned: %s; of the blocks: %s", error, other)
-            return
-        LOG.warning("the repeated blocks are planned, since the whole cannot be: %s", error)
+            LOG.warning("nothing is planned: %s", other)
 
 
 def planned_no_more(model: nn.Module) -> None:

@@ -25,6 +25,7 @@ from rockplan.errors import (
     CaptureError,
     ForwardRaises,
     InfeasibleBudget,
+    RockplanError,
     StalePlan,
 )
 from rockplan.python_state import trees
@@ -130,7 +131,11 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
         if state.settings.on_refused is None or isinstance(error, ForwardRaises):
             raise
         state.is_off = True
-        state.settings.on_refused(made, error)
+        try:
+            state.settings.on_refused(made, error)
+        except RockplanError:
+            state.is_off = False
+            raise
         return None
     taken_s = time.monotonic() - started
     _SPENT[state.original.__qualname__] += taken_s
