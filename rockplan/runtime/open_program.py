@@ -85,12 +85,14 @@ class OpenProgram:
         known of them does not decide."""
         least, most = self.workspaces.bounds(sizes)
         numbers = self.few.at(sizes)
-        if not _are_within(self.rows.bytes_at({**numbers, **least}), limits):
+
+        def is_within(inside: Numbers) -> bool:
+            return all(map(operator.le, self.rows.bytes_at({**numbers, **inside}), limits))
+
+        if not is_within(least):
             return False
-        if most is not None and _are_within(self.rows.bytes_at({**numbers, **most}), limits):
-            return True
-        inside = self.measured(sizes, leaves)
-        return _are_within(self.rows.bytes_at({**numbers, **inside}), limits)
+        is_known = most is not None and is_within(most)
+        return is_known or is_within(self.measured(sizes, leaves))
 
     def least_bytes(self, rows: PeakRows, sizes: tuple[int, ...]) -> tuple[int, int, int]:
         """Return (peak, saved, host) bytes of `rows` at these sizes, or a little less."""
@@ -129,10 +131,6 @@ class OpenProgram:
     def numbers(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
         """Return the value of every expression in the graph and the interface."""
         return {**self.all.at(sizes), **self.measured(sizes, leaves)}
-
-
-def _are_within(needed: Limits, limits: Limits) -> bool:
-    return all(map(operator.le, needed, limits))
 
 
 def _size_readers(

@@ -58,9 +58,6 @@ MOST = 3
 QUICK = ExchangeLimits(effort=60_000, rounds=1, most_rounds=1)
 """Limits of the local search if a known schedule exceeds the budget."""
 
-SLIGHTLY = 0.05
-"""Share of the budget: one round is enough if the schedule exceeds it by less."""
-
 
 @dataclass(frozen=True, slots=True)
 class _Alike:
@@ -115,7 +112,10 @@ def _by_overhead(known: Iterable[Plan]) -> list[Plan]:
 def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | None:
     if not alike:
         return None
-    limit_bytes = _limit_bytes(alike, problem, budget)
+    limit_bytes = budget.within(problem.unplanned.peak_bytes)
+    if limit_bytes is None:  # the least of a known plan, in proportion for a larger call
+        needed = (p.plan.budget_bytes * max(1.0, _growth(p.plan, problem)) for p in alike)
+        limit_bytes = int(min(needed))
     plans = (_transferred(one, problem, limit_bytes) for one in alike[:MOST])
     return next((plan for plan in plans if plan is not None), None)
 
@@ -127,15 +127,6 @@ def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> P
     source = f"{profile.source} from those of graph {one.plan.graph_digest[:12]}"
     profile = replace(profile, source=source)
     return replace(problem_of_priced(priced, profile, options), waits=waits)
-
-
-def _limit_bytes(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> int:
-    """Return the budget in bytes. For the smallest budget these are the bytes of a known plan if
-    the call is smaller, its share of eager's peak if the call is larger."""
-    limit_bytes = budget.within(problem.unplanned.peak_bytes)
-    if limit_bytes is not None:
-        return limit_bytes
-    return min(int(one.plan.budget_bytes * max(1.0, _growth(one.plan, problem))) for one in alike)
 
 
 def _growth(plan: Plan, problem: Problem) -> float:
@@ -174,13 +165,10 @@ def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | 
         verify(graph, schedule)
     except IllegalSchedule:
         return None
-    peak_bytes = simulate(graph, schedule).peak_bytes
-    if peak_bytes <= limit_bytes:
+    if simulate(graph, schedule).peak_bytes <= limit_bytes:
         return pruned(graph, schedule, limit_bytes)
-    repaired_schedule = repaired(graph, schedule, limit_bytes, limits=QUICK)
-    if repaired_schedule is None or peak_bytes <= (1 + SLIGHTLY) * limit_bytes:
-        return repaired_schedule
-    return exchanged(graph, repaired_schedule, limit_bytes, limits=QUICK)
+    found = repaired(graph, schedule, limit_bytes, limits=QUICK)
+    return None if found is None else exchanged(graph, found, limit_bytes, limits=QUICK)
 
 
 def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
