@@ -27,7 +27,7 @@ from rockplan import Options
 from rockplan.captures.captured_calls import arguments, captured_call, problems_of
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.fitting.changes import Holding, left_alive, peak_of
-from rockplan.fitting.exchange import GLOO, Transport
+from rockplan.fitting.exchange import Transport
 from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.shards import DDP, Shards
@@ -41,7 +41,10 @@ Make = Callable[[Any], torch.optim.Optimizer]
 
 STEP = "step of a rank"
 
-TRANSPORTS = {"gloo": GLOO, "fake": Transport(copies=False, pads=True)}
+TRANSPORTS = {
+    "gloo": Transport(copies=True, pads=True),
+    "fake": Transport(copies=False, pads=True),
+}
 
 
 @contextmanager

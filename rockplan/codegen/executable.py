@@ -60,14 +60,11 @@ class Executable:
     def at(self, sizes: tuple[int, ...], numbers: Mapping[str, int | float]) -> Executable:
         """Return the same code for calls of other sizes. numbers: expression -> its value. Raises
         HostMemoryError as `build`."""
-        layout = self.layout and self.layout.at(numbers)
-        if layout is not None and layout is not self.layout:
-            layout.reserve()
         return replace(
             self,
             pattern=resized(self.pattern, numbers),
             again=lambda: self.again().at(sizes, numbers),
-            layout=layout,
+            layout=self.layout and self.layout.at(numbers),
             sizes=sizes,
         )
 

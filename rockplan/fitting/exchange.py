@@ -55,8 +55,6 @@ class Transport:
 NCCL = Transport(copies=False, pads=False)
 """Works in place; its own memory does not come from the caching allocator."""
 
-GLOO = Transport(copies=True, pads=True)
-
 
 class _Span(NamedTuple):
     """Positions of a block's events in one phase: of the first one, and of the event after the last

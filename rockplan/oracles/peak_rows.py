@@ -64,9 +64,8 @@ def peak_rows(graph: CDGraph, schedule: Schedule, in_flight: int = 1) -> PeakRow
     during = numpy.unique(alive[:-1:2], axis=0) + (in_flight - 1) * saved
     host = numpy.zeros_like(saved)
     for page in (d.size_bytes for d in graph.data if d.kind is DataKind.HOST):
-        host[columns[page.text] if isinstance(page, Size) else 0] += (
-            1 if isinstance(page, Size) else page
-        )
+        column = columns[page.text] if isinstance(page, Size) else 0
+        host[column] += 1 if column else page
     return PeakRows(tuple(columns), _undominated(during), saved, host)
 
 

@@ -36,10 +36,10 @@ class Layout:
         return cls(dict(zip(sizes, ends, strict=False)), sizes, pool)
 
     def at(self, numbers: Mapping[str, int | float]) -> Layout:
-        """Return the layout of a call of other sizes. numbers: expression -> its value there."""
-        return Layout.of(
-            ((n, at_sizes(size, numbers)) for n, size in self.sizes.items()), self.pool
-        )
+        """Reserve the layout of a call of other sizes. numbers: expression -> its value there."""
+        made = Layout.of(((n, at_sizes(b, numbers)) for n, b in self.sizes.items()), self.pool)
+        made.reserve()
+        return made
 
     def reserve(self) -> None:
         """Allocate an arena for one call. Raises HostMemoryError if the host has no room."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule
@@ -59,12 +59,8 @@ QUICK = ExchangeLimits(effort=60_000, rounds=1, most_rounds=1)
 """Limits of the local search if a known schedule exceeds the budget."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Alike:
-    """A known plan. nodes: node of its graph -> node of the call's graph that does the same."""
-
-    plan: Plan
-    nodes: dict[int, int]
+_Alike = tuple[Plan, dict[int, int]]
+"""A known plan, and node of its graph -> node of the call's graph that does the same."""
 
 
 def adapted(
@@ -74,10 +70,15 @@ def adapted(
     `known`; None if none carries over. waits: gradients that are handed over only after the last
     read of their parameter."""
     matched = ((plan, _matched(plan.graph, lowered.graph)) for plan in _by_overhead(known))
-    alike = [_Alike(plan, nodes) for plan, nodes in matched if nodes is not None]
+    alike = [(plan, nodes) for plan, nodes in matched if nodes is not None]
     if not alike:
         return None
-    return _first(alike, _problem(alike[0], lowered, waits, options), budget)
+    first, nodes = alike[0]
+    inverse = {new: old for old, new in nodes.items()}
+    priced, profile = scaled(lowered.graph, lowered.samples, first.graph, inverse)
+    source = f"{profile.source} from those of graph {first.graph_digest[:12]}"
+    problem = problem_of_priced(priced, replace(profile, source=source), options)
+    return _first(alike, replace(problem, waits=waits), budget)
 
 
 def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: Options) -> Problem:
@@ -99,7 +100,7 @@ def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | 
     """Return a plan within `budget` that replays the schedule of one of the plans `known`, which
     are for the graph of the problem at other sizes. None if none carries over."""
     same = {node.index: node.index for node in problem.graph.nodes}
-    return _first([_Alike(plan, same) for plan in _by_overhead(known)], problem, budget)
+    return _first([(plan, same) for plan in _by_overhead(known)], problem, budget)
 
 
 def _by_overhead(known: Iterable[Plan]) -> list[Plan]:
@@ -114,19 +115,10 @@ def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | 
         return None
     limit_bytes = budget.within(problem.unplanned.peak_bytes)
     if limit_bytes is None:  # the least of a known plan, in proportion for a larger call
-        needed = (p.plan.budget_bytes * max(1.0, _growth(p.plan, problem)) for p in alike)
+        needed = (p.budget_bytes * max(1.0, _growth(p, problem)) for p, _ in alike)
         limit_bytes = int(min(needed))
     plans = (_transferred(one, problem, limit_bytes) for one in alike[:MOST])
     return next((plan for plan in plans if plan is not None), None)
-
-
-def _problem(one: _Alike, lowered: Lowered, waits: Waits, options: Options) -> Problem:
-    """Return the problem of the call, with times scaled from those of a known plan."""
-    alike = {new: old for old, new in one.nodes.items()}
-    priced, profile = scaled(lowered.graph, lowered.samples, one.plan.graph, alike)
-    source = f"{profile.source} from those of graph {one.plan.graph_digest[:12]}"
-    profile = replace(profile, source=source)
-    return replace(problem_of_priced(priced, profile, options), waits=waits)
 
 
 def _growth(plan: Plan, problem: Problem) -> float:
@@ -139,7 +131,8 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
     or does not fit, or if it re-executes more than the known plan does though its share of eager's
     peak is as large."""
     graph = problem.constrained
-    needed_bytes = _growth(one.plan, problem) * one.plan.peak_bytes
+    known, _ = one
+    needed_bytes = _growth(known, problem) * known.peak_bytes
     if limit_bytes < TIGHTER * needed_bytes:
         return None
     schedule = _within(graph, _replayed(one, graph), limit_bytes)
@@ -150,7 +143,7 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
         plan = planning.waiting(plan, problem.waits)
     if plan is None or plan.peak_bytes > limit_bytes:
         return None
-    is_as_good = plan.overhead <= (1 + MORE) * one.plan.overhead + WORSE
+    is_as_good = plan.overhead <= (1 + MORE) * known.overhead + WORSE
     return plan if is_as_good or limit_bytes < needed_bytes else None
 
 
@@ -175,17 +168,18 @@ def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
     """Return the schedule of `plan` for `graph`, which may have other sizes; None if too many nodes
     differ."""
     nodes = _matched(plan.graph, graph)
-    return None if nodes is None else _replayed(_Alike(plan, nodes), graph)
+    return None if nodes is None else _replayed((plan, nodes), graph)
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
     """Translate the known plan's executions to `graph`, whose matching nodes `one` has, and free
     each storage as early as possible. Executions whose results nothing reads are left out."""
-    forward, backward = one.plan.schedule.phases
+    plan, matched = one
+    forward, backward = plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
     orders = (
-        _order(forward, one.nodes, _in_eager_order(graph, graph.forward)),
-        _order(backward, one.nodes, _in_eager_order(graph, graph.backward)),
+        _order(forward, matched, _in_eager_order(graph, graph.forward)),
+        _order(backward, matched, _in_eager_order(graph, graph.backward)),
     )
     return with_frees(graph, *without_idle(graph, *orders))
 
