@@ -591,6 +591,8 @@ def examine(drawn: Drawn) -> tuple[str, str]:
                 use_both(eager, side, use, number, when)
                 continue
             use_nearly(eager, use_both(kept, side, use, number, when), kept, use, number, when)
+    except (rockplan.CheckFailed, rockplan.IllegalSchedule):
+        return "wrong", traceback.format_exc()
     except rockplan.RockplanError as error:
         return "refused", f"{type(error).__name__}: {error}"
     except Exception:

@@ -40,7 +40,7 @@ from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 from rockplan.values.sizes import Size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BoundProgram:
     """A program bound to the tensors of one module tree in one state.
 

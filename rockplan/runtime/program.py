@@ -28,7 +28,7 @@ from rockplan.values.plan import Plan
 from rockplan.values.sizes import resized
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PlannedProgram:
     """One plan with everything that running it on one kind of call takes.
 
