@@ -63,6 +63,7 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import python_state
+from rockplan.errors import IllegalSchedule
 from benchmarks.timing import where
 from benchmarks.zoo import plan_roughly
 from rockplan import check
@@ -591,7 +592,7 @@ def examine(drawn: Drawn) -> tuple[str, str]:
                 use_both(eager, side, use, number, when)
                 continue
             use_nearly(eager, use_both(kept, side, use, number, when), kept, use, number, when)
-    except (rockplan.CheckFailed, rockplan.IllegalSchedule):
+    except (rockplan.CheckFailed, IllegalSchedule):
         return "wrong", traceback.format_exc()
     except rockplan.RockplanError as error:
         return "refused", f"{type(error).__name__}: {error}"
