@@ -63,10 +63,10 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import python_state
-from rockplan.errors import IllegalSchedule
 from benchmarks.timing import where
 from benchmarks.zoo import plan_roughly
 from rockplan import check
+from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.fusion import inductor, kernels
 from testing.models import moved
 from testing.random_networks import CALLS, Network, network

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -13,7 +14,7 @@ from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.search.local.editable_schedule import EMPTY, Draft
 from rockplan.search.local.greedy_eviction import thriftiest
-from rockplan.values.graph import CDGraph, movable
+from rockplan.values.graph import CDGraph, DataKind, movable
 from rockplan.values.order import without_idle
 from rockplan.values.schedule import Compute, with_frees
 from testing.graphs import (
@@ -21,11 +22,12 @@ from testing.graphs import (
     constrained_graph,
     random_graph,
     random_schedule,
+    repeated_chain,
     with_random_takes,
 )
 
 SEEDS = range(12)
-MUCH = 1 << 50
+MUCH = 1 << 40
 RANGES = Ranges(pinned_percent=15)
 
 
@@ -160,3 +162,17 @@ def test_what_is_left_out_leaves_nothing_idle(seed: int) -> None:
         draft.leave_out(position)
         assert seems_to_fit or draft.worst()[1] > budget_bytes
         assert without_idle(graph, *draft.orders) == draft.orders
+
+
+def test_many_storages_that_must_be_dropped() -> None:
+    """2 ** 4 and more of them: what forbids them does not overflow."""
+    rng = random.Random(0)
+    graph, _ = repeated_chain(rng, 24)
+    own = {d.index for d in graph.data if d.kind is DataKind.ACTIVATION} - {*graph.outputs}
+    read_later = {d for node in graph.backward for d in node.reads} & own
+    assert len(read_later) >= 24
+    for count in range(1, len(read_later) + 1):
+        constrained = replace(graph, dropped=tuple(sorted(read_later)[:count]))
+        forward = tuple(n.index for n in graph.forward)
+        backward = tuple(n.index for n in graph.backward)
+        assert Draft(constrained, forward, backward).worst()[1] > MUCH

@@ -35,7 +35,8 @@ APART = 2
 EMPTY = -1
 """Stands for the node of a position at which nothing runs."""
 
-_FORBIDDEN = 1 << 60
+_FORBIDDEN = 1 << 46
+"""More than any budget; 2 ** 16 storages at once, and sizes beside them, stay within 64 bits."""
 _NOWHERE = -1
 
 
