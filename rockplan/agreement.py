@@ -196,7 +196,6 @@ class Agreement:
         return step
 
     def _received(self, step: int) -> dict[int, Any]:
-        """Return rank -> message of this step, for all others that have not planned yet."""
         others = [r for r in self._ranks if r != self._rank and r not in self._done]
         found = self._awaited({r: f"{step} by {r}" for r in others})
         self._done |= {r for r, message in found.items() if message == _DONE}
@@ -251,8 +250,6 @@ _LEAVING_S = 5.0
 
 @contextlib.contextmanager
 def _naming_a_lost_store() -> Iterator[None]:
-    """Turn a RuntimeError of torch.distributed's store in the `with` block into OtherRankFailed,
-    which says that the process that keeps it is gone."""
     try:
         yield
     except RuntimeError as error:
@@ -292,7 +289,6 @@ def refuse_apart(graphs: Iterable[CDGraph], alike: Collection[int] = ()) -> None
 
 
 def _partners(graphs: Iterable[CDGraph]) -> set[int]:
-    """Return the ranks with which collectives that may run again exchange data."""
     again = (n for graph in graphs for n in graph.nodes if n.recomputable)
     calls = (c for n in again for c in n.calls if facts_of(c.op).effect is Effect.COMMUNICATES)
     return {rank for group in {c.args[-1] for c in calls} for rank in _ranks_in(group)}

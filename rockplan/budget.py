@@ -115,7 +115,6 @@ def _parse_text(text: str) -> Budget:
 
 
 def _reserve_bytes(text: str, whole: str) -> int:
-    """Parse what follows 'auto-'. whole: the whole budget, for the error."""
     reserve = _parse_text(text).size_bytes
     if reserve is None:
         raise InvalidBudget(f"budget {whole!r} does not parse; {_EXAMPLES}")

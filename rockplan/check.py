@@ -72,8 +72,6 @@ class _Given:
 
     @classmethod
     def of(cls, call: ModuleCall, forward: Callable[..., Any]) -> _Given:
-        """Note what a call of `forward` may change: content of parameters, buffers, inputs and
-        tensors it reaches, and what Python holds."""
         module, arguments = call.module, (call.args, call.kwargs)
         walk = walk_of(module, forward, *arguments)
         named = itertools.chain(
@@ -90,7 +88,6 @@ class _Given:
         return cls(call, forward, walk, contents)
 
     def now(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield (name, content now) of each tensor, without a new copy of unchanged ones."""
         for name, content in self.tensors:
             same = is_same_content(content.tensor, content.copy)
             yield name, content.copy if same else content.tensor.detach().clone()
@@ -165,8 +162,6 @@ def check(
 
 @contextlib.contextmanager
 def _alone(call: ModuleCall) -> Iterator[None]:
-    """While active, nothing of the caller's sees a step: hooks on parameters, a checkpoint around
-    the call, the compiler."""
     aside = hooks_aside(call.module.parameters())
     with aside, modes.without_compiling(), modes.without_saved_tensor_hooks():
         yield
@@ -386,7 +381,6 @@ _NOT_OF_A_STEP = (eager_paths.REENTRANT_CHECKPOINT,)
 
 
 def _ones(like: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return ones in the shape of `like`; strides may be zero (an expanded gradient)."""
     return _laid_out(torch.ones, like, strides)
 
 

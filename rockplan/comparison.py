@@ -298,8 +298,6 @@ def _state_after(
 def _difference(
     what: str, tensors: Sequence[torch.Tensor | None], expected: Sequence[torch.Tensor | None]
 ) -> str:
-    """Return in words how many of `tensors` differ from those expected, and by how much at most;
-    EQUAL if none does, '' if there are none. what: what they are called."""
     different = 0
     largest = 0.0
     for a, b in zip(tensors, expected, strict=True):

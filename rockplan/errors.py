@@ -125,7 +125,6 @@ class InfeasibleBudget(RockplanError):
         return self.minimum_bytes / self.unplanned_bytes if self.unplanned_bytes else None
 
     def _message(self) -> str:
-        """Return the message: the least bytes, who owns the peak then, and what to do."""
         needed = "that this model needs" if self.is_complete else "found within the time limit"
         longer = "" if self.is_complete else "plan for longer (`time_limit_s`), "
         asked, least = self._percent(self.budget_bytes), self._percent(self.minimum_bytes)
@@ -157,7 +156,6 @@ class InfeasibleBudget(RockplanError):
 
     @property
     def _is_in_vain(self) -> bool:
-        """True if recomputation saves nothing at all."""
         return 0 < self.unplanned_bytes <= self.minimum_bytes
 
     def _percent(self, size_bytes: int) -> str:
@@ -168,7 +166,6 @@ class InfeasibleBudget(RockplanError):
         return f"{-(-1000 * size_bytes // self.unplanned_bytes) / 10:g}%"
 
     def _owned(self) -> str:
-        """Say who owns most of the peak; '' if unknown."""
         if not self.owner:
             return ""
         place = f" ({self.source})" if self.source else ""
@@ -254,7 +251,6 @@ def at_users_line(function: Callable[P, R]) -> Callable[P, R]:
 
 
 def _of_users(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Return the traceback without frames of rockplan and PyTorch."""
     if traceback is None:
         return None
     rest = _of_users(traceback.tb_next)

@@ -252,19 +252,16 @@ def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep
 
 
 def _state_bytes(steps: OptimizerSteps) -> int:
-    """Return the bytes that stay after the optimizer's steps, in blocks."""
     each = (change for own in steps.each.values() for change in left_alive(own.first).values())
     kept = (*steps.before, *left_alive(steps.first).values(), *each)
     return _blocks(change.size_bytes for change in kept)
 
 
 def _beside_state(steps: OptimizerSteps) -> int:
-    """Return the most bytes that one step of the optimizer takes beside its state."""
     kept_bytes = sum(change.size_bytes for change in left_alive(steps.first).values())
     first_bytes = peak_of(steps.first).size_bytes - kept_bytes
     return max(first_bytes, peak_of(steps.later).size_bytes, 0)
 
 
 def _blocks(sizes: Iterable[int]) -> int:
-    """Return the sum of sizes in bytes, each rounded up to the allocator's blocks."""
     return sum(map(rounded, sizes))

@@ -28,7 +28,6 @@ def total_bytes(root: Path = Path("/")) -> int | None:
 
 
 def _by_the_machine(root: Path, line: str) -> Iterator[int]:
-    """Yield the bytes that a line of meminfo says."""
     for name, *words in _lines(root / "proc/meminfo"):
         if name == line:
             yield int(words[0]) * 1024
@@ -55,7 +54,6 @@ def _groups(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _lines(path: Path) -> list[list[str]]:
-    """Return the words of each line that is not empty; nothing if the file cannot be read."""
     try:
         return [line.split() for line in path.read_text().splitlines() if line.strip()]
     except OSError:

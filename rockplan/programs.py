@@ -99,8 +99,6 @@ def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgra
 
 
 def _is_of_backward(call: ModuleCall) -> bool:
-    """True if the program is for a backward pass that has begun; the forward of its call has
-    run."""
     return call.incoming is not None and not isinstance(call.incoming, Precedent)
 
 
@@ -118,7 +116,6 @@ def _is_of_operators(error: BaseException | None) -> bool:
 
 
 def _shown() -> AbstractContextManager[object]:
-    """Show progress on stderr, as the command line does."""
     if is_heard() or sys.stderr is None or not sys.stderr.isatty():
         return nullcontext()
     from rockplan.reports.progress_bars import waiting  # imported late: that takes a moment
@@ -359,8 +356,6 @@ def _new_program(
     plans for all adapts a plan it knows where it can."""
 
     def make() -> Plan:
-        """Return a plan for the budget: a known one adapted to this call, if processes plan
-        together and one can be, else a new one."""
         for variant in () if agreed is ALONE else source.variants:
             if (
                 carried := _adapted(_known(call.module, variant), variant, budget, options)
@@ -570,7 +565,6 @@ def built_program(
 
 
 def _keep_all(program: PlannedProgram) -> PlannedProgram:
-    """Return the program for the same graph in which every node runs once."""
     graph = as_eager(program.plan.graph)
     plan = replace(program.plan, graph=graph, schedule=keep_all(graph))
     executable = build(graph, program.interface, plan.schedule, f"{plan.graph_digest[:8]} kept")

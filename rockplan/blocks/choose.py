@@ -156,8 +156,6 @@ class BlockSequence:
         return replace(self, kinds=kinds)
 
     def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
-        """Return the peak in bytes left for a block of the kind `key` if all blocks of this kind
-        save `saved_bytes`, and the others as little as they can."""
         saved = [
             saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
             for b, family in zip(self.blocks, self.families, strict=True)
@@ -192,7 +190,6 @@ class BlockSequence:
         )
 
     def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
-        """Say how many bytes other calls in flight hold with these options; '' for none."""
         if not self.others.count:
             return ""
         held = format_bytes(self.others.needed_bytes(chosen))

@@ -81,8 +81,6 @@ def called_blocks(
 def _outermost(
     path: str, module: nn.Module, called: Collection[int]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, submodule) for the outermost submodules of `module` that were called and have
-    parameters. path: of `module`; called: identities of modules."""
     for name, child in module.named_children():
         if id(child) in called and has_parameters(child):
             yield f"{path}.{name}", child

@@ -129,8 +129,6 @@ def built_block(
 
 
 def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
-    """Return `program` for another block of its kind: the same code, with constants, attributes
-    that are read, structure of results and description of the call of its own."""
     source = block.source
     call = block.call
     forward = original_forward(call.module)
@@ -209,8 +207,6 @@ class BlockMaker:
             raise
 
     def _make(self, call: ModuleCall) -> PlannedProgram:
-        """Return a program: that of an equal block, one adapted from a known plan, or a new one.
-        The latter two are kept in `programs`, for other blocks."""
         options = self.programs.options
         if (rung := self._another_rung(call, options)) is not None:
             return rung

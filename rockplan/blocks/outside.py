@@ -93,7 +93,6 @@ another moment in each step."""
 
 
 def _with_more(stretch: Stretch, more_bytes: int) -> Stretch:
-    """Add the bytes that were alive before the step began."""
     start_bytes, peak_bytes = stretch.start_bytes + more_bytes, stretch.peak_bytes + more_bytes
     return stretch._replace(start_bytes=start_bytes, peak_bytes=peak_bytes)
 

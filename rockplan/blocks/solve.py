@@ -143,8 +143,6 @@ def _plan_blocks(
     *,
     are_found: bool,
 ) -> None:
-    """Find the calls of the blocks in a run of the sample, and plan the blocks in place, within
-    `budget`. named: path -> block; are_found: the user has not named the blocks."""
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.warned.add(SHARDING)
@@ -455,9 +453,6 @@ class _Job:
     def _measured_once(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> _Measured:
-        """Install for each block the option that saves least, measure a step, restore the blocks.
-        Return (the step, key of a kind -> kind, path -> program of the blocks whose backward began
-        from other results than assumed) as `_Measured`."""
         kinds = self._kinds(captured.values())
         step = self._step_of(captured, calls, kinds)
         latest = {path: latest_of(block.call.module) for path, block in captured.items()}
@@ -496,7 +491,6 @@ class _Job:
         return self._most_of_all(step)
 
     def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
-        """Return the step with the largest bytes of any process whose step has the same moments."""
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
         own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
         every = self.agreed.gathered(("moments", courses), own).values()
@@ -569,8 +563,6 @@ class _Job:
         chosen: Sequence[BoundedOption],
         allowances: Sequence[Allowance],
     ) -> None:
-        """Make each block run as its option (`chosen`, in order) says, and plan calls of other
-        kinds within its allowance when they come. calls: path -> call of the sample."""
         report("writing the code")
         self.programs.known.clear()
         rows = zip(captured.items(), chosen, allowances, strict=True)

@@ -78,8 +78,6 @@ def _has_parts(module: nn.Module) -> bool:
 
 
 def _largest(model: nn.Module, is_wanted: Callable[[str], bool], path: str = "") -> Iterator[str]:
-    """Yield the paths of the outermost submodules below `path` that are wanted. Lists and
-    dictionaries of modules count only by what is inside."""
     for name, child in model.get_submodule(path).named_children():
         inner = f"{path}.{name}" if path else name
         if not isinstance(child, nn.ModuleList | nn.ModuleDict) and is_wanted(inner):
@@ -89,8 +87,6 @@ def _largest(model: nn.Module, is_wanted: Callable[[str], bool], path: str = "")
 
 
 def _patterns(model: nn.Module, parts: Iterable[str]) -> list[str]:
-    """Return the paths `parts`, with '*' in place of layer numbers where that matches no other
-    submodule of the model."""
     named: dict[str, list[str]] = {}
     for path, _ in model.named_modules():
         named.setdefault(re.sub(r"\b\d+\b", "*", path), []).append(path)

@@ -92,7 +92,6 @@ def untouched(
 
 @contextlib.contextmanager
 def _draws_restored(devices: list[int], walk: Walk) -> Iterator[None]:
-    """Put the generators of PyTorch, Python and numpy back on exit."""
     generators = Walk(Root("", value) for value in walk.objects if is_generator(type(value)))
     with torch.random.fork_rng(devices), generators.restored():
         yield

@@ -144,19 +144,15 @@ def _operators_to_keep(nodes: Sequence[ComputeNode]) -> frozenset[str]:
 
 
 def _is_function(node: ComputeNode) -> bool:
-    """True for an operation of one call that makes new tensors and draws nothing."""
     return len(node.calls) == 1 and bool(node.writes) and not node.random
 
 
 def _is_mostly_kept(graph: CDGraph, node: ComputeNode, kept: frozenset[int]) -> bool:
-    """True if the plan keeps at least half of the bytes that the operation makes. (Selective
-    checkpointing keeps all results of a call or none.)"""
     kept_bytes = _bytes(graph, kept & set(node.writes))
     return kept_bytes > 0 and 2 * kept_bytes >= _bytes(graph, node.writes)
 
 
 def _changed_buffers(graph: CDGraph, nodes: Sequence[ComputeNode], path: str) -> tuple[str, ...]:
-    """Return the buffers that operations with an effect touch: running statistics and counters."""
     effects = (n for n in nodes if n.calls != n.recalls or not n.recomputable)
     touched = {graph.data[d] for n in effects for d in n.reads}
     names = (d.name for d in touched if d.kind is DataKind.BUFFER and _is_inside(d.name, path))
@@ -232,9 +228,6 @@ def _bytes(graph: CDGraph, data: frozenset[int] | tuple[int, ...]) -> int:
 
 
 def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
-    """Return the comment at the head of the exported file: budget, predicted peak and overhead of
-    plan and code, and what of the plan the code does not do. repeated: number of modules that could
-    be wrapped."""
     graph = plan.graph
     kept, planned = _kept_here(graph, wrapped), kept_data(plan.graph, plan.schedule)
     inside = {d for m in wrapped for n in m.nodes for d in graph.nodes[n].writes}

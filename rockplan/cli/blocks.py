@@ -108,9 +108,6 @@ def _placed_row(block: PlacedBlock) -> display.Row:
 def _solve_each(
     budgets: Sequence[str], call: dict[str, Any]
 ) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
-    """Return for each budget, as text, the plan of the blocks, or the InfeasibleBudget that says
-    that it is too small. Blocks are put back after each. call: further arguments of
-    `rockplan.solve_blocks`."""
     solved: list[SolvedBlocks | InfeasibleBudget] = []
     for asked in budgets:
         try:

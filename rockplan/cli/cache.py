@@ -137,8 +137,6 @@ def _age(entry: Entry) -> str:
 
 
 def _key_facts(entry: Entry) -> str:
-    """Return the facts of an entry's key that tell entries of one kind apart at a glance, as text;
-    '?' for one that is missing."""
     facts = {
         "profile": ("profile",),
         "options": ("block",),

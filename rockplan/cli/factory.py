@@ -120,7 +120,6 @@ def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
 
 
 def _failed(error: BaseException) -> str:
-    """Say what a user's code did instead of returning, without a full stop at the end."""
     if isinstance(error, SystemExit):
         # Not passed on: the command would end with the file's exit code, perhaps 0.
         return f"called sys.exit({'' if error.code is None else repr(error.code)})"

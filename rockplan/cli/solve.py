@@ -136,9 +136,6 @@ def _largest(subject: Subject, options: Options) -> SizedCall:
 def _plans(
     budgets: list[str], options: Options, call: dict[str, Any]
 ) -> tuple[Plan | InfeasibleBudget, ...]:
-    """Return for each budget its plan, or the InfeasibleBudget that says that it is too small. With
-    options.check each plan is solved and checked against two steps of the model. call: further
-    arguments of `solve`."""
     from rockplan.api import plan_each
 
     plans = plan_each(budgets=budgets, options=options, **call)

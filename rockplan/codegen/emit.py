@@ -164,7 +164,6 @@ class _Emitter:
         self._place = ""
 
     def emit(self) -> Code:
-        """Write all functions, the forward, then each slice of the backward; return Code."""
         events = self._schedule.events
         boundary = self._schedule.forward_length
         self._begin("forward")
@@ -197,8 +196,6 @@ class _Emitter:
         )
 
     def _reused(self) -> tuple[int, ...]:
-        """Return the positions among `_acting` (results of forward operators with side effects) of
-        those that nodes or returned views read."""
         graph = self._graph
         read = {d for n in graph.nodes for d in n.reads}
         outputs = (graph.values[o.value] for o in self._interface.outputs if o.value is not None)
@@ -360,8 +357,6 @@ class _Emitter:
             self._line(f'frame.paged_in("{self._arriving.pop(data)}")')
 
     def _drop(self, data: int) -> None:
-        """Write `del`s of all variables of the storage `data`, in the frame (`_saved`) or not
-        (`_live`), after the end of its copy from the host; forget them."""
         self._await(data)
         for value in self._saved.pop(data, ()):
             self._line(f'del frame.saved["{self._name(value)}"]')
@@ -419,8 +414,6 @@ class _Emitter:
             )
 
     def _before_random(self, node: ComputeNode, again: bool) -> None:
-        """Write that the generator's state is saved before the first execution of a node that
-        draws, or (`again`) that this state is restored for another execution."""
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
@@ -447,8 +440,6 @@ class _Emitter:
         self._saved.update(waiting)
 
     def _assign(self, call: Call) -> None:
-        """Write one statement: the call, its new results bound to variables. A result that is an
-        argument gets no variable."""
         expression = _expression(call, self._name, self._names.operator)
         read = {ref.index for ref in refs(call)}
         fresh = [r for r in call.made if r not in read]
@@ -497,8 +488,6 @@ def _acts(node: ComputeNode) -> bool:
 
 
 def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
-    """Return value -> operator for the results of a node that are in storages that it makes or
-    changes, without views."""
     made = ((r, c.op) for c in node.calls for r in c.made)
     return {
         r: op
@@ -562,8 +551,6 @@ def _returns_one(op: str) -> bool:
 
 
 def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
-    """Return the call as a Python expression: of a kernel, a tensor's method where the operator has
-    one, or the operator. name, operator: give the identifiers of values and operators."""
     if is_kernel(call.op):
         return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]

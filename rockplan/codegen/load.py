@@ -79,6 +79,5 @@ def _execute(
 
 
 def _operator(op: str) -> Callable[..., Any]:
-    """Return the operator as a function without the Python frame of OpOverload.__call__."""
     overloaded: Callable[..., Any] = resolve(op)._op
     return overloaded

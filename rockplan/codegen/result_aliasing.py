@@ -141,7 +141,6 @@ class Returned:
                 )
 
     def _is_watched(self, inner: int) -> bool:
-        """Return whether leaf `inner` has a hook, or is alive and retains its gradient."""
         tensor = self._tensors[inner]()
         hooks = filter(_sees_the_gradient, self._hooks[inner].values())
         return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
@@ -183,7 +182,6 @@ def _no_hook(gradient: torch.Tensor) -> None:
 
 
 def _counter(result: torch.Tensor) -> torch.Tensor:
-    """Return an empty tensor that shares the version counter of `result`, and no memory."""
     counter = result.detach()
     counter.data = torch.empty(0, dtype=result.dtype, device=result.device)
     return counter

@@ -157,8 +157,6 @@ def _fits_at_begin(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
 
 
 def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
-    """Return for each block the most bytes that it and the blocks before it may need while it runs
-    forward, while it runs backward, and what they may save once its forward is over."""
     count = len(families)
     forward, backward, kept = ([budget_bytes] * count for _ in range(3))
 
@@ -191,8 +189,6 @@ def _fits(limits: _BytesLeft, position: int, before_bytes: int, option: BoundedO
 
 
 def _useful(labels: Iterable[_Label]) -> list[_Label]:
-    """Return the labels (bytes saved by the first blocks, their time) that no other equals or beats
-    in both, fewest saved bytes first."""
     useful: list[_Label] = []
     for label in sorted(labels, key=lambda one: (one.saved_bytes, one.time_ns)):
         if not useful or label.time_ns < useful[-1].time_ns:

@@ -88,8 +88,6 @@ class ChainSolver:
         return None
 
     def _simulated(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
-        """Simulate the schedules of `sequences` (operations on blocks) until the deadline, and
-        return those simulated. `_simulate` keeps what each needs."""
         distinct: list[Operations] = []
         with suppress(OutOfTime):
             for operations in sequences:
@@ -124,7 +122,6 @@ class ChainSolver:
                 limit = (low + high) // 2
 
     def _least_sequences(self, deadline: float) -> Iterator[Operations]:
-        """Yield sequences for the least limit and for those just above it."""
         table = self._table(self._least, deadline)
         for i in range(NEAR_MINIMUM):
             yield decode(table, self._least + i * table.grid.unit_bytes)

@@ -166,9 +166,6 @@ def _option_costs(block: Block, family: OptionFamily, role: _Role) -> OptionCost
 
 
 def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> OptionCost:
-    """Simulate one option and return its bytes, without input, output and background, and its time.
-    problem: the block's graph, maybe changed for a role. option: its index in the family. order:
-    the nodes that it executes in this role."""
     simulation = simulate(problem, with_frees(problem, order.forward, order.backward))
     output_bytes = GraphView(problem).bytes_of(problem.outputs)
     return OptionCost(
@@ -182,8 +179,6 @@ def _option_cost(problem: CDGraph, option: int, order: Orders, block: Block) -> 
 
 
 def _forward_cost(block: Block, role: _Role) -> ForwardCost:
-    """Simulate the block's forward alone in one role, and return its peaks with the input held and
-    with the input dropped after its last use, without the input itself, and its time."""
     problem = block.problem
     order = _order(problem, [n.index for n in problem.forward], (), role)
     schedules = [
@@ -216,8 +211,6 @@ def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
 
 
 def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
-    """True if one of `nodes` (indices, in order of execution) reads the storage `data` before any
-    of them has made it."""
     for index in nodes:
         if data in problem.nodes[index].reads:
             return True

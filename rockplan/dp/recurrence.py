@@ -126,8 +126,6 @@ class _Part:
 
 
 def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
-    """Return what the fastest choice for a part (blocks and a limit of bytes) consists of, in
-    order: operations, and smaller parts to be expanded in turn. [] for a part without blocks."""
     if part.segment == EMPTY:
         return []
     alternatives = choices(table.segments, part.segment)
@@ -229,8 +227,6 @@ def _times(
 
 
 def _runs(rows: Integers, length: int, step: int) -> Integers:
-    """Return a view whose row p has `length` entries of the flattened array, `step` apart, from p
-    on."""
     each, starts = rows.itemsize, rows.size - (length - 1) * step
     return np.ndarray((starts, length), rows.dtype, rows, 0, (each, each * step))
 
@@ -275,6 +271,5 @@ def _spare_bytes(
 
 
 def _needs_within(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
-    """Return the exact need of the sequence that serves within each limit."""
     columns = _columns(table, ids, limits_bytes)
     return (columns - 1) * table.grid.unit_bytes - table.spare_bytes[ids, columns]

@@ -195,8 +195,6 @@ def _distinct(links: Sequence[Link]) -> tuple[Integers, tuple[tuple[int, int, in
 def _roles(
     inner: Sequence[OptionCosts], last: Sequence[OptionCosts], forward: Sequence[ForwardCost]
 ) -> Roles:
-    """Return the costs of all blocks as arrays. inner, last: of each block's options, if other
-    blocks of the segment follow it or not; forward: of running it forward only."""
     arrays = {costs: (_options(costs.held), _options(costs.dropped)) for costs in (*inner, *last)}
     return Roles(
         inner=(

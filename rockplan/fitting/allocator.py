@@ -216,7 +216,6 @@ class CachingAllocator:
         return block
 
     def _following(self, size: int) -> int:
-        """Return the next unused address."""
         self._next_address += size
         return self._next_address - size
 
@@ -352,12 +351,10 @@ class _Piece:
         self.next: _Piece | None = None
 
     def is_like(self, other: _Piece) -> bool:
-        """True if it is free, and mapped as `other` is."""
         return self.key is None and self.is_mapped is other.is_mapped
 
     @property
     def expandable_bytes(self) -> int:
-        """Its bytes and those of unmapped addresses right after it."""
         after = self.next
         return self.size + (0 if after is None or after.is_mapped else after.size)
 
@@ -427,5 +424,4 @@ def _segment_bytes(size: int) -> int:
 
 
 def _rounded_up(size: int, unit: int) -> int:
-    """Round `size` up to a multiple of `unit`."""
     return -(-size // unit) * unit

@@ -119,7 +119,6 @@ def _attention(
 
 
 def _take_lists_of_cuda(library: Any) -> None:
-    """Register CUDA's lists of autocast for the CPU."""
     names = torch._C._dispatch_get_all_op_names()
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in (n.removeprefix("aten::") for n in names if n.startswith("aten::")):
@@ -131,7 +130,6 @@ def _take_lists_of_cuda(library: Any) -> None:
 
 
 def _cast(name: str) -> Callable[..., Any]:
-    """Return the operator of this name behind the casts of autocast on CUDA."""
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(_aten, packet), overload or "default")
     has_dtype = name in _BY_ARGUMENT

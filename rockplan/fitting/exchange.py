@@ -147,18 +147,15 @@ class _Course:
     _alive: dict[Hashable, MemoryChange] = field(default_factory=dict)
 
     def ask(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
-        """Allocate memory for `key`, unless it has some."""
         if key not in self._alive:
             self._alive[key] = MemoryChange(key, size_bytes, owner)
             self.changes[position].append(self._alive[key])
 
     def let_go(self, position: int, key: Hashable) -> None:
-        """Free the memory of `key`, if it has any."""
         if key in self._alive:
             self.changes[position].append(self._alive.pop(key).freed)
 
     def use(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
-        """Allocate memory for one call only."""
         self.ask(position, key, size_bytes, owner)
         self.let_go(position, key)
 

@@ -137,7 +137,6 @@ def optimizer_steps(
 
 
 def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
-    """Return the steps of optimizers that step in backward."""
     name = next((steps.name for steps in each.values()), "none")
     state_bytes, moved_bytes, calls = (
         sum(getattr(steps, of) for steps in each.values())
@@ -275,13 +274,11 @@ class _Stepping:
         return self.tracker.changes[begin:]
 
     def emptied(self) -> frozenset[str]:
-        """Call `zero_grad`; return the names of parameters that have a gradient still."""
         self.optimizer.zero_grad()
         return frozenset(name for name, fake in self.fakes.items() if fake.grad is not None)
 
 
 def _scaler(fakes: Mapping[str, torch.Tensor]) -> torch.amp.GradScaler:
-    """Return a GradScaler that has scaled a loss on the device of `fakes`."""
     device = next(iter(fakes.values())).device
     scaler = torch.amp.GradScaler(device.type)
     scaler.scale(torch.zeros((), device=device))
@@ -291,7 +288,6 @@ def _scaler(fakes: Mapping[str, torch.Tensor]) -> torch.amp.GradScaler:
 def _with_owner(
     lasting: Container[Hashable], changes: Iterable[MemoryChange]
 ) -> tuple[MemoryChange, ...]:
-    """Return `changes` with the optimizer as the owner of what a step leaves (keys `lasting`)."""
     return tuple(
         change._replace(owner=Holding.OPTIMIZER) if change.key in lasting else change
         for change in changes

@@ -114,7 +114,6 @@ def scheduled_changes(
 
 
 def _end_of_frees(schedule: Schedule, moment: int) -> int:
-    """Return the moment at which the last of the frees that directly follow `moment` is done."""
     position = moment // 2
     while position + 1 < len(schedule.events) and isinstance(schedule.events[position + 1], Free):
         position += 1
@@ -138,8 +137,6 @@ def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dic
 
 
 def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
-    """Yield the position in the schedule of the first matrix product in the forward, and of that in
-    the backward, if there are any."""
     multiplies = [any(call.op in PRODUCTS for call in node.calls) for node in graph.nodes]
     positions = range(len(schedule.events))
     for phase in (positions[: schedule.forward_length], positions[schedule.forward_length :]):
@@ -151,7 +148,6 @@ def _first_products(graph: CDGraph, schedule: Schedule) -> Iterator[int]:
 
 
 def _owner(graph: CDGraph, lifetime: Lifetime) -> Holding:
-    """Return the owner of the bytes of a lifetime: workspaces, gradients, caller or activations."""
     if lifetime.owner in (Owner.WORKSPACE, Owner.GENERATOR):
         return Holding.WORKSPACES
     if lifetime.index in graph.handed:

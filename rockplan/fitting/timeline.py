@@ -161,7 +161,5 @@ def timeline_of(
 
 
 def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:
-    """Yield the changes of so many passes before one step. has_gradients: parameters have a `.grad`
-    at first."""
     for number in range(times):
         yield from passes.later if number or has_gradients else passes.first

@@ -52,7 +52,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return change
 
     def _watch(self, storage: Any, change: MemoryChange) -> None:
-        """Append the free of `change` to the changes when the UntypedStorage `storage` dies."""
         address = storage._cdata
 
         def freed(reference: object) -> None:
@@ -90,7 +89,6 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _inside(owner: Holding) -> Holding:
-    """Return the owner of temporary memory inside a call."""
     return owner if owner is Holding.OPTIMIZER_TEMPORARIES else Holding.WORKSPACES
 
 

@@ -101,7 +101,6 @@ def _freed_as_eager_does(
             block_end[path_of[event.node]] = position
 
     def end(position: int, data: int) -> int:
-        """Return the position of the event after which eager lets go what is freed at another."""
         node, made_by = last.get(data, -1), maker.get(data, -1)
         ends = [position]
         if position >= boundary:

@@ -53,7 +53,6 @@ def capture(
 
 
 def _rows() -> Iterator[Patch]:
-    """Yield the patches that kernels of other libraries need while a forward is recorded."""
     yield from flex_attention.PATCHES
     yield from dtensor.patches()
     yield from opaque_calls.patches()

@@ -93,8 +93,6 @@ _UNKNOWN = object()
 
 
 def _defaults(config: Any) -> dict[str, Any]:
-    """Return name -> default value, for each setting of this configuration module (of
-    torch.compile) that the caller has changed."""
     entries, callers = getattr(config, "_config", {}), tuple(_CALLERS.split())
     return {
         name: entry.default

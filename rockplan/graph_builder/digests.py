@@ -159,7 +159,6 @@ def _node_costs(node: graphs.ComputeNode) -> list[object]:
 
 
 def _unusual(node: graphs.ComputeNode) -> list[object]:
-    """Return the fields that most nodes do not have, so that older digests stay valid."""
     queue = [] if node.queue is graphs.Queue.COMPUTE else [node.queue.value]
     return [*queue, "optional"] if node.optional else queue
 

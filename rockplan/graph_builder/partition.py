@@ -124,13 +124,10 @@ class _Chain:
         return None if node is None else self.block_of[node]
 
     def read_in(self, data: int) -> set[int]:
-        """Return the blocks whose nodes read `data`."""
         return {self.block_of[n] for n in self.view.readers[data]}
 
 
 def _chain(graph: CDGraph, kept: frozenset[int]) -> _Chain:
-    """Cut the graph at every legal place, and return the chain of blocks. kept: pinned storages,
-    which do not count as crossing a cut."""
     cuts = _cuts(graph, kept)
     forward_length, length = len(graph.forward), len(graph.nodes)
     forward = [range(*ends) for ends in pairwise([0, *(c.forward for c in cuts), forward_length])]
@@ -421,8 +418,6 @@ def _may_rerun(node: ComputeNode, kept: frozenset[int]) -> bool:
 
 
 def _block(chain: _Chain, s: int, background_bytes: int) -> Block:
-    """Return block number `s` of the chain: its nodes, its separators, and its problem.
-    background_bytes: alive outside of it while it runs."""
     graph = chain.graph
     # The last block passes nothing on; its output is the first output of the module.
     outputs = (*chain.separators, *graph.outputs[:1])
@@ -504,7 +499,6 @@ def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
 
 
 def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
-    """Return the bytes of the pinned results that a re-execution of `node` makes a second time."""
     if not _may_rerun(node, chain.kept):
         return 0
     return chain.view.bytes_of(d for d in node.writes if d in chain.kept)

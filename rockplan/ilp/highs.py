@@ -126,8 +126,6 @@ class ProgramBuilder:
         return self._row(terms, lower, INFINITY)
 
     def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
-        """Add the row lower <= sum of `terms` (column, coefficient) <= upper, and return its index.
-        The coefficients of a column that occurs twice are added up."""
         merged: dict[int, float] = {}
         for column, coefficient in terms:
             merged[column] = merged.get(column, 0.0) + coefficient

@@ -73,7 +73,6 @@ def backend(
 
 
 def _is_whole() -> bool:
-    """True if the graph that Dynamo makes now is to be the only one (fullgraph=True)."""
     try:
         return bool(InstructionTranslator.current_tx().one_graph)
     except AttributeError:

@@ -50,8 +50,6 @@ class PlanWhenCalled:
         become_planned(module, wanted.settings(module, on_refused, is_in_place=True))
 
     def _after_the_whole(self, model: nn.Module, call: ModuleCall, error: CaptureError) -> None:
-        """Plan the decoder of a model that cannot be planned as a whole, at its next call, else
-        blocks."""
         decoder = _decoder_of(model)
         if decoder is None:
             self._plan_blocks(call, error)
@@ -60,7 +58,6 @@ class PlanWhenCalled:
         self._plan(decoder, lambda _, of_decoder: self._plan_blocks(call, of_decoder))
 
     def _plan_blocks(self, call: ModuleCall, error: CaptureError) -> None:
-        """Plan the repeated blocks for this call, which has begun."""
         try:
             own = (parse_budget(self.budget), self.optimizer, _loss_of, self.options)
             plan_parts(*own, call, error)

@@ -86,7 +86,6 @@ def _asks_for_one(module: Any) -> bool:
 
 
 def _has_none(module: Any, kwargs: Mapping[str, Any]) -> bool:
-    """True if the source of the module's forward says that this call has no cache."""
     try:
         source = inspect.getsource(inspect.unwrap(type(module).forward))
     except (OSError, TypeError):
@@ -129,7 +128,6 @@ def _is_cache(value: Any) -> bool:
 
 @functools.cache
 def _say_dropped(kind: str) -> None:
-    """Log that a cache was dropped, once in a process."""
     _LOGGER.warning(
         "the model returns a key-value cache in its %s, though nothing asks for one (use_cache): "
         "the results of planned calls hold none",
@@ -138,8 +136,6 @@ def _say_dropped(kind: str) -> None:
 
 
 def _configurations(module: Any) -> Iterable[Any]:
-    """Return the distinct configurations of all modules in `module`, and those inside of them (for
-    text, for images)."""
     waiting = [vars(m).get("config") for m in module.modules()]
     configurations: dict[int, Any] = {}
     while waiting:

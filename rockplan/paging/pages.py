@@ -139,7 +139,6 @@ class Pages:
 
     @property
     def _arena(self) -> Arena:
-        """The arena of this call, leased at the first page."""
         if self._lease is None:
             assert self.layout is not None
             self._lease = self.layout.pool.take(self.layout.size_bytes)

@@ -105,7 +105,6 @@ def _bytes_of(storage: torch.UntypedStorage) -> torch.Tensor:
 
 
 def _unregister(memory: torch.Tensor, streams: tuple[torch.cuda.Stream, ...]) -> None:
-    """Unpin memory when no copy uses it any more."""
     for stream in streams:
         stream.synchronize()
     _runtime().cudaHostUnregister(memory.data_ptr())

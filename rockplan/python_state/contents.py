@@ -396,7 +396,6 @@ def _attributes(value: object) -> list[tuple[str, Any]]:
 
 @once_for_each_class
 def _is_of_library(kind: type) -> bool:
-    """True for a class of the standard library, and for one that derives from PyTorch's."""
     if any(kind is known for known in _NAMESPACES):
         return False
     roots = [*map(root_package, kind.__mro__)]

@@ -134,8 +134,6 @@ def _write_items(owner: Any, elements: list[Element]) -> None:
 
 
 def _sequence(base: Any) -> Access:
-    """Return the row of lists or deques (`base`), which are cleared and filled again."""
-
     def write(owner: Any, elements: list[Element]) -> None:
         base.clear(owner)
         base.extend(owner, [value for _, value in elements])
@@ -319,7 +317,6 @@ _OF_FAKES |= {f"_{name}{end}" for name in _OF_FAKES for end in ("", "_vc", "_epo
 
 
 def _tensor(tensor: torch.Tensor) -> list[Element]:
-    """List identity, `requires_grad` and attributes."""
     space = object.__getattribute__(tensor, "__dict__")
     own = _OF_FAKES if isinstance(tensor, FakeTensor) else ()
     attributes = [(name, value) for name, value in space.items() if name not in own]
@@ -404,7 +401,6 @@ def _rewrite(owner: Any, text: Any) -> None:
 
 
 def _shorten(owner: queue.SimpleQueue[Any], length: int) -> None:
-    """Keep the first `length` items of a queue."""
     items = [owner.get_nowait() for _ in range(owner.qsize())]
     for value in items[:length]:
         owner.put(value)
@@ -443,7 +439,6 @@ def _write_array(owner: Any, elements: list[Element]) -> None:
 
 
 def _position(owner: Any) -> list[Element]:
-    """List what pickle says of an iterator: where it is."""
     try:
         return [("", owner.__reduce_ex__(4))]
     except Exception:

@@ -75,7 +75,6 @@ class GivenCall:
         return WithContents(self._by_position(result), contents) if contents else result
 
     def _by_position(self, node: Any) -> Any:
-        """Return `node`, a tree, with positions in place of the arguments of the call in it."""
         if id(node) in self.leaves:
             return GivenLeaf(self.leaves[id(node)])
         if id(node) in self.numbers:
@@ -84,7 +83,6 @@ class GivenCall:
 
 
 def _is_plain(leaf: Any) -> bool:
-    """True for leaves other than tensors that are equal wherever they are."""
     return isinstance(leaf, trees.UNCHANGING) and not isinstance(leaf, torch.Tensor)
 
 

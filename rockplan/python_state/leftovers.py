@@ -116,7 +116,6 @@ class Leftovers:
 
 
 def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.FrameType]:
-    """Yield the frames of an error, of its causes and of its contexts."""
     while error is not None and id(error) not in seen:
         seen.add(id(error))
         yield from (frame for frame, _ in traceback.walk_tb(error.__traceback__))
@@ -137,7 +136,6 @@ def _is_cleared(frame: types.FrameType) -> bool:
 
 
 def _held_once(things: list[Any]) -> list[Any]:
-    """Return the objects of the list that exactly one other object refers to."""
     example = [object()]
     one_other = [*example]
     (most,) = map(sys.getrefcount, example)
@@ -147,7 +145,6 @@ def _held_once(things: list[Any]) -> list[Any]:
 
 
 def _content(cell: types.CellType) -> object:
-    """Return the content of a cell; of a dictionary, a tuple of its values."""
     content = next((held for _, held in CELL.read(cell)), None)
     return tuple(content.values()) if type(content) is dict else content
 
@@ -211,7 +208,6 @@ def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Access, 
 
 
 def _is_one(element: Element, identities: frozenset[int]) -> bool:
-    """True if the element, or its key, has one of these identities."""
     return not identities.isdisjoint(map(id, element))
 
 

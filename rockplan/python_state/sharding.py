@@ -126,7 +126,6 @@ _Kept = dict[tuple[int, str], torch.Tensor | None]
 
 
 def _kept(group: Any) -> _Kept:
-    """Return the gradients that a group keeps."""
     return {(id(owner), name): getattr(owner, name, None) for owner, name in _owners(group)}
 
 

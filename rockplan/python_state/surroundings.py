@@ -140,7 +140,6 @@ def _is_of_keepers(kind: type) -> bool:
 
 
 def _guarded(row: Access, elements: list[Element], names: frozenset[str]) -> list[Element]:
-    """Return the elements that are compared: of attributes those of these names."""
     if not any(row is named for named in _NAMED) or "vars" in names:
         return elements
     return [element for element in elements if element[0] in names]

@@ -214,7 +214,6 @@ class Walk:
         self.caches = [(c, c.cache_info().currsize) for c in self.objects if is_function_cache(c)]
 
     def _look_into(self, value: Any) -> None:
-        """Read the next object; queue what it refers to."""
         kind = type(value)
         is_followed = id(value) not in NOT_FOLLOWED and not issubclass(kind, self.stops)
         row = value.row if kind is Aspect else row_of(kind) if is_followed else None
@@ -258,7 +257,6 @@ class Walk:
         return name in self.names or name.startswith("__")
 
     def _follow(self, names: Iterable[str]) -> None:
-        """Meet the methods that have waited for some code with one of these names."""
         for name in sorted(names):
             self.names.add(name)
             for waiting in self._waiting.pop(name, ()):
@@ -312,7 +310,6 @@ class Walk:
         return None
 
     def _difference(self, later: Walk, n: int) -> StateChange:
-        """Return what is the first to differ in object `n`."""
         before, now = self._by_key(n), later._by_key(n)
         value = self.objects[n]
         if isinstance(value, torch.Tensor) and value is not later.objects[n]:
@@ -414,7 +411,6 @@ def _counted(value: Any, held: list[Element]) -> Sequence[int]:
 
 
 def _added(held: list[Element], now: list[Element]) -> list[Element]:
-    """Return the elements that are new now, without those that have tensors."""
     known = {id(key) for key, _ in held} | {id(value) for _, value in held}
     return [
         (key, value)
@@ -424,7 +420,6 @@ def _added(held: list[Element], now: list[Element]) -> list[Element]:
 
 
 def _stays(owner: Any, element: Element) -> bool:
-    """True for an attribute of a configuration that a first call sets."""
     is_known = element[0] == _LEFT
     return is_known and key_value_cache.configuration_class(type(owner)) is not None
 

@@ -205,8 +205,6 @@ class _Scene:
             yield self.tenant(lifetime)
 
     def tenant(self, lifetime: Lifetime) -> Tenant:
-        """Return what holds the bytes of `lifetime` at the peak, why, who reads them next, and at
-        what price they could be dropped or why not."""
         made_by = lifetime.maker(self.graph)
         reading = self._next_reader(lifetime)
         reason = self._reason(lifetime, reading)
@@ -230,7 +228,6 @@ class _Scene:
         )
 
     def _next_reader(self, lifetime: Lifetime) -> int | None:
-        """Return the position of the next read of a storage that is alive at the peak."""
         if lifetime.owner is not Owner.STORAGE:
             return None
         return self.next_read(lifetime.index, self.peak_event, lifetime.stop)
@@ -327,8 +324,6 @@ class _Scene:
                 yield self.recomputation(index, positions[1:])
 
     def recomputation(self, index: int, again: list[int]) -> Recomputation:
-        """Return what the re-executions of node `index`, at the positions `again`, cost, for whom
-        they are, and by how much the peak would rise if the results were kept instead."""
         node = self.graph.nodes[index]
         schedule_without = with_frees(
             self.graph, *_orders(self.schedule, leave_out=frozenset(again))

@@ -124,8 +124,6 @@ def _figure(identity: str) -> str:
 
 
 def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> str:
-    """Return the HTML section with the peaks of the plan and of keeping everything, their owners,
-    and the plan's main figures."""
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     gap = plan.certificate.gap
     cards = (
@@ -212,8 +210,6 @@ def _owners(explanation: Explanation) -> str:
 
 
 def _tenant_row(tenant: Tenant, explanation: Explanation) -> tuple[str, ...]:
-    """Return the HTML cells of one tensor at the peak: bytes, name, kind, why it is alive and what
-    dropping it costs."""
     price = price_text(tenant.price, explanation) if tenant.price else tenant.undroppable
     return (
         format_bytes(tenant.size_bytes),
@@ -241,8 +237,6 @@ def _recomputed(explanation: Explanation) -> str:
 
 
 def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
-    """Return the HTML cells of recomputations that differ only in layer numbers: name, executions,
-    time, bytes made, the most that keeping one's results would add to the peak."""
     count = f" x{len(group)}" if len(group) > 1 else ""
     return (
         f"{_code(pattern)}{count}",
@@ -254,8 +248,6 @@ def _group_row(pattern: str, group: Sequence[Recomputation]) -> tuple[str, ...]:
 
 
 def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
-    """Return the HTML cells of one recomputed operation: name, executions, when and for whom (the
-    first three), time, bytes made, what keeping its results would add to the peak."""
     return (
         _code(again.name),
         str(again.times),
@@ -273,8 +265,6 @@ def _data(
     measured: MeasuredTimeline | None,
     eager_measured: MeasuredTimeline | None,
 ) -> dict[str, object]:
-    """Return what the page's script draws, as JSON values: timelines of eager and plan, with
-    measurements if there are any, series of the curve, rows of the schedule, colours."""
     planned, eager, rows = planned_timeline(plan), eager_timeline(plan), block_rows(plan)
     return {
         "timelines": [
@@ -303,7 +293,6 @@ def _data(
 def _timeline_data(
     predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
 ) -> dict[str, object]:
-    """Return one timeline, with measurement and budget if any, as JSON values; times in ns."""
     moments = predicted.moments
     return {
         "title": predicted.title(measured, budget_bytes),

@@ -104,8 +104,6 @@ def draw_memory(
 
 
 def _draw_stack(axis: Any, predicted: timelines.MemoryTimeline, colours: Mapping[str, str]) -> None:
-    """Draw into `axis` the predicted bytes over time, stacked by group of modules. colours: by
-    label of the group."""
     edges_ms = [m.start_ns / 1e6 for m in predicted.moments] + [predicted.time_ns / 1e6]
     base = [0.0] * len(predicted.moments)
     for group, label in enumerate(predicted.groups):
@@ -147,8 +145,6 @@ def _draw_lines(
 
 
 def _legend_right(figure: Any, axes: Any) -> None:
-    """Add to the figure one legend for all its axes, at the right, each label once, in the order of
-    the stack, highest first."""
     entries: dict[str, Any] = {}
     for axis in axes:
         for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
@@ -262,8 +258,6 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
 
 
 def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    """Add to `drawing` a node for each block, with what it keeps and recomputes, and edges with the
-    bytes that cross between them. fills: colour of each block."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     titles = timelines.block_titles(plan)

@@ -188,8 +188,6 @@ def _group_bytes(
 def _moments(
     graph: CDGraph, schedule: Schedule, group_bytes: Iterator[tuple[int, ...]]
 ) -> Iterator[Moment]:
-    """Yield the computations of `schedule` with begin and end in ns and the bytes alive.
-    group_bytes: of each computation, by group."""
     names = operation_names(graph)
     seen: set[int] = set()
     now_ns = 0
@@ -259,7 +257,6 @@ def _stack_patterns(graph: CDGraph) -> dict[str, str]:
 
 
 def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
-    """Return the parts of a module's path, with the pattern in place of its layer number."""
     parts = module.split(".") if module else []
     at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
     if at is not None:
@@ -320,9 +317,6 @@ def _process_events(process: int, name: str, threads: Mapping[str, int]) -> Iter
 
 
 def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
-    """Yield the events of Chromium's trace format that draw each copy and each computation of a
-    timeline as a slice of the process `process`."""
-
     def piece(thread: int, begins_ns: int, ends_ns: int, name: str, category: str) -> Event:
         times = {"ts": begins_ns / 1000, "dur": (ends_ns - begins_ns) / 1000}
         return {"ph": "X", "pid": process, "tid": thread, **times, "name": name, "cat": category}
@@ -337,7 +331,6 @@ def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
 
 
 def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
-    """Yield a counter at each computation, and zeros at the end of the step."""
     for moment in drawn.moments:
         values = dict(zip(drawn.groups, moment.group_bytes, strict=True))
         yield _counter(process, "live bytes by module", moment.start_ns, values)
@@ -409,7 +402,6 @@ def block_titles(plan: Plan) -> tuple[str, ...]:
 
 
 def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
-    """Return the bytes of `stays` that are alive when the backward phase starts."""
     boundary = next(
         (i for i, m in enumerate(predicted.moments) if m.start_ns >= predicted.backward_ns),
         len(predicted.moments),

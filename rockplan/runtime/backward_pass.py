@@ -233,7 +233,6 @@ class _Backward:
         self._waiting: dict[int, list[torch.Tensor]] = defaultdict(list)
 
     def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients that slice `number` of the plan of the call hands to autograd."""
         if self._running.targets == self._planned.targets:
             return self._run_slice()
         return self._from_other_plan(number)

@@ -121,7 +121,6 @@ _SHOWN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.
 
 
 def _shown(value: object) -> str:
-    """Return the text of a plain value, up to `_LONGEST` characters; else the object's class."""
     if type(value) not in _SHOWN:
         return f"a {type(value).__qualname__}"
     text = repr(value)
@@ -198,7 +197,6 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
 
 
 def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """Yield a text for each submodule whose training flag differs; the root's stands for all."""
     flipped = [e for e in signature.entries if e.attributes["training"] != e.module.training]
     of_root = bool(flipped) and flipped[0] is signature.entries[0]
     for entry in flipped[:1] if of_root else flipped:

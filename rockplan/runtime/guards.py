@@ -208,13 +208,11 @@ def changed_attribute(signature: ModuleSignature) -> str | None:
 
 
 def _attributes(module: nn.Module) -> dict[str, Any]:
-    """Return the attributes of a module without those that hooks compute anew."""
     computed = computed_attributes(module) if module._forward_pre_hooks else ()
     return {k: v for k, v in module.__dict__.items() if k not in computed}
 
 
 def _counting(attributes: dict[str, Any], read: frozenset[str] | None) -> dict[str, Any]:
-    """Return the attributes that count: those of every module, and those that are `read`."""
     if read is None:
         return attributes
     return {k: v for k, v in attributes.items() if k in read or k in _REGISTRIES}

@@ -136,7 +136,6 @@ class OpenProgram:
 def _size_readers(
     graph: CDGraph, interface: Interface
 ) -> tuple[Callable[[Sequence[Any]], tuple[int, ...] | None], Callable[[Sequence[int]], bool]]:
-    """Return the functions `OpenProgram.given` and `OpenProgram.agree`."""
     sizes, counts, call = interface.sizes, {*interface.sizes.counts}, interface.call_in(graph)
     given = [symbol for symbol in sizes.symbols if symbol.name not in counts]
     of_counts = [g for g in sizes.guards if counts.intersection(re.findall(r"\w+", g))]

@@ -404,8 +404,6 @@ class Situation:
             return program
 
     def _arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return (args, kwargs) as they were in the call, with its leaves, even if the caller's
-        lists have changed since."""
         now, spec = trees.tree_flatten((self.call.args, self.call.kwargs))
         is_same = spec == self.call.key[0] and len(now) == len(self.call.leaves)
         if is_same and all(map(operator.is_, now, self.call.leaves)):

@@ -118,8 +118,6 @@ Words = tuple[tuple[str, str], ...]
 
 
 def _autocast_words(state: Autocast) -> Words:
-    """Describe autocast: the dtype for each type of device where it is on, and whether its cache is
-    on."""
     kinds = zip(DEVICE_TYPES, state.dtypes, strict=True)
     casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
     return ("autocast", ", ".join(casts) or "off"), *_on("the cache of autocast")(state.cached)

@@ -83,7 +83,6 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def _warn(module: nn.Module) -> None:
-    """Warn that the module is trained without its plan, with the cause and what to do."""
     if "forward" in module.__dict__:
         cause = (
             f"its forward was replaced after planning{_by(module.__dict__['forward'])}, and the "

@@ -113,7 +113,6 @@ class _Tries:
         return self.best is not before
 
     def take(self, tried: _Tried) -> None:
-        """Make `tried` the best, if it fits and is faster."""
         if tried.made.time_ns < self.most_ns and _fits(tried.made, self.goal):
             self.best, self.most_ns = tried, tried.made.time_ns
 

@@ -155,7 +155,6 @@ def diagram(stages_in_order: Sequence[Stage]) -> str:
 
 
 def _purpose(stage: Stage) -> str:
-    """Return the docstring of a stage up to the first colon, comma or full stop."""
     return re.split(r"[:.,]", " ".join((stage.run.__doc__ or "").split()))[0]
 
 

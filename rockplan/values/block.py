@@ -52,7 +52,6 @@ class Block:
 
 
 def _ranges(indices: Sequence[int]) -> str:
-    """Return ascending indices as text: '3..5, 8' for 3, 4, 5, 8; 'none' for none."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

@@ -200,8 +200,6 @@ def _summary_lines(plan: Plan) -> list[str]:
 
 
 def _reserved_lines(plan: Plan) -> list[str]:
-    """Return a line that says how many bytes PyTorch's allocator will reserve for the plan; [] if
-    that is not known."""
     if plan.reserved_bytes is None:
         return []
     more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1
@@ -212,8 +210,6 @@ def _reserved_lines(plan: Plan) -> list[str]:
 
 
 def _trip_lines(plan: Plan) -> list[str]:
-    """Return a line that says how many bytes go to the host and back, how fast, and how long
-    computations wait for them; [] if none do."""
     if not plan.trips:
         return []
     size_bytes = sum(t.size_bytes for t in plan.trips)
@@ -256,8 +252,6 @@ def _span(begin_ns: int, end_ns: int) -> str:
 
 
 def _kernel_lines(plan: Plan) -> list[str]:
-    """Return a line that says how many calls of how many compiled kernels the plan has; [] without
-    any. A plan from a file has no numbers, for it does not store the kernels."""
     if not plan.compiled:
         return []
     near = ", which round as eager does" if plan.compiled == "near" else ""
@@ -291,8 +285,6 @@ def _held_lines(plan: Plan) -> list[str]:
 
 
 def _block_lines(plan: Plan) -> list[str]:
-    """Return three lines for each block: its name, what it keeps, what it recomputes. Blocks that
-    differ only in layer numbers share them."""
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
     rows: dict[tuple[str, str, str], int] = {}

@@ -357,8 +357,6 @@ class SizedCalls:
             return None
 
     def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
-        """Return the capture of one (batch, length), made once. is_small: capture no smaller one
-        before."""
         if size not in self.captured:
             if not is_small:
                 self._small(size[0])

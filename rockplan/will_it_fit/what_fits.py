@@ -245,8 +245,6 @@ class _Length:
     peaks: dict[tuple[Way, int], dict[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
-        """Return the rows of this length: of each way PyTorch offers, and of each kind of plan,
-        every one at its own largest batch."""
         largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
         rows = [
             self._row(name, self.calls, batch, self.ways[name], self.ways[name])
@@ -396,7 +394,6 @@ class _Length:
         return fitting if fitting >= calls.least else 0
 
     def _is_eager(self, way: Way) -> bool:
-        """True if the schedules stand for what PyTorch does."""
         return not self.question.options.compile and way in self.ways.values()
 
     def _timelines(self, way: Way, calls: SizedCalls) -> Callable[[int], Timeline]:

@@ -144,8 +144,6 @@ class Inputs:
                 raise
 
     def _is_computed_index(self, index: int, operator: OpOverload) -> bool:
-        """True if the value is of integers computed from made-up values, by calls before or inside
-        of a compiled kernel, so that it may be an index out of range."""
         value = self.graph.values[index]
         is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
         is_computed = value.view is not None or index in self.made_by

@@ -41,9 +41,6 @@ def check_index_ranges(graph: CDGraph, values: Mapping[int, torch.Tensor]) -> No
 def _lookups(
     graph: CDGraph, call: Call, values: Mapping[int, torch.Tensor]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Yield (size of the dimension that is indexed, tensor of indices) for each index of `call`
-    that `values` has (value -> real tensor). Nothing for calls that look nothing up; masks are left
-    out."""
     if call.op not in _LOOKUPS:
         return
     dimension, position = _LOOKUPS[call.op]

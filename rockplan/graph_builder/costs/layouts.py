@@ -50,8 +50,6 @@ def _form(graph: CDGraph, call: Call) -> object:
 
 
 def _viewed_by_layout(graph: CDGraph) -> set[int | None]:
-    """Return the values (indices) that some view by strides, such as `as_strided`, is derived from,
-    directly or through other views."""
     layouts: set[int | None] = set()
     for value in graph.values:
         view = value.view

@@ -64,8 +64,6 @@ def _opened(graph: CDGraph, kinds: Mapping[int, str], opened: Iterable[str]) -> 
 
 
 def _kind(graph: CDGraph, node: ComputeNode) -> str:
-    """Return text that is equal for nodes with the same calls on the same layouts, at all sizes."""
-
     def described(argument: object) -> object:
         if isinstance(argument, ValueRef):
             spec = graph.values[argument.index].spec

@@ -140,8 +140,6 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
 def _possible(
     graph: CDGraph, calls: Mapping[str, Call], costs: Mapping[str, OpCost]
 ) -> dict[str, OpCost]:
-    """Return those of `costs` whose keys are in `calls` and that can be right; warn of the others
-    that `calls` has."""
     known = {key: costs[key] for key in calls if key in costs}
     possible = {key: c for key, c in known.items() if _can_cost(graph, calls[key], c)}
     broken = [calls[key].op for key in known if key not in possible]

@@ -67,8 +67,6 @@ class _InPlaceOfFree(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Call a function of PyTorch with the other tensors in place of the free ones."""
-
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return self._others.get(id(tensor), tensor)
 

@@ -241,7 +241,6 @@ def _with_backward(
 
     @functools.wraps(function)
     def apply(*args: Any, **kwargs: Any) -> Any:
-        """Apply the autograd.Function to arguments given by position or by name."""
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         if bound.kwargs:

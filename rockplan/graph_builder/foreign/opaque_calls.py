@@ -104,10 +104,7 @@ class _Recorded:
         self._last: list[_MadeByCall] = []
 
     def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces `forward` of the opaque function: it is recorded as one call."""
-
         def forward(*given: Any) -> Any:
-            """Record a call of the function's forward operator; return its results."""
             if not access.is_active():
                 return original(*given)
             if self._function.setup_context is not None:
@@ -125,10 +122,7 @@ class _Recorded:
         return forward
 
     def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces its `setup_context`, which ran within the recorded forward."""
-
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            """Set on autograd's context what the last forward set on its own."""
             if not access.is_active():
                 original(ctx, inputs, output)
                 return
@@ -159,10 +153,7 @@ class _Recorded:
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
-        """Return what replaces its `backward` (or `vjp`): it is recorded as one call."""
-
         def backward(ctx: Any, *gradients: Any) -> Any:
-            """Record a call of the function's backward operator; return the gradients."""
             if not access.is_active():
                 return original(ctx, *gradients)
             self._refuse_subclass(ctx, access)

@@ -203,7 +203,6 @@ class OpaqueBackward:
         return [t for i, t in enumerate(given) if i not in self.copied]
 
     def _like_arguments(self) -> tuple[Any, ...]:
-        """Return empty gradients with shape, dtype and device of the arguments."""
         call = self.forward
         pairs = zip(call.args, call.needs, strict=True)
         return tuple(_empty(call.tensors.specs[a.place]) if needs else None for a, needs in pairs)
@@ -256,7 +255,6 @@ def argument_names(function: Opaque, count: int) -> list[str]:
 
 
 def _positional(function: Callable[..., Any], count: int) -> list[str]:
-    """Return the names of the first `count` positional arguments; 'args[0]' for variadic ones."""
     parameters = inspect.signature(function).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arguments")
@@ -369,7 +367,6 @@ def text_of(leaf: Any) -> str:
 
 
 def _is_code_alone(leaf: Any) -> bool:
-    """Return whether the function depends on nothing but its code and the globals of its file."""
     if not isinstance(leaf, types.FunctionType):
         return False
     of_its_own = leaf.__closure__, leaf.__defaults__, leaf.__kwdefaults__, leaf.__dict__

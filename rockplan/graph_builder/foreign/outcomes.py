@@ -147,7 +147,6 @@ class _Finder:
         self.made: list[MadeByRun] = []
 
     def place(self, leaf: Any) -> Any:
-        """Return a Ref for a tensor, to a new place at first; a description of anything else."""
         if not isinstance(leaf, torch.Tensor):
             return described(leaf)
         for place, tensor in enumerate(self.tensors):

@@ -81,8 +81,6 @@ class Launch:
         self.kernel[self._grid](*args, **named, **dict(self.options))
 
     def _on(self, storage: torch.Tensor, place: int) -> torch.Tensor:
-        """Return the tensor at `place`. storage: that tensor, or its whole storage if several share
-        it."""
         if self.tensors.storages.count(self.tensors.storages[place]) == 1:
             return storage
         spec = self.tensors.specs[place]
@@ -130,8 +128,6 @@ def patches() -> Iterator[Patch]:
 
 def _launcher(original: Any, access: RecordingAccess) -> Any:
     def __getitem__(kernel: Any, grid: Any) -> Any:
-        """Return a function of a kernel's arguments that launches it on `grid`, or records it."""
-
         def launch(*args: Any, **kwargs: Any) -> Any:
             if access.is_active():
                 return _launch(kernel, grid, args, kwargs, access)
@@ -214,7 +210,6 @@ def plain_parameters(kernel: Any) -> list[str]:
 
 
 def _layers(kernel: Any) -> Iterator[Any]:
-    """Yield the kernel and what its autotuners and heuristics wrap."""
     while kernel is not None and kernel is not plain_function(kernel):
         yield kernel
         kernel = getattr(kernel, "fn", None)

@@ -100,8 +100,6 @@ class _Function(ast.NodeVisitor):
         self._local = {*self._made_of, *(n.id for n in assigned if isinstance(n.ctx, ast.Store))}
 
     def visit_all(self) -> None:
-        """Visit all statements again and again, until a round finds no new parameters that
-        variables are made of, nor that the function writes into or returns."""
         while True:
             before = dict(self._made_of), set(self._effects.written), set(self._effects.returned)
             for statement in self._definition.body:
@@ -223,8 +221,6 @@ class _Function(ast.NodeVisitor):
         return frozenset(p for n in effects.returned for p in made_of.get(n, _NOTHING))
 
     def _value(self, node: ast.expr) -> Any:
-        """Return what a name, or an attribute of a module or class, stands for; `_UNKNOWN` for
-        variables and other expressions."""
         if isinstance(node, ast.Name):
             if node.id in self._constants:
                 return getattr(self._constants[node.id], "value", self._constants[node.id])

@@ -153,8 +153,6 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
 def _memory_of_opaque(
     parts: Parts, opaque: Iterable[int]
 ) -> tuple[dict[int, int], dict[int, tuple[int, ...]]]:
-    """Return (storage -> position of the last opaque part that makes or changes it, storage ->
-    positions of the opaque parts that read it). opaque: positions of opaque parts, ascending."""
     whole: dict[int, int] = {}
     readers: dict[int, list[int]] = defaultdict(list)
     for position in opaque:

@@ -178,8 +178,6 @@ class _KernelRun:
         )
 
     def _derive(self, value: int) -> None:
-        """Append to `_calls` the view calls that derive `value` from a tensor that exists,
-        outermost base first; none for a value that is no view or was derived before."""
         position = self._flow.views.get(value)
         if position is None or value in self._derived:
             return
@@ -196,8 +194,6 @@ class _KernelRun:
 
 
 def _warn(capture: Capture, one: Fused, reason: str) -> None:
-    """Log a warning that a kernel cannot be compiled, with module and line of the last recorded
-    call that it stands for. reason: the compiler's error."""
     last = capture.calls[one.owners[-1]]
     _LOGGER.warning(
         "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",

@@ -145,8 +145,6 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
 
 
 def _lookups(kernel: Kernel) -> Iterator[_Lookup]:
-    """Yield each indexing of a tensor by another (`aten.gather`, `aten.index`) in the kernel, one
-    for each indexed dimension."""
     for call in kernel.calls:
         arguments: Any = call.args
         table, *others = arguments

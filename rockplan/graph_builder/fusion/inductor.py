@@ -172,8 +172,6 @@ def _begun(kernel: Kernel) -> Function:
 
 
 def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
-    """Return the kernel as an FX graph, as Inductor takes it; it returns the results that are not
-    written over inputs. inputs: fake arguments."""
     graph = fx.Graph()
     values: dict[int, fx.Node] = {}
     for position, fake in enumerate(inputs):
@@ -183,7 +181,6 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     rounded = frozenset(kernel.rounded)
 
     def argument(literal: Any) -> Any:
-        """Return an argument of a call with nodes in place of values, and lists for tuples."""
         if isinstance(literal, ValueRef):
             return values[literal.index]
         return [argument(item) for item in literal] if isinstance(literal, tuple) else literal
@@ -210,7 +207,6 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
 
 
 def _new(kernel: Kernel) -> list[int]:
-    """Return the positions of results that are not written over inputs."""
     over = dict(kernel.over)
     return [place for place in range(len(kernel.results)) if place not in over]
 
@@ -243,8 +239,6 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
 
 
 def _with_written(function: Function, kernel: Kernel) -> Function:
-    """Return a function that returns all results of the kernel in order: those that `function`
-    returns, and the inputs over which it writes the others."""
     operands = [operand for _, operand in kernel.over]
     order = [*(place for place, _ in kernel.over), *_new(kernel)]
     places = [order.index(place) for place in range(len(order))]
@@ -308,7 +302,6 @@ def _waiting_later() -> Iterator[Waits]:
     thread = threading.get_ident()
 
     def later(one: Any, scope: dict[str, Any]) -> None:
-        """Postpone the wait if this thread asks for it; other threads wait at once."""
         if threading.get_ident() == thread:
             pending.append(functools.partial(wait, one, scope))
         else:

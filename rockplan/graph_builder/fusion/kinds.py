@@ -82,8 +82,6 @@ def fused_group(
 
 
 def _without(call: Call, inputs: int) -> Call:
-    """Return `call` without results that are inputs of the kernel because they are stored: another
-    result of the call is needed."""
     results = tuple(None if r is not None and r < inputs else r for r in call.results)
     return replace(call, results=results)
 

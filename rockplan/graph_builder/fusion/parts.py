@@ -163,8 +163,6 @@ class _Expansion:
         )
 
     def _key(self, call: Call) -> Hashable:
-        """Return what decides the template of a call: literals with their types, specs of arguments
-        and results, and which of these share storages."""
         local = {v: i for i, v in enumerate((*_arguments_of(call), *call.made))}
         storages = [self.values[v].storage for v in local]
         return (
@@ -332,8 +330,6 @@ class _Decomposing(TorchDispatchMode):
         self._storages: dict[int, int] = {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the local number of a tensor; a tensor met for the first time gets the next one
-        and is kept alive."""
         known = self._numbers.get(id(tensor))
         if known is not None:
             return known

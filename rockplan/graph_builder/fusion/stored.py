@@ -92,8 +92,6 @@ def _should_store(flow: Dataflow, storage: int, in_memory: set[int], call_bytes:
 
 
 def _is_computed_too_often(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
-    """Return whether the next kernels that need `storage` would together recompute more than
-    `AGAIN` values if it is not stored."""
     computed = len(flow.interior([storage], in_memory))
     if computed * USERS <= AGAIN:
         return False
@@ -107,7 +105,6 @@ def _store_operands(flow: Dataflow, storage: int, in_memory: set[int]) -> None:
     nothing is left to store."""
 
     def effort(one: int) -> tuple[int, int]:
-        """Return how many values the kernel of a storage computes and reads."""
         return len(flow.interior([one], in_memory)), len(flow.leaves([one], in_memory))
 
     computed, read = effort(storage)

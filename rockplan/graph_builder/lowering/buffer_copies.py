@@ -106,7 +106,6 @@ def _fills_storage(value: RecordedValue) -> bool:
 
 
 def _doubled(value: RecordedValue, storage: int) -> RecordedValue:
-    """Return the value of `torch.stack` of two copies of it, in storage `storage`."""
     shape = (2, *value.spec.shape)
     spec = replace(value.spec, shape=shape, stride=make_contiguous_strides_for(shape))
     return RecordedValue(spec, storage, 2 * value.storage_bytes)

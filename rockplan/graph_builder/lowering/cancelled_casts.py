@@ -65,7 +65,6 @@ def _cancel(run: RunView, start: int, between: int, end: int) -> bool:
 
 
 def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    """True if every number of `narrow` is one of `wide`."""
     if not (wide.is_floating_point and narrow.is_floating_point):
         return False
     of_wide, of_narrow = torch.finfo(wide), torch.finfo(narrow)

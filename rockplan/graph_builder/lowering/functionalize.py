@@ -178,8 +178,6 @@ class _Rewriting:
         return version.members[value]
 
     def _derived(self, version: _Version, spec: TensorSpec) -> int:
-        """Append a call that views the version's storage as `spec` says (shape, strides, offset),
-        and return its result, a new value."""
         assert version.base is not None
         last = self._calls[-1]
         base = self._values[version.base]

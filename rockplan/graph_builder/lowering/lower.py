@@ -199,7 +199,6 @@ class _Numbering:
         return f"{name}_{number}"
 
     def call(self, call: Call) -> Call:
-        """Return `call` with references to values of the graph."""
         return renamed(call, self.value, self.value_of.get)
 
 
@@ -270,9 +269,6 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
 def _node(
     view: RunView, numbering: _Numbering, unit: Sequence[int], index: int, reruns: bool
 ) -> ComputeNode:
-    """Return the node with number `index` of one unit, positions of calls that run together: what
-    it reads and writes, whether it may run again (`reruns`: collectives may), and with which calls.
-    New results are numbered."""
     recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()
@@ -317,6 +313,5 @@ def _node(
 
 
 def _recall_of(call: Call) -> Call:
-    """Return the call for a re-execution: one that leaves running statistics alone."""
     plain = without_statistics(call.op, call.args)
     return call if plain is None else replace(call, op=plain[0], args=plain[1])

@@ -58,9 +58,6 @@ def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Compu
 
 
 def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Iterator[Takeover]:
-    """Yield each way in which the node's first call may write its only result over an operand with
-    the same shape, strides and dtype. seen: storages that the caller or autograd sees, which are
-    never written over."""
     if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call, *rest), (written,) = node.calls, node.writes
@@ -116,7 +113,6 @@ def is_dense(spec: TensorSpec) -> bool:
 
 
 def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
-    """Return whether the value is derived through a view that changes the numbers of its bytes."""
     if value.view is None:
         return False
     bases = [graph.values[r.index] for r in refs(value.view)]

@@ -204,8 +204,6 @@ def _nearest(name: str) -> str:
 
 
 def _is_composite(name: str) -> bool:
-    """Return whether an operator is recorded as the operators that it calls. (Some overloads exist
-    in TorchScript only, and have no kernel.)"""
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
     return torch._C._dispatch_has_kernel(name) and has_kernel(name, "CompositeImplicitAutograd")
 

@@ -160,7 +160,6 @@ def form(name: str, arguments: object) -> object:
 
 
 def _is_numbers(argument: object) -> bool:
-    """Return whether the argument is a list of ints: sizes or dimensions."""
     return isinstance(argument, list | tuple) and all(type(n) is int for n in argument)
 
 
@@ -295,13 +294,11 @@ def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def _is_static(tensor: torch.Tensor) -> bool:
-    """Return whether no size, stride or offset of the tensor is a symbol."""
     shape = _OF.shape.__get__(tensor)  # type: ignore[attr-defined]
     return are_known((*shape, *_OF.stride(tensor), _OF.storage_offset(tensor)))
 
 
 def _at_hint(leaf: Any) -> Any:
-    """Return an argument with the sizes of the recorded call."""
     if isinstance(leaf, torch.SymInt):
         return int(known_number(leaf))
     if isinstance(leaf, torch.SymFloat):
@@ -352,7 +349,6 @@ def _real_layouts(
 
 
 def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
-    """Return the generators that a call may draw from."""
     devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
     of_devices = [torch.cuda.default_generators[device.index] for device in devices]
     given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]

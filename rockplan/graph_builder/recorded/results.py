@@ -210,8 +210,6 @@ def _is_plain(tensor: torch.Tensor) -> bool:
 
 
 def _described(argument: Any) -> Hashable:
-    """Return what decides a result about one argument: layout, dtype and device of a tensor, type
-    and value of a literal, each item of a list."""
     if isinstance(argument, FakeTensor):
         return (
             tuple(map(_sized, _OF.shape.__get__(argument))),  # type: ignore[attr-defined]

@@ -45,8 +45,6 @@ class _Text:
         self._first: dict[int, int] = {}
 
     def lines(self) -> Iterator[str]:
-        """Yield all lines: signature, calls by phase, gradients, return. Notes the first value of
-        each storage."""
         run = self._run
         signature = ", ".join(map(self._typed, self._names))
         for value in self._names:

@@ -67,7 +67,6 @@ def regions_of(capture: Capture) -> Iterator[Region | str]:
 
 
 def _seed(run: RunView) -> int | str:
-    """Return the position of the forward's largest matrix product, or why it has no head."""
     sizes: dict[int, int] = {}
     for position in run.live:
         recorded = run.calls[position]
@@ -116,7 +115,6 @@ class _Growth:
         self._core: set[int] = set()
 
     def region(self) -> Region | str:
-        """Return the region, or the reason why there is none."""
         growth = self._grown(goes_up=True)
         # If a wide operand has other readers too, it stays whole, and parts read its rows.
         without = self._grown(goes_up=False) if isinstance(growth, str) else growth
@@ -214,8 +212,6 @@ class _Growth:
         return {p: kept for p, kept in self._cuts.items() if p in needed}
 
     def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
-        """Return position -> how it is cut, for calls that make wide values which `calls` read by
-        rows and do not make."""
         run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
             position = run.maker(value)

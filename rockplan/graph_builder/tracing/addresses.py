@@ -85,7 +85,6 @@ def _users(frames: Frames) -> list[Frame]:
 
 
 def _up_to_caller(users: Sequence[Frame]) -> Frames:
-    """Yield the frames, innermost first as `users`, inside of the innermost module or Function."""
     for entry in users:
         if isinstance(first_argument(entry[0]), FunctionCtx | nn.Module):
             return
@@ -118,8 +117,6 @@ def _function(frame: types.FrameType) -> str:
 
 
 def _called_by(outer: Sequence[Frame]) -> str:
-    """Return words for the innermost autograd.Function or module among the frames `outer`, which
-    calls what asks for the address; '' if there is none."""
     for frame, line in outer:
         if isinstance(first_argument(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"

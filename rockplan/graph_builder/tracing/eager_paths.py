@@ -76,7 +76,6 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Call the original with both lengths as tensors."""
         lengths = as_tensor(input_lengths), as_tensor(target_lengths)
         return original(log_probs, targets, *lengths, *args, **kwargs)
 
@@ -161,8 +160,6 @@ def _compile(original: Any, recording: RecordingAccess) -> Any:
     no recording and run uncompiled in one."""
 
     def compile(function: Any = None, **how: Any) -> Any:
-        """Return a function that is compiled at its first call outside of a recording; of a module
-        what the original returns."""
         if function is None:
             return functools.partial(compile, **how)
         if isinstance(function, nn.Module):
@@ -265,7 +262,6 @@ def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
 
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:
-        """While active, our hooks on saved tensors are off, and others are forbidden."""
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
         if hooks is None or is_foreign(hooks[0]):
             with original(message):

@@ -119,8 +119,6 @@ class ForwardCall:
 
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the forward on stand-ins, and return its result. Errors of the model become errors of
-    rockplan, with a remedy."""
     results_of_others = call.results_of_others
     try:
         args, kwargs = call.watched.replaced(args, kwargs)

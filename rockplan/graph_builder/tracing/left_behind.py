@@ -86,7 +86,6 @@ def refusal(
 
 
 def _facts(found: StateChange, is_tensor: bool) -> dict[str, Any]:
-    """Return what fills the places of the refusal of a difference."""
     place = found.place
     who = f"in module '{place.module or '(root)'}': the forward" if place.module is not None else ""
     facts = {"who": who or "the forward", "place": place.text}

@@ -208,7 +208,6 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _know(self, tensor: torch.Tensor, index: int) -> None:
-        """Let `tensor` be the value with this number while it lives."""
         key, known = id(tensor), self._index_of
 
         def forget(_: object) -> None:

@@ -174,7 +174,6 @@ class _Recording:
 
     @classmethod
     def of(cls, call: Sample, leftovers: Leftovers) -> _Recording:
-        """Return the objects of a recording. Nothing is exchanged or run yet."""
         free = None
         if call.earlier is not None:
             free = free_sizes.FreeSizes(trees.tree_leaves((call.args, call.kwargs)), call.earlier)
@@ -209,8 +208,6 @@ class _Exchanged:
 
 
 def _exchanged(recording: _Recording) -> _Exchanged:
-    """Put stand-ins (fake tensors) in place of parameters, buffers and arguments, and begin to
-    record; return the call with them."""
     call, found = recording.call, recording.found
     recorder, stand_ins = recording.recorder, recording.stand_ins
     names = _tensor_names(call.module)
@@ -279,7 +276,6 @@ def _with_backward(
 
 
 def _reached_now(recording: _Recording, exchanged: _Exchanged) -> Walk:
-    """Return what the forward can reach with stand-ins in place of tensors, these among it."""
     call, arguments = recording.call, exchanged.forward.arguments
     others = [Root("a tensor", t, is_callers=True) for t in recording.stand_ins.real.values()]
     own = [root for root in recording.found.roots if not root.is_callers]
@@ -308,8 +304,6 @@ def _callers_tensors(
     parameters: list[tuple[str, torch.Tensor]],
     buffers: list[tuple[str, torch.Tensor]],
 ) -> _CallersTensors:
-    """Return the tensors of the caller by role. leaves: position of an argument's leaf -> tensor;
-    parameters, buffers: (name, tensor)."""
     given: _CallersTensors = {}
     for name, tensor in parameters:
         given["parameter", name] = f"the parameter '{name}'", tensor

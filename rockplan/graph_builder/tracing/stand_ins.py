@@ -105,7 +105,6 @@ class StandIns:
         return fake
 
     def _fake(self, source: torch.Tensor) -> torch.Tensor:
-        """Return a fake tensor for `source`, of a DTensor a DTensor whose local tensor is fake."""
         if not is_distributed(source):
             return self._fake_mode.from_tensor(source, static_shapes=True)
         local = local_of(source).detach()

@@ -222,7 +222,6 @@ class Questions:
         return self._by_identity(answer)
 
     def _by_identity(self, answer: Any) -> Any:
-        """Return the stand-in if the answer is a tensor of the caller, else the answer."""
         for identity, real in self.real.items():
             if real is answer:
                 return self.stand_ins[identity]
@@ -343,7 +342,6 @@ def _refuse_nothing(message: str) -> NoReturn:
 
 
 def _asks_users_file() -> bool:
-    """Return whether the code that reads an attribute is neither PyTorch's nor rockplan's."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename == __file__ and frame.f_back is not None:
         frame = frame.f_back
@@ -352,12 +350,10 @@ def _asks_users_file() -> bool:
 
 
 def _users_attributes(attributes: Mapping[str, Any]) -> list[str]:
-    """Return names of attributes, sorted, that are not a fake tensor's own."""
     return sorted(name for name in attributes if not (name in _OF_STAND_INS or _is_own(name)))
 
 
 def _is_own(name: str) -> bool:
-    """Return whether fake tensors get an attribute of this name."""
     own = ("_fake_device", "_is_param", "_is_buffer", "persistent")
     return name in own or "_memo" in name or "_capsule" in name
 

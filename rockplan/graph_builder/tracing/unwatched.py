@@ -73,7 +73,6 @@ class Unwatched:
             self._zeros.add(self._storage_of(result))
 
     def _is_zero(self, func: Any, args: Operands) -> bool:
-        """Return whether eager returns zeros without memory."""
         if not self._zeros:
             return False
         return _KEEP_ZEROS[func]([self._storage_of(t) in self._zeros for t in facts.tensors(args)])

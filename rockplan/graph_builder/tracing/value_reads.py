@@ -362,7 +362,6 @@ a plan of its own."""
 
 
 def _is_question(recorder: Recorder, read: Call) -> bool:
-    """Return whether the read returns a bool."""
     dtypes = {recorder.values[ref.index].spec.dtype for ref in value_refs(read.args)}
     return read.op == "aten.equal.default" or dtypes == {"torch.bool"}
 

@@ -130,6 +130,5 @@ _SHAPE = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a new tensor of the same layout; a fake one under a FakeTensorMode."""
     layout = hints(_SHAPE(tensor)), hints(torch._C.TensorBase.stride(tensor))
     return torch.empty_strided(*layout, dtype=tensor.dtype, device=tensor.device)

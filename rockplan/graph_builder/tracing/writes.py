@@ -57,7 +57,6 @@ class _CopyOnWrite(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Call the operator, after copies of the tensors that it writes to first."""
         kwargs = kwargs or {}
         if isinstance(func, OpOverload):
             for tensor in written(func, args, kwargs):

@@ -102,31 +102,26 @@ class _Model:
     peak: list[MemoryRow] = field(default_factory=list)
 
     def before(self, s: int) -> str:
-        """Return the name of stage s, from the backward node that ends it."""
         stages = self.stages.stages
         return f"before_n{stages[s].node}" if s < len(stages) else "at_the_end"
 
     def variable(self, name: str, category: str) -> LpVariable:
-        """Add a variable in [0, 1]."""
         made = self.problem.add_variable(name, 0, 1, category)
         self.variables.append(made)
         return made
 
     def require(self, name: str, constraint: LpConstraint) -> int:
-        """Add a constraint; return its row. name: what it says, in words."""
         self.problem += constraint, name
         self.rows.append(constraint)
         return len(self.rows) - 1
 
     def size(self, d: int) -> int:
-        """Return the units of storage d."""
         return self.stages.units.up(self.bytes(d))
 
     def bytes(self, d: int) -> int:
         return self.stages.units.view.sizes[d]
 
     def memory(self, name: str, terms: Terms, constant_bytes: int) -> MemoryRow:
-        """Add a constraint on memory, without a limit yet."""
         step = max(math.gcd(*(weight for _, weight in terms)), 1)
         alive = weighed((variable, weight // step) for variable, weight in terms)
         free = int(sum(alive.values()))
@@ -137,7 +132,6 @@ class _Model:
         self.peak.append(self.memory(name, terms, constant_bytes))
 
     def kept(self, s: int, d: int) -> Terms:
-        """Return the term of storage d, in units, if it is kept to stage s; [] if it cannot be."""
         variable = self.keep.get((s, d))
         return [] if variable is None else [(variable, self.size(d))]
 
@@ -148,7 +142,6 @@ class _Model:
         return lpSum(v for v in (self.keep.get((s, d)), *made) if v is not None)
 
     def kept_units(self, s: int) -> Terms:
-        """Return the terms of free storages alive when stage s starts."""
         if s == len(self.stages.stages):
             return []
         return [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]

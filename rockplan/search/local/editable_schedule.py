@@ -76,7 +76,6 @@ class _Gaps:
         return data[ascending], self._next_read[rows[ascending]]
 
     def move(self, moved: NDArray[np.int64]) -> None:
-        """Renumber positions: p becomes moved[p]."""
         used = self._next_read != _NOWHERE
         self._last_use[used] = moved[self._last_use[used]]
         self._next_read[used] = moved[self._next_read[used]]
@@ -495,8 +494,6 @@ class Draft:
         return True
 
     def _make(self, d: int, position: int) -> None:
-        """Add `position` to those at which storage d is made, and its bytes to the positions at
-        which it is alive for that."""
         made, read = self._made[d], self._read[d]
         if d in self._held:
             if not made:
@@ -610,7 +607,5 @@ class Draft:
         )
 
     def _taken_bytes(self, index: int, position: int) -> int:
-        """Return the bytes of operands that die at `position` and whose storages take the
-        results."""
         taken = self.view.taken(index, lambda d: self._reading(d, position + 1)[2])
         return self.view.bytes_of(taken.operands) if taken else 0

@@ -98,7 +98,6 @@ class _Placing:
         self.starts_ns: NDArray[np.int64] = np.cumsum([0, *times])
 
     def orders(self) -> Orders:
-        """Place all copies; return the orders of both phases."""
         self._place_stores()
         self._place_fetches()
         return self._written()
