@@ -159,6 +159,221 @@ def mixture() -> Varied:
     return Varied(model, call, lambda rng: (padded(rng),), "80%")
 
 
+class Towers(nn.Module):
+    """One BERT on two texts, the loss of pairs among all of the batch."""
+
+    def __init__(self, encoder: nn.Module) -> None:
+        super().__init__()
+        self.encoder = encoder
+
+    def forward(self, one: dict[str, Tensor], other: dict[str, Tensor]) -> Tensor:
+        pair = []
+        for text in (one, other):
+            mask = text["attention_mask"][..., None]
+            states = self.encoder(**text).last_hidden_state * mask
+            pair.append(nn.functional.normalize(states.sum(1) / mask.sum(1)))
+        return nn.functional.cross_entropy(pair[0] @ pair[1].T * 20, torch.arange(len(mask)))
+
+
+def towers() -> Varied:
+    import transformers
+
+    config = transformers.BertConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+
+    def text(n: int) -> dict[str, Tensor]:
+        mask = torch.ones(8, n, dtype=torch.long)
+        mask[0, n // 2 :] = 0
+        return {"input_ids": torch.randint(3, 256, (8, n)), "attention_mask": mask}
+
+    model = Towers(transformers.BertModel(config, add_pooling_layer=False)).train()
+    drawn: Any = lambda rng: (padded(rng), padded(rng))  # noqa: E731
+    return Varied(model, lambda n, m: {"one": text(n), "other": text(m)}, drawn, "100%")
+
+
+def vision() -> Varied:
+    case = models.vit(layers=4, width=96, batch=4, size=64, patch=8)
+
+    def call(height: int, width: int) -> dict[str, Any]:
+        images = torch.randn(4, 3, height, width)
+        labels = torch.randint(0, 10, (4,))
+        return {"pixel_values": images, "labels": labels, "interpolate_pos_encoding": True}
+
+    even: Any = lambda rng: (8 * rng.randint(6, 20), 8 * rng.randint(6, 20))  # noqa: E731
+    return Varied(case.model, call, even, "100%")
+
+
+def whisper() -> Varied:
+    """Sound of one length, as Whisper pads it, and texts of many."""
+    import transformers
+
+    config = transformers.WhisperConfig(
+        vocab_size=256,
+        d_model=64,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=128,
+        decoder_ffn_dim=128,
+        max_source_positions=200,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        decoder_start_token_id=1,
+    )
+    model = transformers.WhisperForConditionalGeneration(config).train()
+
+    def call(n: int) -> dict[str, Tensor]:
+        return {
+            "input_features": torch.randn(4, 80, 400),
+            "labels": torch.randint(3, 256, (4, n)),
+        }
+
+    return Varied(model, call, lambda rng: (padded(rng),), "100%")
+
+
+def experts() -> Varied:
+    import transformers
+
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        moe_intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=8,
+        num_experts_per_tok=2,
+        use_cache=False,
+        experts_implementation="grouped_mm",
+    )
+    model = transformers.Qwen3MoeForCausalLM(config).train()
+
+    def call(n: int) -> dict[str, Tensor]:
+        ids = torch.randint(3, 256, (4, n))
+        return {"input_ids": ids, "labels": ids}
+
+    return Varied(model, call, lambda rng: (padded(rng),), "100%")
+
+
+def pictures_and_text() -> Varied:
+    """Llava: a picture of one size in each of two texts."""
+    import transformers
+
+    seen = transformers.CLIPVisionConfig(
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        image_size=64,
+        patch_size=8,
+    )
+    read = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+    )
+    config = transformers.LlavaConfig(vision_config=seen, text_config=read, image_token_index=255)
+    model = transformers.LlavaForConditionalGeneration(config).train()
+
+    def call(n: int) -> dict[str, Any]:
+        ids = torch.randint(3, 255, (2, 64 + n))
+        ids[:, 2:66] = 255
+        labels = ids.masked_fill(ids == 255, -100)
+        images = torch.randn(2, 3, 64, 64)
+        return {"input_ids": ids, "pixel_values": images, "labels": labels, "use_cache": False}
+
+    return Varied(model, call, lambda rng: (padded(rng),), "100%")
+
+
+class Clicks(nn.Module):
+    """DLRM: bags of ids of many lengths, products of pairs."""
+
+    def __init__(self, tables: int = 8, width: int = 32) -> None:
+        super().__init__()
+        bags = (nn.EmbeddingBag(1000, width, mode="sum") for _ in range(tables))
+        self.bags = nn.ModuleList(bags)
+        self.below = nn.Sequential(nn.Linear(13, 64), nn.ReLU(), nn.Linear(64, width), nn.ReLU())
+        pairs = (tables + 1) * tables // 2
+        self.above = nn.Sequential(nn.Linear(width + pairs, 64), nn.ReLU(), nn.Linear(64, 1))
+
+    def forward(self, x: Tensor, ids: list[Tensor], offsets: list[Tensor], y: Tensor) -> Tensor:
+        x = self.below(x)
+        bags = [bag(i, o) for bag, i, o in zip(self.bags, ids, offsets, strict=True)]
+        features = torch.stack([x, *bags], 1)
+        products = features @ features.transpose(1, 2)
+        one, other = torch.tril_indices(products.shape[1], products.shape[1], -1)
+        joined = torch.cat([x, products[:, one, other]], 1)
+        return nn.functional.binary_cross_entropy_with_logits(self.above(joined)[:, 0], y)
+
+
+def clicks(rows: int = 512) -> Varied:
+    def call(*lengths: int) -> dict[str, Any]:
+        return {
+            "x": torch.randn(rows, 13),
+            "ids": [torch.randint(0, 1000, (n,)) for n in lengths],
+            "offsets": [torch.arange(rows) * n // rows for n in lengths],
+            "y": torch.rand(rows).round(),
+        }
+
+    drawn: Any = lambda rng: tuple(rows * 3 + rng.randint(0, rows) for _ in range(8))  # noqa: E731
+    return Varied(Clicks(), call, drawn, "100%")
+
+
+class Isomorphism(nn.Module):
+    """GIN over a batch of graphs, each summed up."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.first = nn.Linear(16, width)
+        self.layers = nn.ModuleList(
+            nn.Sequential(
+                nn.Linear(width, width),
+                nn.BatchNorm1d(width),
+                nn.ReLU(),
+                nn.Linear(width, width),
+                nn.ReLU(),
+            )
+            for _ in range(5)
+        )
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor, edges: Tensor, batch: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            sent = x.index_select(0, edges[0])
+            to = edges[1].view(-1, 1).expand_as(sent)
+            x = layer(x + x.new_zeros(x.shape).scatter_add_(0, to, sent))
+        whole = x.new_zeros(int(batch.max()) + 1, x.shape[1]).index_add_(0, batch, x)
+        return nn.functional.cross_entropy(self.last(whole), y)
+
+
+def many_graphs(count: int = 8) -> Varied:
+    def call(edges: int, *nodes: int) -> dict[str, Tensor]:
+        return {
+            "x": torch.randn(sum(nodes), 16),
+            "edges": torch.randint(0, sum(nodes), (2, edges)),
+            "batch": torch.repeat_interleave(torch.arange(count), torch.tensor(nodes)),
+            "y": torch.randint(0, 2, (count,)),
+        }
+
+    def sizes(rng: random.Random) -> tuple[int, ...]:
+        nodes = [rng.randint(8, 30) for _ in range(count)]
+        return int(sum(nodes) * rng.uniform(2, 4)), *nodes
+
+    return Varied(Isomorphism(), call, sizes, "100%")
+
+
 CASES: dict[str, Callable[[], Varied]] = {
     "Llama, masks, everything kept": lambda: decoder("100%"),
     "Llama, masks, 60 %": lambda: decoder("60%"),
@@ -169,6 +384,13 @@ CASES: dict[str, Callable[[], Varied]] = {
     "U-net, images of many sizes": images,
     "GraphSAGE, 1500 to 3000 nodes": lambda: graphs(3000),
     "GraphSAGE, 150 to 300 nodes": lambda: graphs(300),
+    "GIN, 8 graphs of 8 to 30 nodes": many_graphs,
+    "two towers of BERT": towers,
+    "ViT, images of many sizes": vision,
+    "Whisper": whisper,
+    "Qwen3 MoE, grouped_mm": experts,
+    "Llava": pictures_and_text,
+    "DLRM, bags of 8 tables": clicks,
 }
 
 
