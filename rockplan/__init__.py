@@ -49,13 +49,13 @@ if TYPE_CHECKING:
     from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
-    from rockplan.kinds import Kinds, kinds
+    from rockplan.loader_kinds import Kinds, kinds
+    from rockplan.log_probs import token_log_probs
     from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.reports.timeline import plan_trace
     from rockplan.runtime.planned_state import code_of, plan_of
-    from rockplan.token_log_probs import token_log_probs
     from rockplan.will_it_fit.answer import Fit
     from rockplan.will_it_fit.what_fits import fit
 
@@ -71,14 +71,14 @@ _NAMES = {
     "explanations": "explain",
     "will_it_fit.what_fits": "fit",
     "reports.html": "html_report",
-    "kinds": "Kinds kinds",
+    "loader_kinds": "Kinds kinds",
     "api": "load pareto plan solve",
     "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
     "out_of_memory": "explained",
     "reports.timeline": "plan_trace",
     "graph_builder.operators.facts": "pure",
-    "token_log_probs": "token_log_probs",
+    "log_probs": "token_log_probs",
 }
 _LATE = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> the module that has it, imported when the name is first used."""

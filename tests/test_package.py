@@ -44,6 +44,8 @@ def test_a_module_does_not_hide_the_function_of_its_name() -> None:
     program = "import rockplan, rockplan.values.plan, rockplan.api; print(callable(rockplan.plan))"
     assert run(program) == "True\n"
     assert callable(rockplan.plan)
+    beside = {path.stem for path in (ROOT / "rockplan").iterdir()}
+    assert not beside & {*rockplan.__all__}, "importing one hides the name"
 
 
 def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
