@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
 import shutil
 import warnings
 from collections.abc import Callable, Sequence
@@ -16,11 +17,13 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
 from rockplan.search.in_flight import needed_bytes
 from rockplan.values.sizes import resized
 from testing import models
+from testing.graphs import repeated_chain
 from testing.models import Case
 from testing.training import train_side_by_side
 from tests.planning import heard, set_times
@@ -538,3 +541,17 @@ def test_sizes_in_a_range_mismatch_nothing() -> None:
         train_side_by_side(case_of(model, {"x": torch.randn(n, 8)}), planned, eager, steps=1)
     with pytest.raises(rockplan.StalePlan):
         planned(x=torch.randn(12, 8).double())
+
+
+def test_workspaces_are_bounded_by_their_own_sizes() -> None:
+    graph, _ = repeated_chain(random.Random(0), 2)
+    on = {"of the first": (0,), "of both": (0, 1)}
+    known = {
+        (4, 9): {"of the first": 40, "of both": 49},
+        (8, 3): {"of the first": 80, "of both": 83},
+    }
+    open_ones = OpenWorkspaces(graph, dict.fromkeys(on, 0), on, (), frozenset(), known)
+    assert open_ones.bounds((4, 9)) == (known[4, 9], known[4, 9])
+    bounds = {"of the first": 40, "of both": 0}, {"of the first": 40, "of both": 49}
+    assert open_ones.bounds((4, 2)) == bounds
+    assert open_ones.bounds((8, 9)) == ({"of the first": 80, "of both": 83}, None)

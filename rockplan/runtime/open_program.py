@@ -75,7 +75,7 @@ class OpenProgram:
             *_size_readers(graph, interface),
             rows,
             kept,
-            workspaces or OpenWorkspaces.in_graph(graph, interface.sizes_in(graph)),
+            workspaces or OpenWorkspaces.in_graph(graph, interface.sizes_in(graph), names),
             Expressions.of(names, (*run, *rows.texts, *kept.texts)),
             Expressions.of(names, texts_in((graph, interface))),
         )

@@ -201,7 +201,7 @@ def open_call(
     computed = dict.fromkeys(graph.values[value].data for value in lowered.samples)
     memory = tuple(graph.data[d].size_bytes for d in data | computed)
     call = PricedCall(graph, interface, roofline(graph, rates), inputs)
-    inside = OpenWorkspaces.in_graph(graph, interface.sizes_in(graph))
+    inside = OpenWorkspaces.in_graph(graph, interface.sizes_in(graph), sizes.names)
     values = tuple(graph.values[v] for v in sorted(inside.values))
     texts = texts_in((graph.data, values, inside.nodes, inputs, memory))
     expressions = Expressions.of(sizes.names, texts)

@@ -11,7 +11,7 @@ size.
 
 from __future__ import annotations
 
-import operator
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -80,24 +80,30 @@ def _kind(graph: CDGraph, node: ComputeNode) -> str:
 @dataclass(frozen=True, slots=True)
 class OpenWorkspaces:
     """Measures the workspaces that are symbols in a graph. of: symbol -> the node that is run for
-    it; nodes: these, and those that make the integers that they take; values: those that all these
-    calls take and make; known: sizes -> symbol -> bytes, of those measured so far."""
+    it; on: symbol -> positions of the sizes that its operands follow from; nodes: those of `of`,
+    and those that make the integers that they take; values: those that all these calls take and
+    make; known: sizes -> symbol -> bytes, of those measured so far."""
 
     graph: CDGraph
     of: Mapping[str, int]
+    on: Mapping[str, tuple[int, ...]]
     nodes: tuple[ComputeNode, ...]
     values: frozenset[int]
     known: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict)
 
     @classmethod
-    def in_graph(cls, graph: CDGraph, sizes: tuple[int, ...]) -> OpenWorkspaces:
-        """Return those of a graph, which was measured at `sizes`."""
+    def in_graph(
+        cls, graph: CDGraph, sizes: tuple[int, ...], names: Sequence[str]
+    ) -> OpenWorkspaces:
+        """Return those of a graph, which was measured at `sizes`. names: of these."""
         of: dict[str, int] = {}
         for node in graph.nodes:
             if isinstance(node.workspace_bytes, Size):
                 of.setdefault(node.workspace_bytes.text, node.index)
         known = {name: int(graph.nodes[index].workspace_bytes) for name, index in of.items()}
-        return cls(graph, of, *_executed(graph, of.values()), {sizes: known})
+        read = {n: {*re.findall(r"\w+", _kind(graph, graph.nodes[i]))} for n, i in of.items()}
+        on = {n: tuple(i for i, name in enumerate(names) if name in read[n]) for n in of}
+        return cls(graph, of, on, *_executed(graph, of.values()), {sizes: known})
 
     def bounds(self, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int] | None]:
         """Return symbol -> bytes that the workspaces take at least at `sizes`, and at most (None if
@@ -106,11 +112,14 @@ class OpenWorkspaces:
             return self.known[sizes], self.known[sizes]
         if not all(_grows(self.graph.nodes[i]) for i in self.of.values()):
             return dict.fromkeys(self.of, 0), None
-        smaller = [inside for at, inside in self.known.items() if _is_below(at, sizes)]
-        larger = [inside for at, inside in self.known.items() if _is_below(sizes, at)]
-        least = {name: max((i[name] for i in smaller), default=0) for name in self.of}
-        most = {name: min(i[name] for i in larger) for name in self.of} if larger else None
-        return least, most
+        least: dict[str, int] = {}
+        most: dict[str, int] = {}
+        for name, on in self.on.items():
+            pairs = [([(at[i], sizes[i]) for i in on], b[name]) for at, b in self.known.items()]
+            least[name] = max((b for at, b in pairs if all(a <= s for a, s in at)), default=0)
+            larger = [b for at, b in pairs if all(a >= s for a, s in at)]
+            most |= {name: min(larger)} if larger else {}
+        return least, most if most.keys() == least.keys() else None
 
     def graph_at(self, numbers: Mapping[str, int | float]) -> CDGraph:
         """Return the graph with those nodes only that are run, at other sizes, without prices.
@@ -138,10 +147,6 @@ class OpenWorkspaces:
             found = {n.index: n.workspace_bytes for n in priced.nodes}
             self.known[sizes] = {name: found[index] for name, index in self.of.items()}
         return self.known[sizes]
-
-
-def _is_below(sizes: tuple[int, ...], others: tuple[int, ...]) -> bool:
-    return all(map(operator.le, sizes, others))
 
 
 def _grows(node: ComputeNode) -> bool:
