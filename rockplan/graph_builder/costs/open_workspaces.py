@@ -4,7 +4,7 @@ takes: a priced graph whose sizes are symbols, and the workspaces of the same no
 returns: the graph with a symbol of its own for each workspace that differs; its value at given
 sizes. A workspace that was the same, or none, at both sizes is taken to be the same at all, which
 is an assumption. guarantees: any other is measured at the size that is asked for, by running the
-node's calls once, or bounded by what it takes at larger sizes: temporaries grow with their
+node's calls once, or bounded by what it takes with larger operands: temporaries grow with their
 operands, but for those of convolutions and recurrent layers, whose kernels choose their way by
 size.
 """
