@@ -185,7 +185,7 @@ def accumulated() -> nn.Module:
     return net
 
 
-def test_gradients_that_a_kernel_adds_up_are_added_once() -> None:
+def test_kernels_add_up_gradients_once() -> None:
     planned: Any = rockplan.solve(accumulated(), X, "min", options=rockplan.Options(cache=False))
     eager: Any = accumulated()
     eager.load_state_dict(planned.state_dict())
@@ -301,7 +301,7 @@ def test_a_draw_is_named_by_its_line() -> None:
 
 
 @pytest.mark.parametrize("given", [B(0.2), torch.linspace(0, 1, 5)], ids=["number", "times"])
-def test_a_question_about_a_few_numbers_makes_a_kind_of_call(given: Tensor) -> None:
+def test_questions_about_few_numbers_make_kinds_of_call(given: Tensor) -> None:
     def grows(self: Any, x: Tensor, times: Tensor) -> Tensor:
         return twice(self, x, (times < 0.5).any()) * times.sum()
 
@@ -315,7 +315,7 @@ def test_a_batch_is_not_asked_before_each_call() -> None:
     assert "leaf 0 of the arguments" in said and "decide before the call" in said
 
 
-def test_few_draws_that_are_read_make_kinds_of_call() -> None:
+def test_few_draws_read_make_kinds_of_call() -> None:
     planned = assert_planned(Net(by_few_draws), *[(X,)] * 12)
     assert 2 <= len(planned.plans) <= 4
 
@@ -413,9 +413,7 @@ WITH_A_SWITCH: dict[str, Callable[[], nn.Module]] = {
 
 
 @pytest.mark.parametrize("name", WITH_A_SWITCH)
-def test_a_cache_is_said_to_be_missing_where_eager_has_one(
-    name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_cache_that_only_eager_has_is_named(name: str, caplog: pytest.LogCaptureFixture) -> None:
     model = WITH_A_SWITCH[name]().train()
     ids = batch()["input_ids"]
     labels = {"labels": ids} if name in ("BERT", "RoBERTa", "BART", "Mamba") else {}
@@ -508,7 +506,7 @@ REFUSED_IN_PART = {
 
 
 @pytest.mark.parametrize("name", REFUSED_IN_PART)
-def test_a_refusal_names_the_parts_that_can_be_planned(name: str) -> None:
+def test_a_refusal_names_parts_that_can_be_planned(name: str) -> None:
     make, blocks = REFUSED_IN_PART[name]
     torch.manual_seed(0)
     model = make()
@@ -543,7 +541,7 @@ class KeepsOne(nn.Module):
         return x + torch.as_tensor(self.down(self.kept))
 
 
-def test_nothing_is_named_where_nothing_is_to_be_planned() -> None:
+def test_nothing_is_named_where_nothing_is_planned() -> None:
     assert "solve_blocks" not in refusal(nn.Sequential(*(KeepsOne() for _ in range(3))), X)
     assert "solve_blocks" not in refusal(Net(lambda self, x: self.a(x)[self.b(x) > 0]), X)
 
@@ -567,7 +565,7 @@ class Flagged(nn.Module):
         return x.sum()
 
 
-def test_flags_of_the_first_call_are_settled_by_one() -> None:
+def test_one_call_settles_flags_of_the_first() -> None:
     assert "run the module once on the sample, then plan it" in refusal(Flagged(), X).lower()
     assert_planned(made_once(Flagged(), X), (X,), (X * 2,))
 
@@ -646,7 +644,7 @@ OF_LIBRARIES: dict[str, Callable[[], tuple[nn.Module, Any]]] = {
 
 
 @pytest.mark.parametrize("name", OF_LIBRARIES)
-def test_what_is_said_of_a_whole_model_plans_its_parts(name: str) -> None:
+def test_advice_for_a_whole_model_plans_its_parts(name: str) -> None:
     """By the call as it is written; two steps are eager's."""
     torch.manual_seed(0)
     model, sample = OF_LIBRARIES[name]()

@@ -51,14 +51,14 @@ def outcomes(*works: Callable[[Agreement], object]) -> list[Any]:
         return [*pool.map(outcome, ranks)]
 
 
-def test_processes_of_other_models_may_take_other_numbers_of_steps() -> None:
+def test_processes_of_other_models_differ_in_steps() -> None:
     def steps(count: int) -> Callable[[Agreement], object]:
         return lambda agreed: [[*agreed.gathered(count, i)] for i in range(count)]
 
     assert outcomes(steps(1), steps(5)) == [[[0]], [[1]] * 5]
 
 
-def test_what_was_decided_is_read_by_all_before_it_is_deleted() -> None:
+def test_all_read_a_decision_before_it_is_deleted() -> None:
     def work(agreed: Agreement) -> object:
         return [agreed.decided(lambda: "key", lambda i=i: i) for i in range(3)]  # type: ignore[misc]
 
@@ -106,7 +106,7 @@ def test_nobody_waits_for_one_that_decides_nothing(
         assert [other.minimum_bytes for other in others] == [2, 2]
 
 
-def test_nobody_waits_for_one_whose_key_is_no_message() -> None:
+def test_a_key_without_a_message_is_not_awaited() -> None:
     began = time.monotonic()
     first, other = outcomes(
         lambda agreed: agreed.gathered(lambda: None, 1), lambda agreed: agreed.gathered("key", 1)

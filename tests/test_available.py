@@ -61,7 +61,7 @@ WEIGHT, BIAS = 79 * 512, 512
 """Blocks of 512 bytes that the gradients of a 100 x 100 layer take."""
 
 
-def test_gradients_that_do_not_exist_are_left_room_for() -> None:
+def test_gradients_that_do_not_exist_have_room() -> None:
     model = on_cuda(nn.Linear(100, 100))
     assert in_bytes(parse_budget("auto"), model) == Budget(size_bytes=USABLE - WEIGHT - BIAS)
     model.weight.requires_grad_(False)
@@ -70,7 +70,7 @@ def test_gradients_that_do_not_exist_are_left_room_for() -> None:
     assert in_bytes(parse_budget("auto"), model) == Budget(size_bytes=USABLE)
 
 
-def test_a_parameter_that_is_used_twice_has_one_gradient() -> None:
+def test_a_parameter_used_twice_has_one_gradient() -> None:
     linear = on_cuda(nn.Linear(100, 100, bias=False))
     once = in_bytes(parse_budget("auto"), linear)
     assert in_bytes(parse_budget("auto"), nn.Sequential(linear, linear)) == once
@@ -284,7 +284,7 @@ def test_on_cuda_workspaces_are_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.usefixtures("machine")
-def test_the_largest_size_is_planned_under_what_is_left() -> None:
+def test_the_largest_size_is_planned_with_the_rest() -> None:
     model, x = nn.Linear(100, 100), torch.randn(8, 100)
     options = rockplan.Options(sizes={0: (8, 32)})
     fast = rockplan.solve(model, x, "auto", optimizer="adamw", options=options)

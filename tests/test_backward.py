@@ -98,9 +98,7 @@ class Loop(nn.Module):
 
 
 @pytest.mark.parametrize(("budget", "of_input"), [("100%", False), ("min", True)])
-def test_contributions_to_one_gradient_do_not_wait_for_one_another(
-    budget: str, of_input: bool
-) -> None:
+def test_contributions_to_one_gradient_do_not_wait(budget: str, of_input: bool) -> None:
     """Autograd adds each to the first in place, and the plan counts what autograd holds."""
     torch.manual_seed(0)
     x = torch.randn(8, 64, requires_grad=of_input)
@@ -133,7 +131,7 @@ class Loss(nn.Module):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_gradients_of_weights_are_gone_when_that_of_an_input_is_made_last(bias: bool) -> None:
+def test_gradients_of_weights_go_before_an_inputs_last(bias: bool) -> None:
     x = torch.randn(64, 40, requires_grad=True)
     planned = rockplan.solve(Loss(bias), x, "100%")
     peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: planned(x).backward())
@@ -153,14 +151,14 @@ class Recurrent(nn.Module):
         return result
 
 
-def test_results_of_one_operator_that_share_a_storage_by_rule_only() -> None:
+def test_results_that_share_a_storage_by_rule_only() -> None:
     x = torch.randn(2, 3, 24)
     planned = rockplan.solve(Recurrent(), x, "100%")
     peak_bytes, left_bytes = rockplan.peak_live_bytes(lambda: planned(x).sum().backward())
     assert peak_bytes <= planned.plan.peak_bytes and left_bytes == 0
 
 
-def test_results_that_share_storage_may_not_be_changed_behind_the_plan() -> None:
+def test_shared_results_may_not_change_behind_the_plan() -> None:
     torch.manual_seed(0)
     case = Case("net", Net().train(), (torch.randn(32, 16),), {}, mean_square)
     planned = solve_case(case, BUDGET)
@@ -233,7 +231,7 @@ def test_other_memory_between_forward_and_backward_is_refused(
     planned(torch.randn(8, 16)).sum().backward()
 
 
-def test_other_memory_of_what_the_backward_pass_does_not_read_is_no_matter() -> None:
+def test_other_memory_that_backward_does_not_read() -> None:
     torch.manual_seed(0)
     x = torch.randn(8, 16)
     planned, eager = pair(Case("scaled", Scaled(), (x,), {}, mean_square))
@@ -294,7 +292,7 @@ class Quantized(nn.Module):
         return self.decoder(code), (code - code.round().detach()).pow(2).mean()
 
 
-def test_a_scalar_that_is_a_part_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scalar_that_is_part_of_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     made = count_programs(monkeypatch)
     torch.manual_seed(0)
     case = Case("quantized", Quantized().train(), (SAMPLE,), {}, lambda r: mean_square(r[0]) + r[1])
@@ -404,9 +402,7 @@ class Around(nn.Module):
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
 @pytest.mark.parametrize("block", [Apart, Residual])
-def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_docs_say(
-    block: type[nn.Module], budget: str
-) -> None:
+def test_an_input_used_outside_adds_as_documented(block: type[nn.Module], budget: str) -> None:
     """What a view's node gets is added before it is passed on."""
     torch.manual_seed(0)
     eager = Around(block(), is_apart=block is Residual)
@@ -418,7 +414,7 @@ def test_what_an_input_gets_from_inside_and_outside_is_added_as_the_docs_say(
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
-def test_what_an_input_gets_is_added_as_in_eager_where_all_uses_are_planned(budget: str) -> None:
+def test_an_input_used_inside_adds_as_in_eager(budget: str) -> None:
     torch.manual_seed(0)
     case = Case("around", Around(Residual(), False), (torch.randn(32, 16),), {}, mean_square)
     planned, eager = pair(case, budget)
@@ -439,7 +435,7 @@ class Tied(nn.Module):
 
 
 @pytest.mark.parametrize("loss", [0, 1])
-def test_contributions_of_another_plan_are_added_in_the_order_of_eager(loss: int) -> None:
+def test_contributions_of_another_plan_add_as_in_eager(loss: int) -> None:
     torch.manual_seed(0)
     case = Case("tied", Tied(), (torch.randn(32, 16),), {}, lambda r: mean_square(r[1 - loss]))
     planned, eager = pair(case, "100%", options=rockplan.Options(differentiated=(loss,)))
@@ -514,7 +510,7 @@ class Shifted(nn.Module):
         return y.tanh() * y.sigmoid() + y.sin()
 
 
-def test_gradients_that_meet_inside_are_added_before_those_outside() -> None:
+def test_gradients_inside_are_added_before_those_outside() -> None:
     torch.manual_seed(0)
     block = rockplan.solve(Shifted(), torch.randn(8, 16, requires_grad=True), "100%", options=QUICK)
     x = torch.randn(8, 16)
@@ -650,7 +646,7 @@ def momentum_case(make: Callable[[], nn.Module] = Momentum) -> Case:
 
 @pytest.mark.parametrize("budget", ["min", "100%"])
 @pytest.mark.parametrize("kind", READ_AND_CHANGED)
-def test_a_forward_that_reads_what_it_changes_runs_again_on_copies(kind: str, budget: str) -> None:
+def test_forwards_that_change_what_they_read_use_copies(kind: str, budget: str) -> None:
     case = momentum_case(READ_AND_CHANGED[kind])
     planned, eager = pair(case, budget)
 
@@ -698,7 +694,7 @@ def test_a_forward_that_cannot_run_again_says_so(kind: str) -> None:
         loss.backward()
 
 
-def test_a_forward_that_cannot_run_again_names_the_loss() -> None:
+def test_a_forward_without_rerun_names_the_loss() -> None:
     case = momentum_case(REFUSED["much to copy"])
     case = dataclasses.replace(case, loss=torch.sum)
     planned, eager = pair(case)
@@ -748,7 +744,7 @@ def test_second_backward_through_a_retained_graph(budget: str) -> None:
         both(planned, eager, use, f"step {step}")
 
 
-def test_second_backward_without_the_graph_is_refused_as_in_eager() -> None:
+def test_a_second_backward_is_refused_as_in_eager() -> None:
     case = net_case()
     planned, eager = pair(case)
     for module in (planned, eager):

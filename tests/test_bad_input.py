@@ -779,7 +779,7 @@ def test_losses_over_alignments_are_planned(lengths: Any, settings: dict[str, An
 
 
 @pytest.mark.filterwarnings("error:.*costs that were measured")
-def test_a_loss_over_alignments_is_planned_for_each_longest_target(
+def test_alignments_are_planned_for_each_longest_target(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Where lengths are tensors, the plan takes them as such."""
@@ -792,7 +792,7 @@ def test_a_loss_over_alignments_is_planned_for_each_longest_target(
         assert len(made) == plans
 
 
-def test_views_of_results_in_other_strides_than_captured_are_refused(
+def test_views_of_results_in_other_strides_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The strides of batch normalization as PyTorch's shape rule says, not as they are."""
@@ -857,7 +857,7 @@ def test_options_that_are_none(name: str, value: Any, remedy: str) -> None:
         rockplan.Options(**{name: value})
 
 
-def test_collectives_that_run_again_are_of_one_size_and_one_plan(tmp_path: Path) -> None:
+def test_collectives_that_run_again_have_one_plan(tmp_path: Path) -> None:
     with pytest.raises(rockplan.InvalidInput, match="leave out sizes, and pad"):
         rockplan.Options(rerun_collectives=True, sizes={0: (8, 16)})
     options = rockplan.Options(rerun_collectives=True)
@@ -917,7 +917,7 @@ def test_wrapped_modules_are_refused() -> None:
         rockplan.solve(nn.DataParallel(nn.Linear(4, 4)), SAMPLE, "50%")
 
 
-def test_an_argument_of_another_class_of_tensors_is_noticed() -> None:
+def test_an_argument_of_another_tensor_class_is_noticed() -> None:
     planned = rockplan.solve(nn.Linear(4, 4), SAMPLE, "100%")
     planned(SAMPLE)
     with pytest.raises(rockplan.UnsupportedModel, match=r"computes is a Scaled.*as_subclass"):
@@ -956,7 +956,7 @@ class ShapesItsInput(nn.Module):
         return self.inner(x.unsqueeze_(0))
 
 
-def test_changing_the_shape_of_an_input_in_place_is_refused() -> None:
+def test_changing_an_inputs_shape_in_place_is_refused() -> None:
     with pytest.raises(rockplan.UnsupportedModel, match="unsqueeze_.*in place"):
         rockplan.solve(ShapesItsInput(), torch.randn(2, 4), "100%")
 
@@ -974,7 +974,7 @@ class WritesToItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_writing_to_an_input_that_has_a_history_is_refused(view: bool) -> None:
+def test_writing_to_an_input_with_history_is_refused(view: bool) -> None:
     """Autograd must know: what the caller makes of the input afterwards depends on it."""
     x = SAMPLE.clone().requires_grad_()
     with pytest.raises(rockplan.UnsupportedModel, match=r"argument \(leaf 0.*clone"):
@@ -999,7 +999,7 @@ class CountsInPlace(nn.Module):
         return self.inner(x) * int(steps)
 
 
-def test_values_read_after_they_changed_in_place_are_refused() -> None:
+def test_values_changed_before_they_are_read_are_refused() -> None:
     norm = nn.BatchNorm1d(4, momentum=None)
     with pytest.raises(rockplan.ValueDependentControlFlow, match="the buffer 'num_batch"):
         rockplan.solve(norm, SAMPLE, "100%")
@@ -1045,7 +1045,7 @@ def test_values_of_activations_that_python_reads_are_refused(read: Any) -> None:
         rockplan.solve(Reads(read), SAMPLE, "100%")
 
 
-def test_arrays_of_tensors_that_the_forward_writes_to_are_refused() -> None:
+def test_arrays_of_tensors_written_to_are_refused() -> None:
     def counts_in_array(module: Any, y: torch.Tensor) -> float:
         module.plain.numpy()[0] += 1
         return float(module.plain[0])
@@ -1065,7 +1065,7 @@ def test_arrays_of_tensors_that_the_forward_writes_to_are_refused() -> None:
     ],
     ids=["array of a tensor", "array", "list"],
 )
-def test_what_is_made_of_other_data_and_written_to(make: Callable[[Any], torch.Tensor]) -> None:
+def test_what_is_made_of_data_and_written(make: Callable[[Any], torch.Tensor]) -> None:
     """The plan would write to the tensor that capture saw; a clone is made at every call."""
     model: Any = Reads(lambda m, y: make(m).mul_(2).sum())
     model.array = numpy.ones(4, numpy.float32)
@@ -1078,7 +1078,7 @@ def test_what_is_made_of_other_data_and_written_to(make: Callable[[Any], torch.T
         assert torch.equal(planned(SAMPLE), model(SAMPLE))
 
 
-def test_reads_of_a_table_are_refused_by_its_name() -> None:
+def test_reads_of_a_table_are_refused_by_name() -> None:
     model = Reads(lambda m, y: float(m.table.min()))
     with pytest.raises(
         rockplan.ValueDependentControlFlow, match=r"the buffer 'table'.*plain attribute"
@@ -1103,7 +1103,7 @@ class Inverts(nn.Module):
         return torch.istft(found * self.scale, 16, 4, window=self.window)
 
 
-def test_what_a_function_of_torch_reads_of_a_buffer() -> None:
+def test_what_functions_of_torch_read_of_a_buffer() -> None:
     """The refusal names the buffer, and what it advises works."""
     x = torch.randn(2, 64)
     with pytest.raises(
@@ -1386,9 +1386,7 @@ def test_counters_are_refused(change: Callable[[Any], int], name: str) -> None:
         (sets_before_it_reads, "n"),
     ],
 )
-def test_a_first_call_that_differs_is_refused_until_it_has_been(
-    change: Callable[[Any], int], name: str
-) -> None:
+def test_a_first_call_that_differs_is_refused_once(change: Callable[[Any], int], name: str) -> None:
     model = nn.Sequential(Changes(change))
     before = state_of_changes(model[0])
     with pytest.raises(rockplan.UnsupportedModel, match=rf"'0'.*self\.{name}.*once.*then plan"):
@@ -1420,9 +1418,7 @@ class Leaves(nn.Linear):
 
 @pytest.mark.parametrize("wanted", [[9, 2], [1, 2, 3]], ids=len)
 @pytest.mark.parametrize("kind", [list, set, collections.deque])
-def test_what_a_call_leaves_in_a_container_is_there_when_planned(
-    kind: type, wanted: list[int]
-) -> None:
+def test_what_a_call_leaves_in_a_container_stays(kind: type, wanted: list[int]) -> None:
     model = Leaves(kind([1, 2, 3]), becomes(wanted))
     if len(wanted) < 3:
         with pytest.raises(rockplan.UnsupportedModel, match=r"changes self\.held"):
@@ -1458,9 +1454,7 @@ def test_distributions_that_do_not_check_their_arguments() -> None:
         (nn.Sequential(nn.Linear(8, 500), nn.LogSoftmax(-1)), ["0/addmm", "1/log_softmax"]),
     ],
 )
-def test_a_budget_that_is_too_small_says_what_works_as_a_share_and_who_owns_the_peak(
-    model: nn.Module, owners: list[str]
-) -> None:
+def test_a_too_small_budget_names_shares_and_owners(model: nn.Module, owners: list[str]) -> None:
     x, options = torch.randn(16, 8), rockplan.Options(cache=False, time_limit_s=5)
     strict = replace(options, on_infeasible="error")
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
@@ -1481,7 +1475,7 @@ def test_a_budget_that_is_too_small_says_what_works_as_a_share_and_who_owns_the_
         assert "100%, so computing again lowers nothing" in str(error)
 
 
-def test_a_few_bytes_are_taken_for_a_share_that_was_meant() -> None:
+def test_a_few_bytes_are_taken_for_a_share() -> None:
     model, options = nn.Sequential(nn.Linear(8, 8), nn.Tanh()), rockplan.Options(cache=False)
     asks = {50: rockplan.InfeasibleBudget, "50": rockplan.InvalidBudget}
     for budget, kind in asks.items():
@@ -1698,7 +1692,7 @@ class Model(torch.nn.Module):
 
 
 @pytest.mark.parametrize("rest", ["vision/models.py", "_geometric/nn.py", "diffeq.py", "/nn/x.py"])
-def test_packages_that_are_named_like_pytorch_are_no_part_of_it(rest: str) -> None:
+def test_packages_named_like_pytorch_are_not_it(rest: str) -> None:
     """Torchvision lies beside torch: its lines are named, as those of any package."""
     names: dict[str, Any] = {"__name__": "torch_named"}
     name = torch.__path__[0] + rest

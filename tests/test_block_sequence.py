@@ -101,7 +101,7 @@ def test_blocks_that_run_backward_in_another_order() -> None:
     assert is_tight > 100
 
 
-def test_what_a_result_takes_that_another_option_does_not_hold() -> None:
+def test_a_result_that_another_option_does_not_hold() -> None:
     option = BoundedOption(NO_EVENTS, 3, 9, 9, 1, returned_bytes=4)
     assert held_like(option, option) == option
     less = BoundedOption(NO_EVENTS, 0, 9, 9, 1, returned_bytes=1)
@@ -109,7 +109,7 @@ def test_what_a_result_takes_that_another_option_does_not_hold() -> None:
     assert held_like(less, option) == less
 
 
-def test_what_was_cut_short_is_looked_for_again_with_more_time(
+def test_a_search_cut_short_resumes_with_more_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))

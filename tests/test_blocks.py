@@ -63,7 +63,7 @@ def assert_trains_alike(ours: Any, eager: Any, call: Callable[[Any], Any] = plai
 
 @pytest.mark.parametrize("casts", [False, True])
 @pytest.mark.parametrize("budget", ["min", "50%", "75%"])
-def test_blocks_train_as_they_did_within_what_is_predicted(budget: str, casts: bool) -> None:
+def test_blocks_train_as_eager_within_their_prediction(budget: str, casts: bool) -> None:
     autocast = torch.autocast("cpu", torch.bfloat16, enabled=casts)
     call = autocast(plain)
     eager = Stack().train()
@@ -101,7 +101,7 @@ def test_what_is_measured_beside_the_blocks_is_told() -> None:
         assert words in str(plan)
 
 
-def test_the_loss_of_the_caller_is_measured_where_it_is_given() -> None:
+def test_the_callers_loss_is_measured_where_given() -> None:
     def loss(result: Any) -> torch.Tensor:
         wide = result["logits"].repeat(1, 200)
         return (wide * wide).sum()
@@ -117,14 +117,14 @@ class Body(Stack):
         return self.layers[1](self.layers[0](self.first(x))).repeat(1, 40)
 
 
-def test_gradients_that_the_caller_hands_in_are_the_callers() -> None:
+def test_gradients_handed_in_are_the_callers() -> None:
     model = solved(Body().train(), "min", blocks=["layers.0", "layers.1"])
     given = torch.ones(len(BATCH), 40 * 32)
     found = peak_live_bytes(lambda: model(BATCH).backward(given))
     assert found.peak_bytes == rockplan.blocks_of(model).peak_bytes
 
 
-def test_what_else_is_made_while_a_block_runs_is_outside_of_it() -> None:
+def test_what_is_made_beside_a_block_is_outside() -> None:
     schedule = Schedule((), 0)
     options = [BoundedOption(schedule, 10, 30, 40, 1), BoundedOption(schedule, 5, 20, 25, 1)]
     forward, backward = (Border(1, is_backward, begins=True) for is_backward in (False, True))
@@ -140,7 +140,7 @@ def test_what_else_is_made_while_a_block_runs_is_outside_of_it() -> None:
     assert [m.peak_bytes(options) for m in moments] == [s.peak_bytes for s in found]
 
 
-def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
+def test_a_too_small_budget_says_who_owns_it() -> None:
     model = Stack().train()
     with pytest.raises(rockplan.InfeasibleBudget, match="beside the blocks, measured") as caught:
         solved(model, 20_000)
@@ -149,12 +149,12 @@ def test_a_budget_that_is_too_small_says_who_owns_it() -> None:
     assert rockplan.blocks_of(solved(model, least_bytes)).peak_bytes == least_bytes
 
 
-def test_a_share_of_blocks_below_the_least_takes_the_smallest() -> None:
+def test_a_share_below_the_least_takes_the_smallest() -> None:
     smallest = rockplan.blocks_of(solved(Stack().train(), "min"))
     assert rockplan.blocks_of(solved(Stack().train(), "1%")).peak_bytes == smallest.peak_bytes
 
 
-def test_a_budget_that_is_too_small_names_what_the_whole_model_needs() -> None:
+def test_a_too_small_budget_names_the_models_need() -> None:
     """A head beside the blocks owns the peak of a step; a plan of the whole computes it again."""
 
     class Headed(nn.Module):
@@ -179,7 +179,7 @@ def test_a_budget_that_is_too_small_names_what_the_whole_model_needs() -> None:
     assert plan.peak_bytes <= int(needed)
 
 
-def test_the_smallest_plan_runs_where_nothing_fits_if_the_options_say_so(
+def test_the_smallest_plan_may_run_where_nothing_fits(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = Stack().train()
@@ -204,7 +204,7 @@ def test_undone_and_planned_again() -> None:
     assert_trains_alike(model, eager)
 
 
-def test_a_second_call_with_other_blocks_undoes_the_first() -> None:
+def test_a_second_call_undoes_the_first() -> None:
     model = Stack().train()
     solved(model, "min", blocks=["layers.0", "layers.1"])
     with pytest.raises(rockplan.InvalidInput):
@@ -227,7 +227,7 @@ def test_copies_and_pickles_have_plans_of_their_own() -> None:
         assert [len(layer.plans) for layer in other.layers] == [1] * 4
 
 
-def test_calls_of_other_sizes_stay_within_what_their_block_has() -> None:
+def test_calls_of_other_sizes_stay_within_their_block() -> None:
     model, eager = solved(Stack().train(), "50%"), Stack().train()
     assert_trains_alike(model, eager, lambda m: m(batch(31)))
     assert [len(layer.plans) for layer in model.layers] == [2] * 4
@@ -235,14 +235,14 @@ def test_calls_of_other_sizes_stay_within_what_their_block_has() -> None:
     assert max(kept) <= max(layer.plans[0].saved_bytes for layer in model.layers)
 
 
-def test_sizes_are_planned_before_training_where_none_may_be_later() -> None:
+def test_sizes_are_planned_before_training() -> None:
     options = rockplan.Options(**QUICK, sizes={0: (16, 64)}, on_mismatch="error")
     model, eager = solved(Stack().train(), "50%", options=options), Stack().train()
     for rows in (48, 64, 16):
         assert_trains_alike(model, eager, lambda m: m(batch(rows)))  # noqa: B023
 
 
-def test_a_larger_call_grows_in_proportion_of_a_share_and_not_of_bytes() -> None:
+def test_larger_calls_grow_with_shares_not_with_bytes() -> None:
     of_share = solved(Stack().train(), "50%")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -289,7 +289,7 @@ def test_gradients_of_before_are_the_same_bits() -> None:
     assert all(map(torch.equal, [t.grad for t in leaves], bits))
 
 
-def test_what_makes_the_sample_and_what_the_loss_uses_gets_no_gradient() -> None:
+def test_sample_and_targets_get_no_gradient() -> None:
     model, before, judge = Stack().train(), nn.Linear(16, 16), nn.Linear(4, 1)
     sample = before(batch())
     solved(model, "min", sample, loss=lambda result: judge(result["logits"]).sum())
@@ -330,7 +330,7 @@ class Counting(Stack):
         return {"loss": self.head(h).pow(2).mean()}
 
 
-def test_generators_of_python_are_where_they_were_and_steps_draw_alike() -> None:
+def test_generators_of_python_are_restored() -> None:
     def draws(seed: int) -> list[bool]:
         random.seed(seed)
         return [random.random() >= 0.3 for _ in range(8)]
@@ -344,7 +344,7 @@ def test_generators_of_python_are_where_they_were_and_steps_draw_alike() -> None
     assert {m.running for m in moments if m.is_backward} == {0, 1, 2, 3}
 
 
-def test_a_forward_that_was_wrapped_since_stays_when_blocks_are_restored() -> None:
+def test_a_forward_wrapped_since_stays_when_undone() -> None:
     model, eager = solved(Stack().train(), "min"), Stack().train()
     layer, calls = model.layers[1], []
     planned_forward = layer.forward
@@ -496,14 +496,14 @@ def test_results_that_get_no_gradient_are_planned_for(uses_gates: bool) -> None:
     assert {len(layer.plans) for layer in model.layers} == {1}
 
 
-def test_a_step_that_is_measured_is_under_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_measured_step_is_under_no_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """What its blocks need is known only then."""
     monkeypatch.setattr(kinds, "option_within", None)
     monkeypatch.setattr(kinds, "thriftiest", None)
     assert rockplan.blocks_of(solved(Pairs().train(), "min")).overhead > 0
 
 
-def test_a_block_that_may_not_keep_what_it_has_to_says_so() -> None:
+def test_a_block_that_must_keep_says_so() -> None:
     block = kinds.captured_block(ModuleCall(Mixer(8).train(), (torch.randn(4, 8),), {}), OPTIONS)
     problem = kinds.block_problem(block, OPTIONS)
     allowance = kinds.Allowance(saved_bytes=-4, peak_bytes=10**6)
@@ -548,7 +548,7 @@ def test_blocks_that_there_are_not() -> None:
     refused("the whole model; plan it with rockplan.solve", model, blocks=model)
 
 
-def test_a_list_of_modules_means_what_is_in_it() -> None:
+def test_a_list_of_modules_means_its_members() -> None:
     model = Stack()
     expected = {f"layers.{i}": layer for i, layer in enumerate(model.layers)}
     for blocks in (model.layers, [model.layers], "layers", "layers.*", None):
@@ -584,7 +584,7 @@ def test_a_block_that_no_gradient_reaches() -> None:
     assert peak_live_bytes(step).peak_bytes == rockplan.blocks_of(model).peak_bytes
 
 
-def test_planned_where_gradients_are_off_and_hooks_replace_results() -> None:
+def test_planned_without_gradients_where_hooks_replace_results() -> None:
     model, eager = Stack().train(), Stack().train()
     for one in (model, eager):
         one.layers[1].register_forward_hook(lambda module, args, result: 2 * result)
@@ -643,13 +643,13 @@ def test_leaving_all_blocks_is_not_advised() -> None:
         solved(model, "min", blocks="layers.*")
 
 
-def test_a_model_with_planned_blocks_is_not_planned_as_a_whole() -> None:
+def test_a_model_with_planned_blocks_is_not_planned() -> None:
     model = solved(Stack().train(), "min")
     with pytest.raises(rockplan.UnsupportedModel, match="planned already"):
         rockplan.solve(model, batch(), "min", options=OPTIONS)
 
 
-def test_the_page_of_the_benchmark_is_what_it_writes() -> None:
+def test_the_benchmarks_page_is_what_it_writes() -> None:
     """Models that a run leaves out stay."""
     page = benchmark.RESULT.read_text()
     known = benchmark.sections(page)

@@ -149,7 +149,7 @@ class Shared(nn.Module):
         return x.square().mean()
 
 
-def test_blocks_that_are_found_and_called_twice_are_left(caplog: pytest.LogCaptureFixture) -> None:
+def test_found_blocks_called_twice_are_left(caplog: pytest.LogCaptureFixture) -> None:
     model = Shared(repeats=2)
     assert paths_planned(model) == ["layers.0", "layers.2"]
     assert rockplan.blocks_of(model).left == (
@@ -194,7 +194,7 @@ class Student(nn.Module):
 
 
 @pytest.mark.parametrize("is_detached", [True, False])
-def test_blocks_that_are_found_and_get_no_gradient_are_left(is_detached: bool) -> None:
+def test_found_blocks_without_gradient_are_left(is_detached: bool) -> None:
     model = Student(is_detached)
     assert paths_planned(model) == ["layers.0", "layers.1"]
     why = "no gradient reaches it in the measured step"
@@ -381,7 +381,7 @@ class Boxed(nn.Module):
         return x.square().mean()
 
 
-def test_a_block_that_takes_its_input_out_of_a_list() -> None:
+def test_a_block_whose_input_is_in_a_list() -> None:
     try:
         assert len(paths_planned(Boxed(), blocks="blocks.*")) == 2
     except rockplan.CaptureError as error:

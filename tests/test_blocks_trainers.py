@@ -80,7 +80,7 @@ def test_a_loop(kind: str) -> None:
     assert [len(layer.plans) for layer in layers] == [1] * 2
 
 
-def test_the_cache_is_off_as_long_as_blocks_are_planned(caplog: pytest.LogCaptureFixture) -> None:
+def test_the_cache_is_off_while_blocks_are_planned(caplog: pytest.LogCaptureFixture) -> None:
     model = make_llama()
     with pytest.raises(rockplan.InfeasibleBudget):
         rockplan.solve_blocks(model, batch(), 1_000, options=OPTIONS)

@@ -43,7 +43,7 @@ def closest(facts: ProofFacts, schedule: Orders, budget_bytes: int) -> Moments:
         moments = closer
 
 
-def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
+def test_every_schedule_solves_the_programs_at_its_peak() -> None:
     """With moments where it needs most, also at re-executions, with pinches, and split spans."""
     moments_seen = marks_seen = pinches_seen = 0
     for seed in range(60):

@@ -39,7 +39,7 @@ def test_share_rounds_down() -> None:
     assert parse_budget("40%").within(1001) == 400
 
 
-def test_share_of_a_later_call_is_not_below_the_first_budget() -> None:
+def test_later_shares_are_not_below_the_first_budget() -> None:
     later = Budget(share=0.4, least_bytes=500)
     assert [later.within(peak) for peak in (1000, 2000)] == [500, 800]
 
@@ -52,7 +52,7 @@ def test_minimum() -> None:
     ("budget", "remedy"),
     [(0.5, "'50%'"), ("0.5", "'50%'"), (".25", "'25%'"), ("0.9B", "'90%'"), (1e-300, "'1e-298%'")],
 )
-def test_less_than_a_byte_is_taken_for_a_share(budget: Any, remedy: str) -> None:
+def test_less_than_a_byte_means_a_share(budget: Any, remedy: str) -> None:
     with pytest.raises(InvalidBudget, match=f"less than one byte.*{re.escape(remedy)}"):
         parse_budget(budget)
 

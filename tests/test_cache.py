@@ -78,7 +78,7 @@ def test_another_budget_measures_nothing_and_solves_no_block(
 
 
 @pytest.mark.usefixtures("folder")
-def test_the_least_peak_that_was_found_is_not_looked_for_again() -> None:
+def test_the_least_peak_is_looked_for_once() -> None:
     with pytest.raises(rockplan.InfeasibleBudget) as first:
         make_plan("1KB")
     with hearing() as stages:
@@ -90,7 +90,7 @@ def test_the_least_peak_that_was_found_is_not_looked_for_again() -> None:
 
 
 @pytest.mark.parametrize("change", ["budget", "option", "planner", "threads", "torch"])
-def test_a_plan_is_not_used_where_something_differs_that_it_depends_on(
+def test_a_plan_is_not_used_where_inputs_differ(
     folder: Path, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     make_plan()
@@ -146,7 +146,7 @@ def test_without_cache_nothing_is_written(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["cache", "a" * 300])
-def test_a_folder_that_cannot_be_written_costs_a_warning_only(
+def test_a_folder_without_write_access_only_warns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     file = tmp_path / "file"
@@ -189,9 +189,7 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("content", HOSTILE.values(), ids=HOSTILE.keys())
-def test_damaged_and_hostile_entries_are_named_and_set_aside(
-    tmp_path: Path, content: bytes
-) -> None:
+def test_damaged_and_hostile_entries_are_set_aside(tmp_path: Path, content: bytes) -> None:
     cache = Cache(tmp_path)
     kinds: dict[str, Callable[[], object]] = {
         "profile": lambda: cache.profile(KEY),
@@ -239,7 +237,7 @@ LIES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("change", LIES.values(), ids=LIES.keys())
-def test_documents_with_a_digest_that_holds_are_still_checked(
+def test_documents_with_valid_digests_are_still_checked(
     folder: Path, change: dict[str, Any]
 ) -> None:
     make_plan()
@@ -302,7 +300,7 @@ def test_a_plan_that_lies_is_not_used(folder: Path, change: dict[str, Any]) -> N
         assert make_plan() == first
 
 
-def test_the_plan_of_another_graph_under_this_key_is_not_used(folder: Path) -> None:
+def test_another_graphs_plan_under_this_key_is_unused(folder: Path) -> None:
     make_plan()
     (path,) = entries(folder, "plan")
     other = rockplan.plan(nn.Linear(4, 4), torch.randn(2, 4), "min")
@@ -346,7 +344,7 @@ class Activated(nn.Module):
 
 
 @pytest.mark.usefixtures("folder")
-def test_entries_of_a_model_that_differs_in_what_takes_over_storages_are_not_damaged() -> None:
+def test_entries_with_other_takeovers_are_not_damaged() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for activation in (torch.tanh, own_tanh, torch.tanh):
@@ -373,7 +371,7 @@ split_outside.register_autograd(lambda ctx, first, second: doubled_outside(first
 
 
 @pytest.mark.parametrize("operator", [doubled_outside, lambda x: sum(split_outside(x))])
-def test_operators_that_allocate_outside_of_pytorch_have_possible_costs(
+def test_operators_allocating_outside_pytorch_have_costs(
     folder: Path, operator: Callable[[torch.Tensor], torch.Tensor]
 ) -> None:
     with warnings.catch_warnings():
@@ -398,7 +396,7 @@ def test_a_huge_entry_is_not_read(folder: Path) -> None:
         make_plan()
 
 
-def test_an_entry_that_is_no_file_does_not_block(folder: Path) -> None:
+def test_an_entry_that_is_no_file_is_passed(folder: Path) -> None:
     make_plan()
     (path,) = entries(folder, "plan")
     path.unlink()
@@ -464,7 +462,7 @@ def test_several_processes_plan_at_once(folder: Path) -> None:
     assert not list(folder.rglob("*.part"))
 
 
-def test_an_answer_that_says_something_else_is_set_aside(folder: Path) -> None:
+def test_an_answer_to_something_else_is_set_aside(folder: Path) -> None:
     cache, key = Cache(folder), {"device": "t4"}
     cache.put_answer(key, "17")
     assert cache.answer(key, int) == 17 and cache.answer({"device": "l4"}, int) is None
@@ -476,7 +474,7 @@ def test_an_answer_that_says_something_else_is_set_aside(folder: Path) -> None:
 # Looking after it
 
 
-def test_entries_say_what_they_depend_on_and_what_is_wrong(folder: Path) -> None:
+def test_entries_say_their_inputs_and_their_faults(folder: Path) -> None:
     make_plan()
     cache = Cache(folder)
     cache.put_answer({"device": "t4"}, "said")
@@ -493,7 +491,7 @@ def test_entries_say_what_they_depend_on_and_what_is_wrong(folder: Path) -> None
     assert "interrupted" in problems["2"]
 
 
-def test_clear_deletes_entries_of_the_cache_and_nothing_else(folder: Path) -> None:
+def test_clear_deletes_nothing_but_entries(folder: Path) -> None:
     make_plan()
     own = folder / "plan" / "notes.json"
     own.write_text("mine")
@@ -510,7 +508,7 @@ def test_clear_deletes_entries_of_the_cache_and_nothing_else(folder: Path) -> No
     assert entries(folder) == [own]
 
 
-def test_plan_is_found_from_another_line_and_for_a_part_of_a_tensor(folder: Path) -> None:
+def test_plans_are_found_from_another_line(folder: Path) -> None:
     x = torch.randn(64, 8)
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh()]
 

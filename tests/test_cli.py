@@ -451,7 +451,7 @@ def make():
 """
 
 
-def test_what_the_users_code_prints_is_no_part_of_the_result(own_folder: Path) -> None:
+def test_what_the_users_code_prints_is_no_result(own_folder: Path) -> None:
     write(own_folder, "printing.py", PRINTING)
     for words in (["solve", "printing.py:make", "-b", "min"], ["solve", "printing.py:make"]):
         result = CliRunner().invoke(app, [*words, "--json"])
@@ -484,7 +484,7 @@ def make():
 
 
 @pytest.mark.parametrize("model", [MLP, "deep.py:make"])
-def test_no_line_of_an_explanation_is_wider_than_80_columns(
+def test_explanations_are_within_80_columns(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -503,7 +503,7 @@ def test_no_line_of_an_explanation_is_wider_than_80_columns(
 # Errors and exit codes
 
 
-def test_an_infeasible_budget_has_its_own_exit_code_and_prints_the_minimum() -> None:
+def test_an_infeasible_budget_prints_the_minimum() -> None:
     found = as_json("solve", MLP, "-b", "1KB", "-b", "min", code=ExitCode.INFEASIBLE)["plans"]
     assert [row["feasible"] for row in found] == [False, True]
     minimum = found[0]["minimum_bytes"]
@@ -554,7 +554,7 @@ def test_a_damaged_plan_file(own_folder: Path) -> None:
     assert found["error"]["type"] == "PlanFormatError"
 
 
-def test_names_in_a_file_do_not_command_the_terminal(own_folder: Path) -> None:
+def test_names_in_files_do_not_command_the_terminal(own_folder: Path) -> None:
     run("solve", MLP, "-b", "min", "--save", "plan.json")
     document = json.loads(Path("plan.json").read_text())
     del document["digest"]
@@ -623,7 +623,7 @@ LATER = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
     [LATER, "drop()", "turn()"],
     ids=["once", "dropped by Python", "turned into another error"],
 )
-def test_a_signal_ends_the_process_with_its_exit_code(own_folder: Path, how: str) -> None:
+def test_a_signal_ends_with_its_exit_code(own_folder: Path, how: str) -> None:
     write(own_folder, "signalled.py", SIGNALLED.format(how=how))
     running = process(
         "solve", f"{own_folder}/signalled.py:make", "--no-cache", stderr=subprocess.PIPE
@@ -705,7 +705,7 @@ def test_plot_a_plan_file(plan_file: Path, output: str, begins: bytes) -> None:
 
 
 @pytest.mark.parametrize("ending", [".dot", ".json", ".html"])
-def test_plot_has_no_picture_to_choose_in_other_files(plan_file: Path, ending: str) -> None:
+def test_plots_of_other_files_have_no_pictures(plan_file: Path, ending: str) -> None:
     said = errors("plot", str(plan_file), "-o", f"plot{ending}", "--picture", "curve", code=2)
     assert f"a {ending} file always holds the same" in " ".join(said.split())
     assert not Path(f"plot{ending}").exists()

@@ -70,7 +70,7 @@ def test_kernels_of_a_head_in_parts() -> None:
     assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes
 
 
-def test_what_runs_again_changes_no_bit_and_peaks_are_as_predicted() -> None:
+def test_recomputed_kernels_change_no_bit() -> None:
     case = small()
     expected = gradients(case, case.model)
     state = torch.get_rng_state()
@@ -92,7 +92,7 @@ def test_what_runs_again_changes_no_bit_and_peaks_are_as_predicted() -> None:
         assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes <= plan.budget_bytes
 
 
-def test_the_gradient_of_a_maximum_goes_to_what_is_equal_to_it() -> None:
+def test_the_gradient_of_a_maximum_reaches_its_equals() -> None:
     """In 16 bits a kernel would round neither; none would be equal."""
 
     class Maximum(nn.Module):
@@ -156,7 +156,7 @@ def _kernel(result: TensorSpec) -> Kernel:
     return Kernel(name, (row,), (call,), (1,), (result,), "cpu")
 
 
-def test_a_result_of_another_shape_in_the_same_memory_is_restored() -> None:
+def test_a_result_of_another_shape_is_restored() -> None:
     """Some versions of Inductor leave out dimensions of size 1, on some devices."""
     kernel = _kernel(TensorSpec((1, 8), (8, 1), 0, "torch.float32", "cpu"))
     function = inductor._finished(kernel, lambda arguments: [arguments[0].square()], [])
@@ -240,7 +240,7 @@ def digests() -> str:
     return hashlib.sha256(text.encode() + found).hexdigest()
 
 
-def test_the_same_plan_in_another_process_with_an_empty_cache(
+def test_another_process_with_an_empty_cache_plans_alike(
     compilers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever the settings of that process; bits of gradients included, where times are given."""

@@ -49,7 +49,7 @@ def random_pages(seed: int) -> tuple[CDGraph, Schedule]:
 PAGES = [random_pages(seed) for seed in range(60)]
 
 
-def test_a_graph_with_copies_is_the_same_graph_without_them() -> None:
+def test_copies_leave_the_rest_of_a_graph_alone() -> None:
     plain = gelu_of_product()
     graph = with_copies(plain, [2], LINK)
     check(RULES, graph, "with copies")
@@ -69,7 +69,7 @@ def test_a_graph_with_copies_is_the_same_graph_without_them() -> None:
     assert problem_digest(graph) != problem_digest(plain)
 
 
-def test_copies_of_an_order_of_eager_stay_out_of_it() -> None:
+def test_copies_stay_out_of_eagers_order() -> None:
     plain = replace(gelu_of_product(), eager_order=(0, 1, 3, 2))
     graph = with_copies(plain, [2], LINK)
     check(RULES, graph, "with copies")

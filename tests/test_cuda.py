@@ -142,7 +142,7 @@ def test_convolutions_of_cudnn(budget: str) -> None:
     check(mixed(), budget)
 
 
-def test_made_up_indices_out_of_range_leave_the_device_alone() -> None:
+def test_made_up_indices_leave_the_device_alone() -> None:
     torch.manual_seed(0)
     sample = torch.rand(8, 32, device="cuda")
     check(Case("counting", LookupByCount().cuda(), (sample,), {}, loss_of), "100%")
@@ -184,7 +184,7 @@ def test_blocks_of_odd_sizes_stay_within_the_budget(budget: str) -> None:
     check(large(), budget)
 
 
-def test_the_budget_auto_is_what_the_device_has_free() -> None:
+def test_the_budget_auto_is_what_is_free() -> None:
     case = large()
     planned = solve_case(case, "auto")
     free_bytes, _ = torch.cuda.mem_get_info()
@@ -245,7 +245,7 @@ def test_first_executions_in_another_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "100%"])
-def test_leaves_that_the_caller_lets_go_are_not_counted(budget: str) -> None:
+def test_leaves_that_are_let_go_are_not_counted(budget: str) -> None:
     torch.manual_seed(0)
     case = classifier(batch=4096).to("cuda")
     eager = twin(case)
@@ -280,7 +280,7 @@ def test_a_step_in_a_cuda_graph() -> None:
         assert torch.equal(expected, found)
 
 
-def test_draws_that_are_not_repeated_in_a_cuda_graph() -> None:
+def test_draws_not_repeated_in_a_cuda_graph() -> None:
     case = large(width=256, depth=4, batch=512)
     eager = twin(case)
     planned = solve_case(case, "100%")
@@ -288,7 +288,7 @@ def test_draws_that_are_not_repeated_in_a_cuda_graph() -> None:
         assert torch.equal(expected, found)
 
 
-def test_draws_that_are_repeated_are_refused_in_a_cuda_graph() -> None:
+def test_draws_repeated_in_a_cuda_graph_are_refused() -> None:
     case = large(width=256, depth=4, batch=512)
     drops = rockplan.Options(recompute=("[0-2].3",))
     planned = solve_case(case, "100%", options=drops)

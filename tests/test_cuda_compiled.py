@@ -87,9 +87,7 @@ def check_step(case: Case, planned: nn.Module, device: str = "cuda") -> rockplan
 @pytest.mark.parametrize(
     ("name", "kind"), [("llama", True), ("gpt2", True), ("resnet", True), ("llama", "near")]
 )
-def test_peaks_are_as_predicted_and_the_host_waits_for_nothing(
-    name: str, kind: Any, budget: str
-) -> None:
+def test_peaks_are_predicted_and_nothing_waits(name: str, kind: Any, budget: str) -> None:
     case = CASES[name]()
     options = QUICK(compile=kind, released=case.released)
     plan = check_step(case, solve_case(case, budget, options=options))

@@ -33,7 +33,7 @@ def at(offset: int, rows: int = 4096, width: int = 256) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("planned_at", [0, 1])
-def test_what_lies_at_an_odd_address_is_read_where_it_lies(planned_at: int) -> None:
+def test_odd_addresses_are_read_where_they_lie(planned_at: int) -> None:
     """Nothing is copied, whatever the plan was made with; one plan serves both."""
     case = stack(3, width=256).to("cuda")
     planned = rockplan.solve(case.model, (at(planned_at),), "min", options=COMPILED)
@@ -68,7 +68,7 @@ def test_most_kernels_of_a_transformer_write_in_place() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
-def test_steps_are_timed_on_the_device_of_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_are_timed_on_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
     model = nn.Linear(8, 8, device="cuda:1")
     x = torch.randn(4, 8, device="cuda:1")
     seen = []

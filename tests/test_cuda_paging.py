@@ -78,7 +78,7 @@ def peak_of(case: Case, module: Any) -> int:
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 @pytest.mark.parametrize("budget", ["100%", "60%"])
-def test_bits_are_eagers_and_peaks_as_predicted_with_late_copies(name: str, budget: str) -> None:
+def test_bits_are_eagers_with_late_copies(name: str, budget: str) -> None:
     case = case_of(name)
     eager = twin(case)
     planned: Any = solve_case(case, budget, options=QUICK)
@@ -106,7 +106,7 @@ def test_without_waits_bits_differ(wait: str, monkeypatch: pytest.MonkeyPatch) -
     torch.cuda.synchronize()
 
 
-def test_copies_have_streams_of_their_own_and_compute_waits_once_for_each(
+def test_copies_have_streams_and_compute_waits_once_each(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     case = case_of("llama")

@@ -20,7 +20,7 @@ def option_schedule(problem: CDGraph, option: BlockOption) -> Schedule:
     return with_frees(problem, option.forward, option.backward)
 
 
-def test_enumerated_options_are_legal_and_start_with_keep_all() -> None:
+def test_options_are_legal_and_start_with_keep_all() -> None:
     for seed in range(50):
         problem = random_block(random.Random(seed), 4).problem
         family = enumerated_family(problem)

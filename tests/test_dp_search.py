@@ -61,7 +61,7 @@ def test_links_cost_what_the_options_say(seed: int) -> None:
         assert link.again_forward.time_ns <= link.first_forward.time_ns
 
 
-def test_closing_runs_leave_out_what_only_the_next_block_needs() -> None:
+def test_closing_runs_leave_out_the_next_blocks_need() -> None:
     """A block that runs again for its own backward alone need not finish its output: here the
     product with the second matrix, which no backward node reads."""
     draft = Draft()
@@ -259,7 +259,7 @@ def last_gradients(blocks: tuple[Block, ...]) -> tuple[int, ...]:
 # Budgets
 
 
-def test_without_time_there_is_no_schedule_of_the_chain_and_with_time_the_same_as_ever() -> None:
+def test_the_chain_has_a_schedule_only_with_time() -> None:
     graph, blocks, found = generated(0)
     hurried, patient = (ChainSolver(graph, blocks, found) for _ in range(2))
     budget_bytes = patient.minimum_bytes
@@ -349,7 +349,7 @@ def test_every_read_follows_its_producer() -> None:
         assert all(b.output in made for b in blocks)
 
 
-def test_a_freed_storage_that_the_run_did_not_make_counts_as_less() -> None:
+def test_storages_freed_but_not_made_count_less() -> None:
     """The input of a block, which is alive before a run of it."""
     draft = Draft()
     given, made = (draft.add_data(DataKind.ACTIVATION, size) for size in (4, 3))

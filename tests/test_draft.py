@@ -69,7 +69,7 @@ def random_phases(rng: random.Random, graph: CDGraph) -> tuple[tuple[int, ...], 
 @pytest.mark.parametrize("moved", [False, True])
 @pytest.mark.parametrize("slots", [4, 64])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_memory_is_that_of_the_simulator_after_every_change(
+def test_memory_is_the_simulators_after_every_change(
     seed: int, slots: int, moved: bool, start: Start
 ) -> None:
     """Few positions: all move apart again and again. moved: first executions, too. From random

@@ -275,7 +275,7 @@ declared.register_autograd(
 @pytest.mark.parametrize(
     "form", [declared, "effects_test::declared", torch.ops.effects_test.declared.default]
 )
-def test_what_is_declared_pure_runs_again_and_is_measured(form: Any) -> None:
+def test_declared_pure_runs_again_and_is_measured(form: Any) -> None:
     assert rockplan.pure(form) is form
     eager = Net(lambda x: declared(x)).train()
     planned = rockplan.solve(copy.deepcopy(eager), SAMPLE, "min", options=QUICK)
@@ -408,7 +408,7 @@ wide.register_fake(torch.empty_like)
 wide.register_autograd(lambda ctx, gradient: gradient * 1.0)
 
 
-def test_memory_of_an_operator_that_nobody_knows_is_said_to_come_on_top(
+def test_unknown_memory_of_an_operator_comes_on_top(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """And is measured, once it is declared."""

@@ -56,7 +56,7 @@ def test_schedules_are_legal_and_within_budget(seed: int) -> None:
             assert simulate(graph, found).peak_bytes <= budget_bytes
 
 
-def test_at_the_deadline_searches_for_a_small_peak_end() -> None:
+def test_searches_for_small_peaks_end_at_the_deadline() -> None:
     """With something that is found in no time."""
     late = time.process_time() - 1
     larger = 0
@@ -73,7 +73,7 @@ def test_at_the_deadline_searches_for_a_small_peak_end() -> None:
     assert larger < 5
 
 
-def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:
+def test_most_graphs_have_schedules_below_eagers_peak() -> None:
     """Down to the least peak that is found, where there is one below."""
     found = total = 0
     for graph in map(draw, range(40)):
@@ -92,7 +92,7 @@ def test_there_mostly_are_schedules_below_the_peak_of_eager() -> None:
         pytest.param(6, 25, 71, id="by Sethi and Ullman, slightly"),
     ],
 )
-def test_the_least_peaks_of_graphs_that_need_all_means(
+def test_least_peaks_of_graphs_needing_all_means(
     forward_nodes: int, seed: int, peak_bytes: int
 ) -> None:
     """No schedule of these needs less."""
@@ -101,7 +101,7 @@ def test_the_least_peaks_of_graphs_that_need_all_means(
     assert least_peak_bytes(graph) == peak_bytes
 
 
-def test_the_least_peak_is_often_the_least_there_is() -> None:
+def test_the_least_peak_is_often_optimal() -> None:
     """Of any re-executions, in any order, forward nodes once in the forward phase or not."""
     exact = total = 0
     for seed in range(60):

@@ -23,7 +23,7 @@ def least_bytes(graph: CDGraph) -> int:
     return simulate(graph, thriftiest(graph).schedule).peak_bytes
 
 
-def test_a_small_graph_gets_its_fastest_schedule_with_the_proof() -> None:
+def test_small_graphs_get_their_proven_fastest_schedule() -> None:
     costly = impossible = 0
     for seed in range(60):
         graph = with_room(varied_graph(seed), 0)
@@ -70,7 +70,7 @@ def test_what_must_be_spent_before_changes_no_optimum(monkeypatch: pytest.Monkey
     assert learned >= 7 and impossible >= 5
 
 
-def test_nothing_is_found_that_is_no_faster_than_what_is_known() -> None:
+def test_only_what_is_faster_is_found() -> None:
     costly = 0
     for graph in map(varied_graph, range(30)):
         budget_bytes = least_bytes(graph)
@@ -92,7 +92,7 @@ def test_nothing_is_found_that_is_no_faster_than_what_is_known() -> None:
     assert costly >= 5
 
 
-def test_what_is_given_up_proves_no_more_than_is_true_and_goes_on() -> None:
+def test_what_is_given_up_proves_nothing_false() -> None:
     given_up = 0
     for graph in map(varied_graph, range(40)):
         budget_bytes = least_bytes(graph)
@@ -111,7 +111,7 @@ def test_what_is_given_up_proves_no_more_than_is_true_and_goes_on() -> None:
     assert search.proven_ns == graph.time_ns
 
 
-def test_the_least_peak_is_found_from_below_with_the_proof() -> None:
+def test_the_least_peak_is_proven_from_below() -> None:
     below_keep_all = 0
     for seed in range(40):
         graph = with_room(varied_graph(seed), 0)
@@ -128,7 +128,7 @@ def test_the_least_peak_is_found_from_below_with_the_proof() -> None:
 
 
 @pytest.mark.parametrize("seed", [12, 24, 50, 61, 68, 887, 931, 1783, 1883, 2383])
-def test_what_runs_again_before_the_turn_leaves_the_loss_its_room(seed: int) -> None:
+def test_reruns_before_the_turn_leave_the_loss_room(seed: int) -> None:
     """Where the room counts only in the last forward node, the fastest schedule uses it here."""
     room_bytes = 30
     graph = with_room(varied_graph(seed), room_bytes)

@@ -50,7 +50,7 @@ def eight_nodes(rng: random.Random, ranges: Ranges) -> CDGraph:
 
 @pytest.mark.parametrize("seed", range(8))
 @pytest.mark.parametrize("draw", [chain, constrained_graph])
-def test_exchanged_schedules_are_legal_within_budget_and_no_slower(draw: Draw, seed: int) -> None:
+def test_exchanged_schedules_are_legal_and_no_slower(draw: Draw, seed: int) -> None:
     graph = draw(random.Random(seed), RANGES)
     least = thriftiest(graph).schedule
     low = simulate(graph, least).peak_bytes
@@ -142,7 +142,7 @@ def test_room_is_made_or_nothing_is_returned() -> None:
     )
 
 
-def test_exchanges_go_further_than_leaving_out_unless_time_is_up() -> None:
+def test_exchanges_go_further_than_leaving_out() -> None:
     graph = random_graph(random.Random(5), 16, RANGES)
     least = thriftiest(graph).schedule
     low, high = (simulate(graph, s).peak_bytes for s in (least, keep_all(graph)))

@@ -44,7 +44,7 @@ def _full_of_ties(kind: type, config: Any) -> Case:
         (OlmoeForCausalLM, OlmoeConfig(num_experts=4, num_experts_per_tok=2, **SIZES)),
     ],
 )
-def test_ties_are_broken_the_same_way_when_the_router_runs_again(kind: type, config: Any) -> None:
+def test_ties_break_alike_when_routers_run_again(kind: type, config: Any) -> None:
     case = _full_of_ties(kind, config)
     planned = solve_case(case, "min", options=QUICK)
     graph, schedule = planned.plan.graph, planned.plan.schedule

@@ -36,7 +36,7 @@ def orders(schedule: Schedule) -> tuple[list[int], list[int]]:
     return list(schedule.computes[:count]), list(schedule.computes[count:])
 
 
-def test_lifetimes_add_up_to_the_simulator_at_every_event() -> None:
+def test_lifetimes_add_up_to_the_simulator() -> None:
     recomputing = 0
     for graph, schedule in cases():
         found = lifetimes(graph, schedule)
@@ -58,7 +58,7 @@ def test_tenants_and_shares_add_up_to_the_peak() -> None:
         assert {t.name for t in found.tenants} <= known
 
 
-def test_paying_the_price_drops_the_tenant_from_the_peak() -> None:
+def test_paying_the_price_drops_the_tenant() -> None:
     """Insert the named operations before the next reader: legal, that much longer, as high as
     stated."""
     paid = 0

@@ -56,7 +56,7 @@ def test_the_first_call_in_training_is_planned() -> None:
         assert len(copied.plans) == 1
 
 
-def test_what_is_free_is_the_default_less_what_the_optimizer_takes() -> None:
+def test_the_default_leaves_out_the_optimizers_room() -> None:
     net = make_net()
     plain = rockplan.solve(net, options=QUICK)
     counted = rockplan.solve(net, optimizer=torch.optim.AdamW(net.parameters()), options=QUICK)

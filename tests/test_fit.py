@@ -154,7 +154,7 @@ def test_an_optimizer_allocates_what_is_said(name: str, clip_norm: bool) -> None
     assert found.state_bytes == first[1] + sum(change.size_bytes for change in found.before)
 
 
-def test_an_optimizer_of_the_caller_is_left_as_it_is() -> None:
+def test_the_callers_optimizer_is_left_alone() -> None:
     parameters = {
         "w": torch.nn.Parameter(torch.randn(8, 8)),
         "frozen": torch.nn.Parameter(torch.randn(8)),
@@ -224,7 +224,7 @@ def test_steps_of_a_plan_need_what_is_said(name: str) -> None:
 
 @pytest.mark.parametrize("optimizer", ["adamw", "sgd-momentum"])
 @pytest.mark.parametrize("name", [*CASES])
-def test_optimizers_that_step_in_backward_need_what_is_said(name: str, optimizer: str) -> None:
+def test_optimizers_stepping_in_backward_need_what_is_said(name: str, optimizer: str) -> None:
     """Of each parameter as its gradient comes, which is given back then; which of several gradients
     that come at once is the first, autograd decides: those that wait count."""
     torch.manual_seed(0)
@@ -499,7 +499,7 @@ class Lonely(torch.nn.Module):
         return x.square().mean()
 
 
-def test_a_single_sample_that_goes_another_way_has_a_plan_of_its_own() -> None:
+def test_a_single_odd_sample_has_its_own_plan() -> None:
     """The only batch that fits; a result of one sample takes 24 MiB."""
     with torch.device("meta"):
         model, x = Lonely(), torch.empty(1, 24_576, 256)
@@ -555,7 +555,7 @@ def test_the_optimizer_steps_as_on_a_gpu() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", torch.optim.AdamW, None])
-def test_of_a_frozen_model_gradients_of_inputs_are_what_there_is(optimizer: Any) -> None:
+def test_frozen_models_have_gradients_of_inputs_only(optimizer: Any) -> None:
     """There is nothing to step. Without them nothing is asked; the remedy is followed."""
     model = torch.nn.Sequential(*[torch.nn.Linear(256, 256) for _ in range(4)], torch.nn.GELU())
     model.requires_grad_(requires_grad=False)
@@ -679,7 +679,7 @@ def test_sizes_that_follow_no_expression_are_right(bounds: dict[str, int], recor
     assert len(calls.recorded) == recorded
 
 
-def test_what_does_not_fit_is_refused_with_what_is_known() -> None:
+def test_what_does_not_fit_says_what_is_known() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.ReLU())
         x = torch.empty(8, 4096)
@@ -711,7 +711,7 @@ class Tabled(torch.nn.Module):
 
 
 @pytest.mark.parametrize("device", ["meta", "cpu"])
-def test_a_first_call_that_keeps_a_table_is_not_made_for_the_user(device: str) -> None:
+def test_first_calls_that_keep_tables_are_the_users(device: str) -> None:
     """Nothing runs at the sizes that are asked for; once it was called the model has an answer."""
     model, x = Tabled().to(device), torch.empty(2, 8, 64, device=device)
     with pytest.raises(rockplan.UnsupportedModel, match="run the module once on the sample"):
@@ -752,7 +752,7 @@ PLACED = ("cut off", "embedding", "buffer", "index", "index_select", "gather")
 
 
 @pytest.mark.parametrize("kind", PLACED)
-def test_a_length_that_the_model_has_no_place_for_is_refused_by_its_size(kind: str) -> None:
+def test_a_length_beyond_the_model_is_refused(kind: str) -> None:
     model, x = Placed(kind), torch.zeros(2, 16, 8)
     found = rockplan.fit(model, x, "t4", sizes={1: (8, 16)}, options=QUICK)
     assert all(row.batch for row in found.rows)
@@ -818,7 +818,7 @@ class Switched(torch.nn.Module):
         return (x.exp() if x.shape[1] > self.settings["most"] else x.exp().cos()).sum()
 
 
-def test_an_answer_is_kept_for_what_it_was_given_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_answer_is_kept_for_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
     """A second time one small capture is all; of a model that is another at other sizes, or an
     optimizer of the caller's, it is worked out anew."""
     captured: list[object] = []
@@ -946,7 +946,7 @@ def test_a_batch_that_does_not_fit_is_accumulated() -> None:
     assert samples <= each.batch <= row.batch
 
 
-def test_of_a_list_the_first_device_that_holds_the_largest_batch_is_taken() -> None:
+def test_the_first_device_with_the_largest_batch_wins() -> None:
     model, args, _ = mlp()
     devices, asked = ["500MiB", "640MiB", "2GiB", "80GiB"], {0: (256, 65536)}
     found = rockplan.fit(model, args, devices, sizes=asked, options=QUICK)
@@ -954,7 +954,7 @@ def test_of_a_list_the_first_device_that_holds_the_largest_batch_is_taken() -> N
     assert rockplan.fit(model, args, devices[:2], sizes=asked, options=QUICK).device == "640MiB"
 
 
-def test_the_page_draws_bytes_over_batch_for_each_length(tmp_path: Path) -> None:
+def test_the_page_draws_bytes_over_batch_by_length(tmp_path: Path) -> None:
     """A line for each way with a mark, the device's limit, and nothing that runs or is loaded."""
     file = tmp_path / "fit.html"
     words = ["fit", "rockplan.examples:transformer", "--gpu", "600MiB", "--batch", "1:64"]

@@ -90,7 +90,7 @@ def test_rules_hold_after_each_request(
 
 @settings(max_examples=30, deadline=None)
 @given(steps, modes)
-def test_all_that_is_freed_makes_each_segment_one_block(
+def test_freeing_all_makes_each_segment_one_block(
     steps: list[tuple[bool, int, int]], expandable: bool
 ) -> None:
     allocator = CachingAllocator(expandable)
@@ -133,7 +133,7 @@ def test_segment_of_a_first_request(size_bytes: int, reserved: int, expanded: in
     assert replay([Request(0, size_bytes)], expandable=True).reserved_peak_bytes == expanded
 
 
-def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
+def test_the_smallest_block_large_enough_is_taken() -> None:
     """A block of 32 MiB and one of 12: the request of 12 does not cut the larger one."""
     first = [Request(0, 32 * MIB), Request(1, 12 * MIB), Request(0, None), Request(1, None)]
     usage = replay([*first, Request(2, 12 * MIB), Request(3, 32 * MIB)])
@@ -143,7 +143,7 @@ def test_the_smallest_block_that_is_large_enough_is_taken() -> None:
     assert (usage.reserved_peak_bytes, usage.segments) == (76 * MIB, 3)
 
 
-def test_what_is_cached_goes_back_when_the_device_is_full() -> None:
+def test_a_full_device_gets_its_cache_back() -> None:
     """Blocks of many lengths: without expandable segments none of them serves a longer one."""
     requests = [
         request

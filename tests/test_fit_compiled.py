@@ -123,7 +123,7 @@ def test_steps_of_compiled_kernels_need_what_is_said(
 
 
 @pytest.mark.usefixtures("compilers")
-def test_rows_of_kernels_that_are_compiled_are_steps_that_run() -> None:
+def test_rows_of_compiled_kernels_are_steps_that_run() -> None:
     """Of C++, which a compiler made of them."""
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU())
     case = with_loss(Case("compiled", model, (torch.randn(64, 16),), {}, mean_square))
@@ -166,7 +166,7 @@ def test_the_largest_batches_of_compiled_kernels(monkeypatch: pytest.MonkeyPatch
             assert whole.allocated_bytes == whole.reserved_bytes == peak.size_bytes
 
 
-def test_where_kernels_are_not_known_is_said_with_a_device_where_they_are(
+def test_unknown_kernels_name_a_device_that_knows_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The remedy is followed, in Python and on the command line."""
@@ -189,7 +189,7 @@ def test_where_kernels_are_not_known_is_said_with_a_device_where_they_are(
     assert len(rockplan.fit(model, x, CPU, gpus=2, shard="ddp", options=options).rows) == 2
 
 
-def test_what_is_too_large_to_try_is_said_by_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_large_to_try_is_said_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing of that size runs: it counts as too large."""
     interpret(monkeypatch)
     case = CASES["layers"]()
@@ -214,7 +214,7 @@ class OfPairs(nn.Module):
         return (h @ h.T).softmax(-1).pow(2).mean()
 
 
-def test_an_answer_that_ends_where_nothing_can_be_tried_says_so_and_is_not_kept(
+def test_an_answer_cut_by_trials_is_not_kept(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def largest() -> tuple[list[int], tuple[str, ...]]:
@@ -237,7 +237,7 @@ def test_a_model_without_parameters_fits_by_a_name() -> None:
     assert [row.batch for row in found.rows] == [4, 4]
 
 
-def test_eager_on_the_cpu_of_this_machine_has_rows_of_all_ways() -> None:
+def test_eager_on_this_cpu_has_all_rows() -> None:
     case = with_loss(stack())
     found = rockplan.fit(case.model, case.args, CPU, options=replace(QUICK, cache=False))
     assert [row.way for row in found.rows] == ["kept whole", "checkpoint per block", "rockplan"]

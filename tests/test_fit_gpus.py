@@ -13,7 +13,7 @@ from rockplan.machine import total_bytes
 
 
 @pytest.mark.parametrize("row", GPUS, ids=str)
-def test_a_row_is_found_by_its_name_and_consistent(row: Gpu) -> None:
+def test_rows_are_found_by_name_and_consistent(row: Gpu) -> None:
     assert gpu(row.name) is gpu(row.name.upper()) is gpu(row) is row
     assert row.bandwidth_gb_s and row.link_gb_s and row.capability
     if row.tflops:
@@ -86,7 +86,7 @@ def test_workspace_by_compute_capability() -> None:
     ],
     ids=repr,
 )
-def test_what_is_not_known_is_said_with_the_list(given: object) -> None:
+def test_unknown_devices_are_told_the_list(given: object) -> None:
     with pytest.raises(InvalidInput, match="is not known: give one of t4, v100-16.*'80GiB'"):
         gpu(given)
 
@@ -117,7 +117,7 @@ def test_a_device_at_hand_says_its_own_bytes(
     assert device.at_hand == "cuda" and device == gpu("cuda") == gpu("cuda:0")
 
 
-def test_the_cpu_of_this_machine_has_no_caching_allocator() -> None:
+def test_this_machines_cpu_has_no_caching_allocator() -> None:
     for device in (gpu(torch.device("cpu")), gpu("cpu")):
         assert device.is_cpu and device.memory_bytes == total_bytes()
         assert device.cublas_bytes == 0 and device.tflops is None

@@ -50,7 +50,7 @@ def narrow() -> tuple[nn.Module, torch.Tensor]:
         )
 
 
-def test_what_goes_to_the_host_is_not_made_again() -> None:
+def test_what_goes_to_the_host_runs_once() -> None:
     """A row beside the others: faster for as many samples."""
     model, x = wide()
     sizes, host_bytes = {0: (128_000, 128_000)}, 64 * GIB

@@ -58,7 +58,7 @@ def test_what_nobody_measured_has_no_rate() -> None:
     assert "nobody has published" in str(found)
 
 
-def test_a_host_that_is_slower_than_the_device_makes_a_range() -> None:
+def test_a_host_slower_than_the_device_makes_ranges() -> None:
     model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(20)])
     x = torch.zeros(4, 8)
     row = rockplan.fit(model, x, "h200", options=QUICK).rows[0]

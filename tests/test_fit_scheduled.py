@@ -51,7 +51,7 @@ def most_alive(changes: tuple[MemoryChange, ...]) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_most_bytes_are_the_peak_of_the_simulator(seed: int) -> None:
+def test_the_most_bytes_are_the_simulators_peak(seed: int) -> None:
     graph, schedule = graph_and_schedule(seed)
     changes = scheduled_changes(graph, schedule, {})
     assert most_alive(changes) == (simulate(graph, schedule).peak_bytes, 0)
@@ -82,7 +82,7 @@ def test_what_stays_is_alive_in_later_steps(seed: int) -> None:
     assert most_alive(first + later) == (kept_bytes + peak_bytes, kept_bytes)
 
 
-def test_products_ask_for_a_workspace_once_in_each_phase() -> None:
+def test_products_ask_once_a_phase_for_workspaces() -> None:
     model = nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16))
     plan = rockplan.plan_of(rockplan.solve(model, torch.randn(4, 16), "100%"))
     plain = scheduled_changes(plan.graph, plan.schedule, {})
@@ -107,7 +107,7 @@ def test_reserved_is_at_least_the_promised_peak(expandable: bool) -> None:
         assert usage.allocated_bytes == 0
 
 
-def test_plans_of_a_device_say_what_its_allocator_reserves(
+def test_plans_say_what_the_devices_allocator_reserves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Of no other; the device is replaced."""
@@ -126,7 +126,7 @@ def test_plans_of_a_device_say_what_its_allocator_reserves(
     assert rockplan.plan_of(fast).reserved_bytes == plan.reserved_bytes
 
 
-def test_a_block_is_taken_first_where_it_saves_something() -> None:
+def test_a_block_that_saves_is_taken_first() -> None:
     """Activations of many sizes, freed in another order than they are made, are split from one
     block; a single one needs none."""
     sizes = [(3 + 7 * number % 11) << 20 for number in range(40)]
@@ -155,7 +155,7 @@ def replaced(module: ModuleType, **attributes: object) -> SimpleNamespace:
         ("meta", "", 1 << 20, 1 << 30, ""),
     ],
 )
-def test_a_block_that_is_not_taken_is_told_once(
+def test_a_block_not_taken_is_told_once(
     device: str | None,
     setting: str,
     block: int,

@@ -59,7 +59,7 @@ BLOCK, TABLE = 512 * 512 * 4, 100 * 512 * 4
 
 
 @pytest.mark.parametrize("gpus", [1, 3, 8])
-def test_a_rank_holds_its_part_and_what_is_gathered(gpus: int) -> None:
+def test_a_rank_holds_its_part_and_gathers(gpus: int) -> None:
     own, ddp = held(gpus=gpus), held(gpus=gpus, shard="ddp")
     whole = 8 * BLOCK + TABLE
     assert ddp["parameters"] == ddp["optimizer"] == whole
@@ -94,7 +94,7 @@ def test_blocks_run_again_as_far_as_they_must() -> None:
     assert roomy[-1].batch == 4096 and roomy[-1].overhead == 0
 
 
-def test_blocks_that_need_more_than_checkpointing_hold_fewer_samples(
+def test_blocks_beyond_checkpointing_hold_fewer_samples(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The row fits, whatever its schedules need beside those of checkpointing."""
@@ -135,7 +135,7 @@ def test_buckets_are_closed_by_what_fills_them() -> None:
     assert Shards(1, "ddp").bucket_sizes(layers[0]) == Shards(2).bucket_sizes(layers[0]) == ()
 
 
-def test_a_device_that_is_too_small_is_said_with_the_option_that_helps() -> None:
+def test_too_small_a_device_names_what_helps() -> None:
     model, x = on_meta(blocks=64)
     with pytest.raises(InvalidInput, match=r"gpus=\d+, shard='fsdp2'; --gpus") as error:
         rockplan.fit(model, x, "610MiB")

@@ -169,7 +169,7 @@ def test_what_pytorch_refuses_is_said_in_its_words() -> None:
 
 
 @pytest.mark.usefixtures("trained_on_cpu")
-def test_a_function_compiled_while_it_is_recorded_is_compiled_afterwards() -> None:
+def test_functions_compiled_in_a_recording_compile_later() -> None:
     compiled: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:

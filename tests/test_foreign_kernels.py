@@ -134,7 +134,7 @@ def test_the_place_is_in_the_model() -> None:
         rockplan.solve(model, X, "min", options=QUICK)
 
 
-def test_a_kernel_with_a_way_around_it_is_refused() -> None:
+def test_a_kernel_with_a_bypass_is_refused() -> None:
     def either(net: Any, x: torch.Tensor) -> torch.Tensor:
         try:
             return copied(net.a(x))

@@ -131,7 +131,7 @@ LOSSES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_the_gradient_of_a_loss_is_computed_element_by_element(name: str) -> None:
+def test_a_losss_gradient_is_computed_element_by_element(name: str) -> None:
     """A scatter would need the table in memory; the bits are those of one."""
     case = Case("loss", _Loss(LOSSES[name]), (torch.randn(8, 5),), {}, lambda loss: loss)
     made = capture(case.model, case.args, {})
@@ -155,7 +155,7 @@ class _Loss(nn.Module):
         return self.loss((x * self.scale).sin())
 
 
-def test_indices_that_nothing_has_looked_at_are_scattered_by_the_operator() -> None:
+def test_unchecked_indices_are_scattered_by_the_operator() -> None:
     """It refuses those out of range, which a comparison would not find."""
 
     def chosen(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -178,7 +178,7 @@ def test_indices_that_nothing_has_looked_at_are_scattered_by_the_operator() -> N
         planned(sample[0], sample[1] + 5)
 
 
-def test_what_is_written_in_place_is_not_fused_before_that() -> None:
+def test_nothing_is_fused_before_it_is_written() -> None:
     def late(x: torch.Tensor) -> torch.Tensor:
         y = x.sin()
         z = y.exp()  # of what is there now
@@ -218,7 +218,7 @@ def test_a_decomposition_that_fails_is_said(caplog: pytest.LogCaptureFixture) ->
     assert "aten.silu.default is not fused" in caplog.text
 
 
-def test_what_kernels_never_compute_is_opaque_without_a_word(
+def test_what_kernels_never_compute_is_silently_opaque(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """PyTorch's own rule for products of groups refuses float32, which the product computes."""
@@ -235,7 +235,7 @@ def test_what_kernels_never_compute_is_opaque_without_a_word(
 # What is stored, and which kernels there are
 
 
-def test_a_layer_has_the_kernels_that_are_to_be() -> None:
+def test_a_layer_has_the_expected_kernels() -> None:
     case = stack(layers=3)
     found = Counter(operators(proposed(recorded(case), False, TABLE, frozenset())))
     of_kernels = sorted(n for op, n in found.items() if is_kernel(op))
@@ -281,7 +281,7 @@ def test_statistics_are_stored_once() -> None:
     assert readers and all(one.group.phase is Phase.BACKWARD for one in readers)
 
 
-def test_kernels_read_what_is_made_before_and_make_what_is_read_later() -> None:
+def test_kernels_read_earlier_results_and_feed_later_ones() -> None:
     """Tensor by tensor, views included."""
     for case in (stack(2, dropout=0.1), gpt2(attention="eager"), llama()):
         fusion = proposed(recorded(case), False, TABLE, frozenset()).rewritten()
@@ -305,7 +305,7 @@ def test_kernels_read_what_is_made_before_and_make_what_is_read_later() -> None:
         lambda x: ((y := x * 2).as_strided((64,), (1,)) * y.view(64)).sum(),
     ],
 )
-def test_what_is_read_through_a_view_that_no_kernel_makes(
+def test_reads_through_views_that_no_kernel_makes(
     function: Callable[..., torch.Tensor],
 ) -> None:
     """What makes it runs before the view, what reads it after."""
@@ -314,7 +314,7 @@ def test_what_is_read_through_a_view_that_no_kernel_makes(
     assert names[:2] == ["mul", "as_strided"] and "sum" in names[2]
 
 
-def test_kinds_do_not_depend_on_the_number_of_layers() -> None:
+def test_kinds_do_not_depend_on_layers() -> None:
     def names(layers: int) -> set[str]:
         proposal = proposed(recorded(stack(layers)), False, TABLE, frozenset())
         return {one.kernel.op for one in proposal.fused}
@@ -322,7 +322,7 @@ def test_kinds_do_not_depend_on_the_number_of_layers() -> None:
     assert names(3) == names(8)
 
 
-def test_kernels_of_recurrences_do_not_begin_at_the_first_step() -> None:
+def test_kernels_of_recurrences_begin_past_step_one() -> None:
     """Each would compute all steps before it."""
 
     def recurrence(steps: int) -> list[Kernel]:
@@ -343,7 +343,7 @@ def test_kernels_of_recurrences_do_not_begin_at_the_first_step() -> None:
     assert len({k.op for k in many}) < 1.5 * len({k.op for k in few})
 
 
-def test_a_kernel_computes_no_more_than_a_compiler_takes() -> None:
+def test_no_kernel_exceeds_what_a_compiler_takes() -> None:
     """Of a long chain, and of many results side by side."""
 
     def chain(x: torch.Tensor) -> torch.Tensor:
@@ -359,7 +359,7 @@ def test_a_kernel_computes_no_more_than_a_compiler_takes() -> None:
         assert max(len(one.kernel.calls) for one in found) <= 3 * COMPUTED, function
 
 
-def test_kernels_are_told_apart_by_all_that_they_compute() -> None:
+def test_kernels_differ_by_all_that_they_compute() -> None:
     def name(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> str:
         proposal = proposed(run(function, *shapes), False, TABLE, frozenset())
         return proposal.fused[0].kernel.op
@@ -382,7 +382,7 @@ def test_a_kernel_says_what_it_computes() -> None:
     ]
 
 
-def test_what_the_forward_makes_for_the_backward_alone_runs_there() -> None:
+def test_what_backward_alone_needs_runs_there() -> None:
     class Late(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -413,7 +413,7 @@ CASES: dict[str, Callable[[], Case]] = {
 }
 
 
-def test_an_operator_of_two_results_one_of_which_is_stored(interpreted: list[str]) -> None:
+def test_one_of_an_operators_two_results_is_stored(interpreted: list[str]) -> None:
     """The backward pass computes again which element is the largest, and reads the largest."""
 
     class Largest(nn.Module):
@@ -436,7 +436,7 @@ def test_an_operator_of_two_results_one_of_which_is_stored(interpreted: list[str
     assert any(None in c.results for k in rockplan.plan_of(planned).graph.kernels for c in k.calls)
 
 
-def test_what_an_operator_of_the_forward_reads_is_made_there(interpreted: list[str]) -> None:
+def test_what_forward_operators_read_is_made_there(interpreted: list[str]) -> None:
     """Though the backward pass alone needs what the operator makes."""
 
     class Late(torch.autograd.Function):
@@ -551,7 +551,7 @@ def test_some_that_cannot_be_compiled_leave_the_others(monkeypatch: pytest.Monke
     assert distance(gradients(case, planned), gradients(case, case.model)) < 1e-5
 
 
-def test_a_kernel_that_does_not_compile_takes_no_other_with_it(
+def test_a_kernel_that_fails_takes_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each waits for its own compilers, which other threads do as ever."""
@@ -601,7 +601,7 @@ def test_a_plan_in_a_file_is_compiled_again(interpreted: list[str], tmp_path: Pa
         rockplan.load(other.model, other.args, tmp_path / "plan.json")
 
 
-def test_a_file_in_which_some_calls_have_no_kernels(interpreted: list[str], tmp_path: Path) -> None:
+def test_files_where_some_calls_have_no_kernels(interpreted: list[str], tmp_path: Path) -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -635,7 +635,7 @@ def test_plans_are_copied_and_pickled(
     assert set(interpreted[before:]) == {op for op in interpreted[:before] if "_over_" not in op}
 
 
-def test_check_compares_with_the_same_kernels_and_states_the_distance(
+def test_check_compares_the_kernels_and_states_distances(
     interpreted: list[str],
 ) -> None:
     case = stack(2, dropout=0.1)
@@ -672,7 +672,7 @@ def test_check_refuses_kernels_that_are_wrong(
         rockplan.solve(case.model, case.args, "100%", options=options)
 
 
-def test_check_knows_gradients_that_are_zero_but_for_roundings(interpreted: list[str]) -> None:
+def test_check_knows_gradients_zero_but_for_rounding(interpreted: list[str]) -> None:
     class Shares(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -686,7 +686,7 @@ def test_check_knows_gradients_that_are_zero_but_for_roundings(interpreted: list
     assert "gradients differ from eager's by" in rockplan.plan_of(planned).checked
 
 
-def test_check_tells_want_of_digits_from_kernels_that_are_wrong(
+def test_check_tells_rounding_from_wrong_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Gradients of shares that are summed up are zero, whatever comes from above, but for
@@ -908,7 +908,7 @@ def test_indices_are_looked_at_before_a_kernel_runs(
             planned(x, i)
 
 
-def test_indices_that_are_made_of_larger_tensors_are_not_looked_up_in_kernels(
+def test_indices_of_larger_tensors_stay_outside_kernels(
     interpreted: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def best(x: torch.Tensor) -> torch.Tensor:
@@ -1050,7 +1050,7 @@ CALLERS: dict[str, Any] = {
 """What someone may have set for code of their own."""
 
 
-def test_kernels_are_made_as_ever_whatever_the_caller_has_set(
+def test_the_callers_settings_do_not_change_kernels(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     from torch._inductor import compile_fx, config

@@ -40,7 +40,7 @@ def rows_of(
     return report.rows
 
 
-def test_what_hangs_or_lets_no_limit_through_has_a_row_and_others_run(
+def test_what_hangs_has_a_row_and_others_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     begin = time.monotonic()
@@ -55,7 +55,7 @@ def test_what_hangs_or_lets_no_limit_through_has_a_row_and_others_run(
     assert said[0] == "own hangs | first | peak MiB 1.00, ms 1.5"
 
 
-def test_missing_libraries_and_dead_processes_leave_the_others_alone(
+def test_missing_libraries_leave_the_others_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = rows_of(tmp_path, ("broken", "crashes", "fine"), 60, monkeypatch)
@@ -80,7 +80,7 @@ def test_what_comes_after_the_limit_is_left_out(
     }
 
 
-def test_a_signal_ends_workers_and_the_table_is_printed(tmp_path: Path) -> None:
+def test_a_signal_ends_workers_and_prints_the_table(tmp_path: Path) -> None:
     code = (
         "from benchmarks import gpu\n"
         "gpu.TASKS = ((gpu.Task('own hangs', ('tests.gpu_worker', 'hangs'), 60),),)\n"
@@ -125,7 +125,7 @@ def test_blocks_under_fully_shard_on_one_device() -> None:
     assert said["planned"]["ms"] > 0
 
 
-def test_the_link_and_what_pages_beside_it_on_cpu() -> None:
+def test_the_link_and_paging_on_cpu() -> None:
     device = torch.device("cpu")
     row = gpu_host.link(device)
     assert min(row[f"{way}_gb_a_second"] for way in ("out", "in", "both")) > 0
@@ -148,7 +148,7 @@ def test_the_link_and_what_pages_beside_it_on_cpu() -> None:
 # -- one process -----------------------------------------------------------------------------------
 
 
-def test_what_fails_is_a_line_and_what_follows_runs() -> None:
+def test_a_failure_is_a_line_and_others_run() -> None:
     limit = TimeLimit(60)
 
     def fails() -> None:

@@ -137,7 +137,7 @@ def test_an_optimizer_may_step_inside_backward(kind: str, budget: str) -> None:
     train_in_backward(case, planned, eager)
 
 
-def test_a_smallest_budget_in_which_no_faster_plan_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_smallest_budget_where_no_plan_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     def never_within(plan: rockplan.Plan, _: object) -> rockplan.Plan:
         return replace(plan, peak_bytes=plan.budget_bytes + 1024)
 
@@ -149,7 +149,7 @@ def test_a_smallest_budget_in_which_no_faster_plan_waits(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_gradients_that_wait_are_within_the_budget_and_measured_as_predicted(budget: str) -> None:
+def test_gradients_that_wait_are_within_the_budget(budget: str) -> None:
     case = gated_case()
     step_in_backward(case.model)
     planned = solve_case(case, budget, options=QUICK)
@@ -159,7 +159,7 @@ def test_gradients_that_wait_are_within_the_budget_and_measured_as_predicted(bud
     assert planned.plan.peak_bytes <= planned.plan.budget_bytes
 
 
-def test_hooks_that_are_there_from_the_start_are_planned_for_once() -> None:
+def test_hooks_of_the_start_are_planned_once() -> None:
     case = gated_case()
     eager = copy.deepcopy(case.model)
     for module in (case.model, eager):
@@ -170,7 +170,7 @@ def test_hooks_that_are_there_from_the_start_are_planned_for_once() -> None:
 
 
 @pytest.mark.parametrize("on_mismatch", ["original", "error"])
-def test_hooks_registered_after_planning_are_another_kind_of_call(on_mismatch: Any) -> None:
+def test_hooks_registered_later_are_another_kind(on_mismatch: Any) -> None:
     case = gated_case()
     planned, eager = pair(case, "60%", options=rockplan.Options(on_mismatch=on_mismatch))
     for module in (planned, eager):
@@ -193,7 +193,7 @@ def test_hooks_of_a_plan_on_disk(tmp_path: Any) -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_a_hook_may_change_what_had_its_gradient_before(budget: str) -> None:
+def test_hooks_may_change_what_had_its_gradient(budget: str) -> None:
     """As LOMO does: a hook that gets a gradient descends along all that are there."""
     case = gated_case()
     planned, eager = pair(case, budget)
@@ -256,7 +256,7 @@ class Scaled(nn.Module):
 
 
 @pytest.mark.parametrize("changed", ["first.weight", "scale"])
-def test_what_is_still_read_may_not_be_changed_by_a_hook(changed: str) -> None:
+def test_hooks_may_not_change_what_is_read(changed: str) -> None:
     torch.manual_seed(0)
     x = torch.randn(64, 16, requires_grad=True)
     planned = rockplan.solve(Scaled(), x, "100%")
@@ -273,7 +273,7 @@ def test_what_is_still_read_may_not_be_changed_by_a_hook(changed: str) -> None:
     loss_of(planned(x)).backward()
 
 
-def test_a_hook_on_the_node_of_autograd_is_not_seen_but_what_it_changes_is() -> None:
+def test_changes_by_hooks_on_autograd_nodes_are_seen() -> None:
     case = gated_case()
     planned = solve_case(case, "60%")
     nodes = []
@@ -308,7 +308,7 @@ def test_a_budget_without_room_for_what_waits() -> None:
         case.step(planned)
 
 
-def test_the_smallest_budget_with_hooks_has_the_plan_for_as_many_bytes() -> None:
+def test_the_smallest_budget_with_hooks_has_a_plan() -> None:
     """By the whole search: what leads to the least peak is not what leads to a plan within it."""
     torch.manual_seed(0)
     model = nn.Sequential(Gated(), Gated())

@@ -106,7 +106,7 @@ def cheapest(made: Program, chosen: dict[int, float]) -> SolveReport:
 
 
 @pytest.mark.parametrize("link", LINKS)
-def test_every_schedule_that_pages_is_a_solution_that_costs_no_more(link: HostLink) -> None:
+def test_every_paging_schedule_solves_at_no_more_cost(link: HostLink) -> None:
     """At moments of either phase, with split spans, also where nodes run again in both phases."""
     paging = charged = 0
     for seed in range(100):

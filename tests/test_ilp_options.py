@@ -110,7 +110,7 @@ def test_every_corner_is_within_what_is_proven() -> None:
                     assert found <= min(best) + proven_ns
 
 
-def test_family_has_the_least_peak_and_the_least_saved_bytes_there_are() -> None:
+def test_the_family_has_least_peak_and_saved_bytes() -> None:
     """In the class of the formulation; each alone, and followed by the other."""
     for graph in small_graphs(25):
         options, points = option_family(graph).options, listing(graph)
@@ -184,7 +184,7 @@ def test_no_time_still_gives_options() -> None:
     assert option_families([problem], settings=Settings(time_limit_s=0.0)) == (family,)
 
 
-def test_a_problem_too_large_for_the_solver_has_options(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_problems_too_large_to_solve_have_options(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pareto_search, "MAX_ENTRIES", 10)
     problem = attention_block()
     family = option_family(problem)

@@ -24,7 +24,7 @@ from testing.graphs import random_schedule
 from tests.moments import draw, is_feasible, places, random_moments, solution_of
 
 
-def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
+def test_every_schedule_solves_the_programs_at_its_peak() -> None:
     """At moments of either phase, with split spans, also where forward nodes run again in the
     forward phase."""
     tight = again = 0
@@ -49,7 +49,7 @@ def test_every_schedule_is_a_solution_of_the_programs_at_its_peak() -> None:
     assert again >= 30
 
 
-def test_a_solution_of_a_schedule_reads_as_the_schedule() -> None:
+def test_a_schedules_solution_reads_as_the_schedule() -> None:
     """Where each re-execution serves the next first execution, as seeds have it."""
     same = 0
     for seed in range(24):

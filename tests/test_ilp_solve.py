@@ -98,7 +98,7 @@ def test_other_users_of_highs_do_not_matter() -> None:
         assert set(threads.map(again, range(8))) == {cost(program, expected)}
 
 
-def test_a_solve_that_does_not_look_at_the_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_solve_that_ignores_the_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes on in its own thread; what was asked for is answered."""
     done = threading.Event()
 

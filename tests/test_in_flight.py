@@ -54,7 +54,7 @@ def measured_bytes(module: nn.Module, count: int) -> int:
 
 
 @pytest.mark.parametrize(("count", "has_head"), [(2, True), (4, False)])
-def test_a_plan_for_calls_in_flight_is_within_the_budget(count: int, has_head: bool) -> None:
+def test_plans_for_calls_in_flight_keep_the_budget(count: int, has_head: bool) -> None:
     eager, sample = stage(has_head), X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=count)
     for budget in ("min", "35%", "100%"):
@@ -90,7 +90,7 @@ def test_fit_of_calls_in_flight_is_refused() -> None:
 
 
 @pytest.mark.parametrize(("count", "has_head"), [(4, True), (2, False)])
-def test_blocks_of_calls_in_flight_are_within_the_budget(count: int, has_head: bool) -> None:
+def test_blocks_of_calls_in_flight_keep_the_budget(count: int, has_head: bool) -> None:
     eager, sample = stage(has_head), X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=count)
     for budget in ("min", "50%", "100%"):
@@ -105,7 +105,7 @@ def test_blocks_of_calls_in_flight_are_within_the_budget(count: int, has_head: b
             assert torch.equal(ours, theirs), budget
 
 
-def test_calls_in_flight_take_less_time_than_the_best_plan_of_one_call() -> None:
+def test_calls_in_flight_beat_plans_of_one_call() -> None:
     sample, options = X.clone().requires_grad_(), replace(OPTIONS, without=())
     ours = rockplan.plan(stage(), sample, "30%", options=replace(options, in_flight=4))
     budgets = [f"{percent}%" for percent in range(100, 20, -10)]
@@ -116,7 +116,7 @@ def test_calls_in_flight_take_less_time_than_the_best_plan_of_one_call() -> None
     assert all(ours.time_ns < plan.time_ns for plan in fitting)
 
 
-def test_too_little_for_calls_in_flight_says_how_much_is_needed() -> None:
+def test_too_little_for_flight_says_the_need() -> None:
     sample, options = X.clone().requires_grad_(), replace(OPTIONS, in_flight=3)
     with pytest.raises(rockplan.InfeasibleBudget, match=r"in_flight=3") as found:
         rockplan.solve(stage(), sample, 20_000, options=options)
@@ -130,7 +130,7 @@ def test_too_little_for_calls_in_flight_says_how_much_is_needed() -> None:
     assert rockplan.blocks_of(model).peak_bytes <= needed
 
 
-def test_a_file_says_how_many_calls_are_in_flight(tmp_path: Path) -> None:
+def test_a_file_says_its_calls_in_flight(tmp_path: Path) -> None:
     """What is planned after it was read is for as many, unless other options are asked for."""
     path, sample = tmp_path / "stage.plan.json", X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=4)
@@ -146,7 +146,7 @@ def test_a_file_says_how_many_calls_are_in_flight(tmp_path: Path) -> None:
         rockplan.load(stage(), sample, path, options=replace(OPTIONS, in_flight=2))
 
 
-def test_gradients_that_wait_for_hooks_count_beside_calls_in_flight(tmp_path: Path) -> None:
+def test_gradients_that_wait_count_beside_flight(tmp_path: Path) -> None:
     path, sample = tmp_path / "stage.plan.json", X.clone().requires_grad_()
     options = replace(OPTIONS, in_flight=4)
     planned = rockplan.solve(stage(), sample, "min", options=options)
@@ -158,7 +158,7 @@ def test_gradients_that_wait_for_hooks_count_beside_calls_in_flight(tmp_path: Pa
     assert needed_bytes(plan, 4) <= plan.budget_bytes
 
 
-def test_what_calls_in_flight_need_with_other_options_is_of_all() -> None:
+def test_the_need_in_flight_with_other_options() -> None:
     class Logits(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -204,6 +204,6 @@ def test_options_without_effect_are_refused(
 
 
 @pytest.mark.parametrize("count", [0, -1, True, 2.0, "2", None])
-def test_how_many_calls_are_in_flight_is_a_number(count: Any) -> None:
+def test_the_calls_in_flight_are_a_number(count: Any) -> None:
     with pytest.raises(rockplan.InvalidInput, match="in_flight is .*at least 1"):
         rockplan.Options(in_flight=count)

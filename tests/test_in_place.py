@@ -106,7 +106,7 @@ def kernel_of(function: Function, *shapes: tuple[int, ...]) -> Kernel:
     ],
     ids=["chain", "reshaped", "cast", "where", "softmax", "norm", "columns"],
 )
-def test_what_is_read_element_by_element_may_be_written_over(
+def test_element_by_element_reads_may_be_written_over(
     function: Function, interpreted: list[str]
 ) -> None:
     kernel = kernel_of(function, (16, 16))
@@ -140,7 +140,7 @@ def test_what_reads_another_element_is_written_elsewhere(
     assert not in_place.KnownKernel(kernel).is_aligned(0), str(kernel)
 
 
-def test_what_holds_a_result_is_all_of_a_storage() -> None:
+def test_a_result_holds_all_of_its_storage() -> None:
     whole = TensorSpec((16, 16), (16, 1), 0, "torch.float32", "cpu")
     looks = {
         "whole": whole,
@@ -159,7 +159,7 @@ def test_what_holds_a_result_is_all_of_a_storage() -> None:
         assert in_place.may_hold(graph, *graph.values) is (name in ("whole", "as a row")), name
 
 
-def test_only_what_the_plan_alone_sees_is_taken_over(interpreted: list[str]) -> None:
+def test_only_the_plans_own_memory_is_taken(interpreted: list[str]) -> None:
     graph = of(stack(2))
     outside = {*graph.outputs, *graph.held, *graph.handed}
     taking = [n for n in graph.nodes if n.takes and is_kernel(n.calls[0].op)]
@@ -176,7 +176,7 @@ def test_only_what_the_plan_alone_sees_is_taken_over(interpreted: list[str]) -> 
         assert (call.args, call.results) == (node.calls[0].args, node.calls[0].results)
 
 
-def test_the_gradients_of_a_gated_product_are_written_over_both_factors(
+def test_a_gated_products_gradients_overwrite_both_factors(
     interpreted: list[str],
 ) -> None:
     graph = of(stack(2))
@@ -202,9 +202,7 @@ def test_what_is_read_later_is_not_written_over(interpreted: list[str]) -> None:
 
 
 @pytest.mark.parametrize("budget", ["100%", "min"])
-def test_kernels_are_listed_as_often_as_the_code_calls_them(
-    budget: str, interpreted: list[str]
-) -> None:
+def test_kernels_are_listed_once_a_call(budget: str, interpreted: list[str]) -> None:
     case = stack(2)
     planned = rockplan.solve(case.model, case.args, budget, options=COMPILED)
     graph, schedule = planned.plan.graph, planned.plan.schedule
@@ -214,7 +212,7 @@ def test_kernels_are_listed_as_often_as_the_code_calls_them(
     assert any(kernel.over for kernel in kernel_calls(graph, schedule))
 
 
-def test_a_kernel_that_cannot_be_in_place_stays_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_cannot_be_in_place_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """Because it computes other bits, needs more memory, or does not compile."""
     case = stack(2)
     interpret(monkeypatch, fails=lambda kernel: bool(kernel.over))
@@ -279,7 +277,7 @@ def test_so_many_kernels_are_compiled_once_more(
     assert max(taking) == max(sizes[n.index] for n in graph.nodes if is_kernel(n.calls[0].op))
 
 
-def test_a_result_of_another_shape_is_written_over_a_view_of_the_operand(
+def test_results_of_other_shapes_overwrite_operands_views(
     interpreted: list[str],
 ) -> None:
     """Two loops of other shapes are two kernels of Triton, and a tensor more."""
@@ -289,7 +287,7 @@ def test_a_result_of_another_shape_is_written_over_a_view_of_the_operand(
     assert copied.op == "aten.copy_.default" and copied.args[0] == ValueRef(*looked_at.results)
 
 
-def test_a_softmax_is_written_over_its_scores_in_two_steps(interpreted: list[str]) -> None:
+def test_a_softmax_overwrites_its_scores_in_two_steps(interpreted: list[str]) -> None:
     torch.manual_seed(0)
     graph = of(gpt2(layers=1, width=32, heads=2, vocabulary=64, length=32, attention="eager"))
     kernel = next(k for k in graph.kernels if any("exp" in c.op for c in k.calls) and not k.over)
@@ -328,7 +326,7 @@ def test_networks_of_many_operators(seed: int, interpreted: list[str]) -> None:
             assert torch.equal(one.nan_to_num(), two.nan_to_num())
 
 
-def test_a_file_of_a_plan_says_what_is_taken_over(interpreted: list[str], tmp_path: Path) -> None:
+def test_plan_files_say_what_is_taken_over(interpreted: list[str], tmp_path: Path) -> None:
     case = stack(2)
     planned = rockplan.solve(case.model, case.args, "min", options=COMPILED)
     plan = rockplan.plan_of(planned)
@@ -414,7 +412,7 @@ def test_bits_and_peaks_of_kernels_in_place(compilers: Path) -> None:
     assert plan.peak_bytes < 0.9 * rockplan.plan_of(without).peak_bytes
 
 
-def test_a_compiler_that_takes_a_tensor_more_is_found_out(compilers: Path) -> None:
+def test_compilers_that_take_more_are_found_out(compilers: Path) -> None:
     """What reads transposed, though nobody asked: other bits."""
     kernel = kernel_of(lambda x: (x.t() * 2).contiguous(), (16, 16))
     assert not in_place.KnownKernel(kernel).is_aligned(0)

@@ -74,7 +74,7 @@ def test_trials_read_within_tensors(name: str, dtype: torch.dtype) -> None:
         indices.computed(kernel, inputs)
 
 
-def test_where_nothing_is_found_operators_run_one_by_one(
+def test_where_nothing_is_found_operators_run_singly(
     compilers: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(indices, "_MOST_TRIES", 0)

@@ -51,7 +51,7 @@ def test_relaxations_within_less_and_less_are_starts(name: str) -> None:
         assert hasty.peak_bytes >= found.peak_bytes
 
 
-def test_steps_from_coarse_to_fine_squeeze_no_less_for_less_effort() -> None:
+def test_coarse_to_fine_steps_squeeze_no_less() -> None:
     torch.manual_seed(0)
     graph = goal_of(CASES["convnext"]()).graph
     limits = replace(DEFAULT, effort=100_000)
@@ -62,7 +62,7 @@ def test_steps_from_coarse_to_fine_squeeze_no_less_for_less_effort() -> None:
     assert coarse <= fine < simulate(graph, keep_all(graph)).peak_bytes
 
 
-def test_rounds_of_exchanges_end_where_a_draft_is_long() -> None:
+def test_rounds_of_exchanges_end_at_long_drafts() -> None:
     """One round beside the first where each takes all the work that there is."""
     torch.manual_seed(0)
     graph = goal_of(CASES["mlp"]()).graph
@@ -77,7 +77,7 @@ def test_rounds_of_exchanges_end_where_a_draft_is_long() -> None:
     assert times_ns == sorted(times_ns)
 
 
-def test_the_least_of_repeats_counts_and_a_large_spread_is_said() -> None:
+def test_the_least_repeat_counts_and_spread_is_said() -> None:
     memory = CallMemory(0, (8,))
     calm, busy = cost_of([100, 104, 101, 103], memory), cost_of([100, 900, 400, 160], memory)
     assert calm.time_ns == busy.time_ns == 100

@@ -104,7 +104,7 @@ LARGER = {
 
 
 @pytest.mark.parametrize("name", LARGER)
-def test_the_overhead_is_that_of_a_plan_made_anew(name: str) -> None:
+def test_the_overhead_is_a_new_plans(name: str) -> None:
     torch.manual_seed(0)
     case = LARGER[name]()
     problem, _ = roofline_problem(of_size(case, 4, 64))
@@ -125,7 +125,7 @@ def test_the_overhead_is_that_of_a_plan_made_anew(name: str) -> None:
     assert adapted([known], lowered, (), same_bytes, OPTIONS) is None  # 2.25 times as large
 
 
-def test_bytes_that_follow_from_specs_are_those_that_are_measured() -> None:
+def test_bytes_from_specs_are_those_measured() -> None:
     for name in ("llama", "t5"):
         _, lowered = roofline_problem(CASES[name]())
         graph = lowered.graph

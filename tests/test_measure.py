@@ -220,9 +220,7 @@ def from_outside(x: torch.Tensor, temporary: int, inside: bool) -> list[torch.Te
 
 @pytest.mark.parametrize("inside", [False, True], ids=["all outside", "one inside"])
 @pytest.mark.parametrize("elements", [0, 1, 1000])
-def test_results_from_outside_of_pytorch_do_not_lower_the_workspace(
-    elements: int, inside: bool
-) -> None:
+def test_results_from_outside_do_not_lower_workspaces(elements: int, inside: bool) -> None:
     made = call("rockplan_test.from_outside.default", ref(0), elements, inside, results=(1, 2))
     ((_, cost),) = measure(graph_of([spec(100)] * 3, 1, (made,)), {}).costs
     assert cost.result_bytes == (100 * FLOAT, 100 * FLOAT)
@@ -265,7 +263,7 @@ def test_in_place_results_cost_no_memory() -> None:
     assert priced.nodes[0].time_ns == sum(c.time_ns for _, c in profile.costs)
 
 
-def test_a_node_of_several_calls_frees_intermediates_at_once() -> None:
+def test_nodes_of_several_calls_free_intermediates() -> None:
     """x(100) -> a(100) -> b(100) -> c(100): at most two of them are alive together."""
     unit = tuple(call("aten.neg.default", ref(i), results=(i + 1,)) for i in range(3))
     graph = graph_of([spec(100)] * 4, 1, unit)
@@ -274,7 +272,7 @@ def test_a_node_of_several_calls_frees_intermediates_at_once() -> None:
     assert priced.nodes[0].workspace_bytes == 100 * FLOAT
 
 
-def test_an_operator_that_refuses_made_up_values_is_estimated() -> None:
+def test_operators_that_refuse_made_up_values_are_estimated() -> None:
     graph = graph_of(
         [spec(1000), spec(1000)],
         1,
@@ -288,7 +286,7 @@ def test_an_operator_that_refuses_made_up_values_is_estimated() -> None:
     assert price(graph, profile).data[1].size_bytes == 1000 * FLOAT
 
 
-def test_given_values_take_the_place_of_made_up_ones() -> None:
+def test_given_values_replace_made_up_ones() -> None:
     graph = graph_of(
         [spec(5), spec(5)],
         1,
@@ -304,7 +302,7 @@ def test_given_values_are_not_mutated() -> None:
     assert torch.equal(given, torch.ones(5))
 
 
-def test_opaque_arguments_come_from_the_operator_that_makes_them() -> None:
+def test_opaque_arguments_come_from_their_operator() -> None:
     """The spec of a workspace can be wrong (fake tensors do not know it); zeros would be too."""
     graph = graph_of(
         [spec(5), spec(0, dtype="torch.uint8"), spec(1)],
@@ -317,7 +315,7 @@ def test_opaque_arguments_come_from_the_operator_that_makes_them() -> None:
     assert price(graph, profile).data[1].size_bytes == 7
 
 
-def test_made_up_arguments_have_the_strides_of_the_model() -> None:
+def test_made_up_arguments_have_the_models_strides() -> None:
     """A transposed matrix is as large as it is; an expanded one takes one row."""
     transposed = TensorSpec((30, 20), (1, 30), 0, "torch.float32", "cpu")
     expanded = TensorSpec((30, 20), (0, 1), 7, "torch.float32", "cpu")
@@ -355,7 +353,7 @@ def test_literals_of_torch_are_part_of_the_key() -> None:
         call_key(graph, call("aten.bernoulli.default", torch.Generator(), results=(0,)))
 
 
-def test_results_in_the_default_dtype_have_costs_of_their_own() -> None:
+def test_results_in_default_dtypes_have_own_costs() -> None:
     """What an operator returns in the default dtype, which no argument says."""
     specs = [spec(50, dtype="torch.int64"), spec(50), spec(50, dtype="torch.float64")]
     graph = graph_of(specs, 1)
@@ -450,7 +448,7 @@ def test_price_refuses_the_profile_of_another_graph() -> None:
         price(graph, empty)
 
 
-def test_roofline_is_bytes_over_rate_or_operations_over_rate() -> None:
+def test_the_roofline_is_work_over_rate() -> None:
     product = graph_of(
         [spec(8, 16), spec(16, 32), spec(8, 32)],
         2,
@@ -583,12 +581,12 @@ class Sorted(nn.Module):
         return y
 
 
-def test_what_is_empty_until_computed_values_are_written_is_no_sample() -> None:
+def test_memory_that_is_empty_is_no_sample() -> None:
     lowered = lower(capture(Sorted(), (torch.rand(50, 8),), {}), 0)
     assert measure(lowered.graph, lowered.samples).source == "measured"
 
 
-def test_no_call_on_a_device_gets_an_index_that_is_out_of_range() -> None:
+def test_no_device_gets_an_index_out_of_range() -> None:
     """The backward operator of the embedding would write beyond its table without a word."""
     lowered = lower(capture(LookupByCount(), (torch.rand(8, 32),), {}), 0)
     inputs = replace(inputs_of(lowered.graph, lowered.samples), is_on_cuda=True)
@@ -718,7 +716,7 @@ def test_recorded_layouts_are_those_of_eager_execution(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", SIZE_1)
-def test_the_peak_is_met_where_dimensions_have_size_1(kind: str) -> None:
+def test_the_peak_holds_with_dimensions_of_one(kind: str) -> None:
     make, sample = SIZE_1[kind]
     planned = rockplan.solve(make(), (sample,), "min")
     measured, final = peak_live_bytes(lambda: planned(sample).backward())
@@ -827,7 +825,7 @@ def test_roofline_sizes_are_the_measured_ones() -> None:
 
 
 @pytest.mark.parametrize(("device_ns", "host_ns"), [(10_000, 3_000_000), (50_000_000, 0)])
-def test_a_call_on_cuda_takes_what_the_device_or_the_host_does(
+def test_cuda_calls_take_the_devices_or_hosts_time(
     device_ns: int, host_ns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whichever is more: the host is hidden while caches are evicted, and not in a step."""
@@ -852,7 +850,7 @@ def test_a_call_on_cuda_takes_what_the_device_or_the_host_does(
     assert found_ns == device_ns if device_ns > host_ns else found_ns >= host_ns
 
 
-def test_steps_on_the_cpu_are_timed_there_though_there_is_a_gpu(
+def test_cpu_steps_are_timed_beside_a_gpu(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -861,7 +859,7 @@ def test_steps_on_the_cpu_are_timed_there_though_there_is_a_gpu(
 
 
 @pytest.mark.parametrize("outer", [profiled, torch.profiler.profile])
-def test_a_session_of_the_profiler_is_not_ended_by_another(outer: Callable[[], Any]) -> None:
+def test_profiler_sessions_do_not_end_one_another(outer: Callable[[], Any]) -> None:
     """By a measurement in it, or by planning for a new kind of call, which measures."""
     options = rockplan.Options(cache=False, time_limit_s=1)
     planned = rockplan.solve(nn.Linear(4, 4), torch.randn(8, 4), "100%", options=options)

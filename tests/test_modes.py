@@ -93,7 +93,7 @@ def test_function_modes_around_the_original() -> None:
         both(planned, eager, step, "a mode that does nothing")
 
 
-def test_the_default_device_belongs_to_the_kind_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_default_device_makes_kinds_of_call(monkeypatch: pytest.MonkeyPatch) -> None:
     planned_model = MakesTensors()
     eager = copy.deepcopy(planned_model)
     made = count_programs(monkeypatch)
@@ -124,7 +124,7 @@ def test_planning_under_a_default_device() -> None:
 
 
 @pytest.mark.parametrize("layers", [1, 8])
-def test_the_default_device_does_not_slow_planned_calls_down(
+def test_the_default_device_does_not_slow_calls(
     layers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Python asks its mode about each function and property of a tensor."""
@@ -159,7 +159,7 @@ class CountsModes(nn.Module):
 
 
 @pytest.mark.parametrize("around", ["the forward pass", "the backward pass"])
-def test_a_backward_pass_is_planned_under_the_default_device_of_its_call(
+def test_backward_is_planned_under_its_calls_default_device(
     around: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = CountsModes()
@@ -177,7 +177,7 @@ def test_a_backward_pass_is_planned_under_the_default_device_of_its_call(
     assert not _get_current_function_mode_stack()
 
 
-def test_a_backward_pass_under_another_default_dtype_is_refused() -> None:
+def test_backward_under_another_default_dtype_is_refused() -> None:
     model = MakesTensors()
     eager = copy.deepcopy(model)
     planned = rockplan.solve(model, SAMPLE, "min")
@@ -205,7 +205,7 @@ def other_attention() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("within", [loss_parallel, implicit_replication, other_attention])
-def test_other_rules_of_distributed_tensors_have_plans_of_their_own(
+def test_other_rules_of_distributed_tensors_have_plans(
     within: Callable[[], contextlib.AbstractContextManager[None]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -239,7 +239,7 @@ def test_operations_of_planned_steps_are_counted() -> None:
     assert_same_state(planned, eager, "counted")
 
 
-def test_dispatch_modes_see_the_operators_of_steps_and_none_of_planning() -> None:
+def test_dispatch_modes_see_steps_and_no_planning() -> None:
     case = net_case()
     planned, eager = pair(case)
     seen = Listed()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 from pathlib import Path
 
 import pytest
@@ -68,7 +69,7 @@ def test_names_say_module_operator_and_occurrence() -> None:
         assert made or name == data.name
 
 
-def test_names_do_not_depend_on_shapes_or_on_what_follows() -> None:
+def test_names_do_not_depend_on_what_follows() -> None:
     small, large = graph_of(2, 4), graph_of(2, 32)
     assert activation_names(small) == activation_names(large)
     assert operation_names(small) == operation_names(large)
@@ -83,3 +84,9 @@ def test_names_outlive_a_plan_file(tmp_path: Path) -> None:
     assert read.graph == outline(plan.graph)
     assert activation_names(read.graph) == activation_names(plan.graph)
     assert operation_names(read.graph) == operation_names(plan.graph)
+
+
+def test_names_of_tests_have_at_most_eight_words() -> None:
+    for path in Path(__file__).parent.glob("test_*.py"):
+        for name in re.findall(r"^ *def test_(\w+)", path.read_text(), re.MULTILINE):
+            assert name.count("_") < 8, f"{path.name}: {name}"

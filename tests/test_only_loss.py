@@ -109,7 +109,7 @@ def step(module: nn.Module) -> Any:
 
 
 @pytest.mark.parametrize("name", RESULTS)
-def test_the_loss_is_eagers_and_other_leaves_are_not_made(name: str) -> None:
+def test_the_loss_is_eagers_without_other_leaves(name: str) -> None:
     eager = net(RESULTS[name])
     fast = solved(copy.deepcopy(eager))
     expected, found = step(eager), step(fast)
@@ -176,7 +176,7 @@ READS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def test_what_trainers_do_to_results_passes_and_reads_are_refused() -> None:
+def test_trainers_may_handle_results_but_not_read() -> None:
     unread = step(solved(net()))["scores"]
     for name, passes in PASSES.items():
         passed = passes(unread)

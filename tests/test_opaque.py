@@ -548,7 +548,7 @@ def test_autocast_inside() -> None:
     assert_same_state(planned, eager, "under autocast")
 
 
-def test_what_cannot_run_on_made_up_numbers_is_declared() -> None:
+def test_what_made_up_numbers_break_is_declared() -> None:
     @rockplan.opaque(
         fake=lambda ctx, x, y: (ctx.save_for_backward(x), torch.empty_like(x))[1],
     )
@@ -638,7 +638,7 @@ class Preferring(Net):
         return loss, mean, largest
 
 
-def test_results_inside_of_a_result_and_a_gradient_that_was_saved() -> None:
+def test_results_in_results_and_saved_gradients() -> None:
     torch.manual_seed(0)
     eager = Preferring(torch.tanh)
     planned: Any = rockplan.solve(
@@ -670,7 +670,7 @@ class Accumulating(Function):
         return twice, None
 
 
-def test_a_refusal_says_the_whole_line_which_then_works() -> None:
+def test_the_line_that_a_refusal_says_works() -> None:
     use = lambda h: h + Accumulating.apply(h, torch.zeros(WIDTH))  # noqa: E731
     rockplan.opaque(Accumulating)
     with pytest.raises(rockplan.UnsupportedModel) as refused:

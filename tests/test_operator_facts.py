@@ -34,7 +34,7 @@ ABSENT = {"*.storage_resize_", "*.swap_data", "aten._unsafe_index_put_"}
 """Operators of other versions of PyTorch."""
 
 
-_OVER = "test_takeover.test_what_is_written_over_an_operand_is_bit_for_bit_the_result"
+_OVER = "test_takeover.test_what_overwrites_an_operand_is_bitwise_the_result"
 SHOWN_BY = {
     "called": "test_foreign_kernels.test_operators_that_take_functions_are_refused_by_name",
     "refused_because": "test_operator_facts.test_what_exchanges_storages_is_refused",
@@ -51,7 +51,7 @@ SHOWN_BY = {
     "fills": "test_operator_facts.test_fills_read_nothing",
     "view": "test_operator_facts.test_views",
     "changes_shape_as": "test_operator_facts.test_shapes_that_change_in_place",
-    "may_be_constant": "test_results.test_values_and_shapes_that_depend_on_them_are_not_remembered",
+    "may_be_constant": "test_results.test_values_and_their_shapes_are_not_remembered",
     "monotone": "test_operator_facts.test_what_is_monotone",
     "shape_decided_by": "test_operator_facts.test_sizes_that_values_decide",
     "shape_by_values": "test_operator_facts.test_sizes_that_values_decide",
@@ -355,7 +355,7 @@ def test_sizes_that_values_decide(row: OperatorFacts) -> None:
     assert facts.resolve(size.read.op)(environment[ref.index], *rest) == results[0].shape[0]
 
 
-def test_the_size_of_consecutive_elements_is_that_along_their_dimension() -> None:
+def test_the_size_of_consecutive_elements() -> None:
     x = torch.tensor([[1, 1, 2], [3, 3, 4]])
     rule = rule_of(aten.unique_consecutive.default, (x,), {"dim": 1})
     assert rule is not None
@@ -387,7 +387,7 @@ def test_shape_rules_are_those_of_kernels() -> None:
         assert found.untyped_storage().nbytes() == real.untyped_storage().nbytes(), row.name
 
 
-def test_a_call_that_the_kernel_refuses_has_no_layouts() -> None:
+def test_calls_that_kernels_refuse_have_no_layouts() -> None:
     """With a TypeError from torch 2.15 on, a RuntimeError before."""
     complex_numbers = torch.zeros(2, dtype=torch.complex64)
     with pytest.raises(facts.CALL_ERRORS, match="not implemented for complex"):
@@ -503,7 +503,7 @@ UNKNOWN = ["aten.native_dropot", "", ".", "aten.add.Nothing", "a.b.c.d", "1", "a
 
 
 @pytest.mark.parametrize("name", UNKNOWN)
-def test_what_is_no_operator_is_said_to_be_none(name: str) -> None:
+def test_what_is_no_operator_is_none(name: str) -> None:
     with pytest.raises(InvalidInput, match="PyTorch has no operator"):
         facts.operators_named(name)
 

@@ -87,7 +87,7 @@ def test_first_executions_move() -> None:
     assert in_order(graph, first_executions(move))
 
 
-def test_a_plan_is_certified_in_the_order_to_which_its_first_executions_move() -> None:
+def test_plans_are_certified_in_their_own_order() -> None:
     torch.manual_seed(0)
     problem = roofline_problem(decayed())
     options = Options(cache=False, time_limit_s=600, bound_time_limit_s=0.0)

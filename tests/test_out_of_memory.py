@@ -73,7 +73,7 @@ def _note_of(step: Step, model: nn.Module, passed: nn.Module | None = None) -> s
     return note
 
 
-def test_in_forward_it_names_module_line_and_what_fits() -> None:
+def test_in_forward_it_names_module_and_line() -> None:
     note = _note_of(_forward, Net(fails=True))
     assert "Net needs" in note and "blocks." in note and ".py:" in note
     ways = {line.split("  ")[4].strip() for line in note.splitlines() if "at least 64" in line}
@@ -81,7 +81,7 @@ def test_in_forward_it_names_module_line_and_what_fits() -> None:
     assert "optimizer AdamW" in note
 
 
-def test_in_backward_it_knows_the_call_of_a_model_that_was_passed() -> None:
+def test_in_backward_it_knows_the_models_call() -> None:
     model = Net(fails=False)
     assert "rockplan.explained(model) knows" in _note_of(_backward, model)
     assert "Net needs" in _note_of(_backward, model, passed=model)

@@ -40,7 +40,7 @@ def test_every_public_name_exists() -> None:
     assert all(hasattr(rockplan, name) for name in rockplan.__all__)
 
 
-def test_a_module_does_not_hide_the_function_of_its_name() -> None:
+def test_modules_do_not_hide_functions_of_their_name() -> None:
     program = "import rockplan, rockplan.values.plan, rockplan.api; print(callable(rockplan.plan))"
     assert run(program) == "True\n"
     assert callable(rockplan.plan)
@@ -48,7 +48,7 @@ def test_a_module_does_not_hide_the_function_of_its_name() -> None:
     assert not beside & {*rockplan.__all__}, "importing one hides the name"
 
 
-def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
+def test_the_range_of_torch_is_the_matrixs() -> None:
     """The first release that is admitted and the last minor one, with no failure on any."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (torch_range,) = [
@@ -67,7 +67,7 @@ def test_the_range_of_torch_is_what_the_matrix_ran_on() -> None:
     assert Version(torch.__version__) in torch_range
 
 
-def test_a_torch_that_no_tests_ran_on_is_said(
+def test_an_untested_torch_is_said(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     for version, is_said in (("2.15.3+cpu", False), ("2.16.0", True), ("3.0.0a0", True)):
@@ -101,7 +101,7 @@ JUNIT = """\
 ROW = "| 2.9.0 | 5 | 3 | 1 | 8 | 2026-11-27, here | no CUDA |"
 
 
-def test_a_row_of_the_matrix_is_what_pytest_said(tmp_path: Path) -> None:
+def test_rows_of_the_matrix_are_what_pytest_said(tmp_path: Path) -> None:
     path = tmp_path / "2.9.0.xml"
     path.write_text(JUNIT)
     assert versions.row_of(path, "here") == ROW

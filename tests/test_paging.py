@@ -74,9 +74,7 @@ def arenas_in_use(module: nn.Module) -> int:
 
 
 @pytest.mark.parametrize(("budget", "seed"), [("100%", 0), ("60%", 1)])
-def test_bits_are_eagers_and_peaks_as_predicted_on_every_link(
-    case: Case, budget: str, seed: int
-) -> None:
+def test_bits_are_eagers_on_every_link(case: Case, budget: str, seed: int) -> None:
     eager = twin(case)
     planned: Any = solve_case(case, budget, options=QUICK)
     # Of the caller's loss, where that is there at the peak.
@@ -118,7 +116,7 @@ def test_random_networks_page_too() -> None:
     assert equal >= 4 and pages >= 40, (equal, pages)
 
 
-def test_copies_out_begin_in_the_order_of_the_clock() -> None:
+def test_copies_out_begin_in_the_clocks_order() -> None:
     """Also those of one operation, such as the means and deviations of a normalization."""
     torch.manual_seed(0)
     layers = [[nn.Linear(16, 16), nn.LayerNorm(16)] for _ in range(3)]
@@ -289,9 +287,7 @@ class Interrupted(Exception):
     ("method", "link"),
     [("page_out", "late"), ("paged_out", "threads"), ("page_in", "threads"), ("paged_in", "late")],
 )
-def test_an_error_in_the_midst_of_copies_leaves_nothing_behind(
-    case: Case, method: str, link: str
-) -> None:
+def test_an_error_amid_copies_leaves_nothing_behind(case: Case, method: str, link: str) -> None:
     planned, eager = planned_and_eager(case)
     with poisoned(planned, link):
         for at in (0, 3, 7):
@@ -329,9 +325,7 @@ def test_a_hook_that_raises_between_slices(case: Case) -> None:
         train_side_by_side(case, planned, eager, 1)
 
 
-def test_a_file_system_that_fails_is_an_error_of_ours(
-    case: Case, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failing_file_system_is_our_error(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
 
     planned, eager = planned_and_eager(case)
 

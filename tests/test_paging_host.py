@@ -36,7 +36,7 @@ def pages_of(folder: Path, **sizes: int) -> Pages:
     return pages
 
 
-def test_tensors_of_a_storage_come_back_as_they_lay_in_it(tmp_path: Path) -> None:
+def test_tensors_come_back_as_they_lay(tmp_path: Path) -> None:
     base = torch.arange(24.0)
     odd, turned = base[1::2], base[:12].view(3, 4).T
     bits = torch.arange(96, dtype=torch.uint8)
@@ -66,7 +66,7 @@ def test_tensors_of_a_storage_come_back_as_they_lay_in_it(tmp_path: Path) -> Non
     assert turned_again._version == before
 
 
-def test_a_call_has_an_arena_of_its_own_and_gives_it_back(tmp_path: Path) -> None:
+def test_a_call_has_and_returns_its_arena(tmp_path: Path) -> None:
     first, second = (pages_of(tmp_path, x=4096) for _ in range(2))
     assert first.layout is not None and second.layout is not None
     pool = first.layout.pool
@@ -99,9 +99,7 @@ def _pools() -> list[tuple[str, str | None]]:
     return list(arenas._pools)
 
 
-def test_copies_hold_no_tensor_and_both_directions_run_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_copies_hold_no_tensor_and_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy waits until the other one has begun, and then for us."""
     meeting = threading.Barrier(3, timeout=20)
 
@@ -141,7 +139,7 @@ def _after(wait: Callable[[], object], work: Callable[..., int]) -> Callable[...
     return waits
 
 
-def test_memory_stays_until_a_copy_into_it_is_done(
+def test_memory_stays_until_its_copy_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A call that goes before its fetch came: nothing else has the memory before, nor its pages."""
@@ -168,7 +166,7 @@ def test_memory_stays_until_a_copy_into_it_is_done(
 # -- what cannot be had --------------------------------------------------------------------------
 
 
-def test_folders_without_room_or_right_to_write_are_refused_at_once(
+def test_folders_without_room_or_rights_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(file: int, offset: int, length: int) -> None:
@@ -187,7 +185,7 @@ def test_folders_without_room_or_right_to_write_are_refused_at_once(
         pages_of(tmp_path, x=4096)
 
 
-def test_folders_in_memory_have_what_the_machine_has_left(
+def test_folders_in_memory_have_the_machines_rest(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     proc = tmp_path / "proc" / "self"
@@ -206,7 +204,7 @@ def test_folders_in_memory_have_what_the_machine_has_left(
 
 
 @pytest.mark.parametrize("name", ["pwritev", "preadv"])
-def test_a_copy_that_fails_raises_where_it_is_waited_for(
+def test_a_failing_copy_raises_at_its_wait(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fails(*arguments: object) -> int:
@@ -251,7 +249,7 @@ def test_the_link_is_measured_both_ways_at_once(tmp_path: Path) -> None:
         measured_link("cpu", str(tmp_path / "missing"))
 
 
-def test_a_fork_has_threads_and_arenas_of_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_its_threads_and_arenas(tmp_path: Path) -> None:
     pages = pages_of(tmp_path, x=4096)
     store(pages, torch.ones(1024))
     receive, send = os.pipe()

@@ -71,7 +71,7 @@ def test_true_is_what_the_machine_leaves(
     assert found is not None and found.size_bytes == expected
 
 
-def test_what_is_measured_is_rounded_down_so_that_the_cache_has_the_plan(
+def test_measurements_are_rounded_down_for_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What a machine leaves is another from run to run."""

@@ -96,7 +96,7 @@ def fastest_ns(graph: CDGraph, storages: list[int], budget_bytes: int) -> int:
     return best
 
 
-def test_copies_are_placed_within_the_budget_and_mostly_as_well_as_can_be() -> None:
+def test_copies_are_placed_mostly_as_well_as_possible() -> None:
     as_good = tried = 0
     for graph, storages in small_graphs(25):
         orders = fetched_once(graph, storages)
@@ -119,7 +119,7 @@ def test_copies_are_placed_within_the_budget_and_mostly_as_well_as_can_be() -> N
     assert as_good > 0.9 * tried
 
 
-def test_a_search_makes_again_for_nothing_what_comes_back() -> None:
+def test_nothing_that_comes_back_is_made_again() -> None:
     """What need not run is left out by the searches, and never counted as a first execution."""
     for graph, storages in small_graphs(15):
         asked = with_fetches(graph, storages)
@@ -132,7 +132,7 @@ def test_a_search_makes_again_for_nothing_what_comes_back() -> None:
         assert exchanged(asked, least, peak_bytes).computes == required(asked.nodes)
 
 
-def test_what_is_chosen_fits_the_link_and_the_host() -> None:
+def test_choices_fit_the_link_and_the_host() -> None:
     for graph, _ in small_graphs(20):
         ranked = pageable_of(graph)
         all_of_it = paging.chosen(graph, ranked, HostLink(10**15, 10**15), 1.0, 1 << 60)
@@ -165,7 +165,7 @@ def network() -> tuple[nn.Module, torch.Tensor]:
 
 @pytest.mark.usefixtures("small_pages")
 @pytest.mark.parametrize(("make", "budget"), [(llama, "35%"), (gpt2, "25%")])
-def test_bits_are_eagers_at_the_peak_that_is_predicted(make: Any, budget: str) -> None:
+def test_bits_are_eagers_at_the_predicted_peak(make: Any, budget: str) -> None:
     torch.manual_seed(0)
     case: Case = make()
     eager, plain = twin(case), solve_case(case, budget, options=QUICK)
@@ -185,7 +185,7 @@ def peak_of(case: Case, module: nn.Module) -> int:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_nothing_goes_to_the_host_unless_it_is_asked_for() -> None:
+def test_nothing_goes_to_the_host_unasked() -> None:
     model, x = network()
     plain = rockplan.plan(model, x, "50%", options=rockplan.Options(cache=False))
     assert not plain.trips and "paged" not in str(plain)
@@ -204,7 +204,7 @@ def test_the_host_holds_no_more_than_it_may() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_fewer_bytes_than_the_least_without_paging_are_planned() -> None:
+def test_less_than_the_least_without_paging() -> None:
     model, x = network()
     least = rockplan.plan(model, x, "min", options=rockplan.Options(cache=False))
     plan = rockplan.plan(model, x, int(0.97 * least.peak_bytes), options=options())
@@ -212,7 +212,7 @@ def test_fewer_bytes_than_the_least_without_paging_are_planned() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_plan_prints_what_goes_to_the_host_and_when() -> None:
+def test_plans_print_what_goes_to_the_host() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())
     text = str(plan)
@@ -226,7 +226,7 @@ def test_a_plan_prints_what_goes_to_the_host_and_when() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_plans_with_a_host_state_what_is_proven_of_those_that_may_page() -> None:
+def test_plans_with_a_host_state_what_is_proven() -> None:
     """More than that everything runs once, and less than without a host."""
     model, x = network()
     lowered = lower(capture(model, (x,), {}), 0)
@@ -250,7 +250,7 @@ def test_plans_with_a_host_state_what_is_proven_of_those_that_may_page() -> None
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_files_and_the_cache_keep_what_goes_to_the_host(tmp_path: Path) -> None:
+def test_files_and_cache_keep_what_pages(tmp_path: Path) -> None:
     model, x = network()
     kept = options(cache=True)
     planned: Any = rockplan.solve(model, x, "40%", options=kept)
@@ -273,7 +273,7 @@ def test_files_and_the_cache_keep_what_goes_to_the_host(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_a_plan_from_a_file_pages_what_the_options_allow(tmp_path: Path) -> None:
+def test_plans_from_files_page_what_options_allow(tmp_path: Path) -> None:
     model, x = network()
     file = tmp_path / "plan.json"
     made = rockplan.plan(model, x, "40%", options=options())
@@ -294,7 +294,7 @@ def test_a_plan_from_a_file_pages_what_the_options_allow(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_pictures_and_words_know_what_goes_to_the_host() -> None:
+def test_pictures_and_words_know_what_pages() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())
     drawn = planned_timeline(plan)
@@ -315,7 +315,7 @@ def test_pictures_and_words_know_what_goes_to_the_host() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_the_schedule_has_a_row_of_copies_each_way() -> None:
+def test_schedules_have_rows_of_copies_each_way() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())
     copies = planned_timeline(plan).copies
@@ -342,7 +342,7 @@ def drawn_rows(plan: rockplan.Plan) -> list[tuple[str, list[list[object]]]]:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_storages_that_come_and_go_say_why_they_are_there() -> None:
+def test_storages_that_page_say_why() -> None:
     """The peak of this one is while something is on its way."""
     model, x = network()
     reasons: set[str] = set()
@@ -353,7 +353,7 @@ def test_storages_that_come_and_go_say_why_they_are_there() -> None:
 
 
 @pytest.mark.usefixtures("small_pages")
-def test_what_is_near_the_bound_without_a_host_may_be_faster_with_one() -> None:
+def test_a_host_may_beat_the_bound_without_one() -> None:
     """A relaxation that is proven near ends the search without a host alone."""
     model, x = network()
     quick = rockplan.Options(cache=False, bound_time_limit_s=0.0)

@@ -36,7 +36,7 @@ def plan(case: Case, budget: int | str) -> rockplan.Plan:
     return rockplan.plan(case.model, case.args, budget, sample_kwargs=kwargs, options=options)
 
 
-def test_curve_is_monotone_and_its_ends_are_the_minimum_and_keep_all(found: Found) -> None:
+def test_the_curve_falls_from_minimum_to_keep_all(found: Found) -> None:
     case, curve = found
     smallest = plan(case, "min")
     for a, b in zip(curve.points, curve.points[1:], strict=False):
@@ -66,7 +66,7 @@ def test_each_point_is_the_plan_for_its_budget(found: Found) -> None:
         assert 0.95 * point.peak_bytes <= made.peak_bytes <= point.peak_bytes
 
 
-def test_the_point_for_a_budget_is_the_fastest_that_fits(found: Found) -> None:
+def test_a_budgets_point_is_the_fastest_that_fits(found: Found) -> None:
     _, curve = found
     middle = curve.points[len(curve.points) // 2]
     assert curve.at(middle.peak_bytes) == middle

@@ -145,7 +145,7 @@ def exact_chain(seed: int) -> CDGraph:
     return replace(graph, data=weightless)
 
 
-def test_keep_all_of_a_chain_is_exactly_the_sum() -> None:
+def test_keep_all_of_a_chain_sums_exactly() -> None:
     """Where there is no background and the backward of every block reads its output, the
     blocks add up to the peak of the whole, byte for byte."""
     checked = 0
@@ -240,7 +240,7 @@ def test_masks_from_integer_inputs_are_pinned() -> None:
     assert [b.background_bytes for b in blocks] == [120, 120, 120, 110]
 
 
-def test_masks_from_floating_inputs_are_activations_unless_told_otherwise() -> None:
+def test_masks_from_floating_inputs_are_activations() -> None:
     graph = chain_with_mask("torch.bfloat16")
     assert side_storages(graph) == frozenset()
     assert [len(b.forward) for b in partition(graph, pins=frozenset())] == [1, 4]
@@ -290,7 +290,7 @@ def two_headed_chain() -> CDGraph:
     return draft.finish((a, c), (a, c))
 
 
-def test_a_tangent_for_a_lower_block_is_background_of_the_blocks_above() -> None:
+def test_tangents_for_lower_blocks_are_background_above() -> None:
     graph = two_headed_chain()
     lower_block, upper_block = partition(graph, frozenset({0}))
     assert [d.size_bytes for d in lower_block.problem.data if d.kind is DataKind.TANGENT] == [
@@ -492,7 +492,7 @@ def test_unet_needs_pins_and_gets_them() -> None:
     assert max(len(b.forward) for b in alone) > 40 >= max(len(b.forward) for b in pinned)
 
 
-def test_graph_digest_covers_literals_and_specs_but_not_prices() -> None:
+def test_the_digest_covers_all_but_prices() -> None:
     graph = captured("resnet")
     dearer = tuple(replace(n, time_ns=n.time_ns + 1, source="elsewhere.py:1") for n in graph.nodes)
     assert graph_digest(replace(graph, nodes=dearer)) == graph_digest(graph)

@@ -83,7 +83,7 @@ def steps(module: nn.Module) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", pipeline.NAMES)
-def test_a_product_without_one_pass_trains_as_eager_does(name: str) -> None:
+def test_without_any_one_pass_training_is_eagers(name: str) -> None:
     expected = steps(classifier())
     model = classifier()
     options = replace(QUICK, without=(name,))
@@ -172,7 +172,7 @@ def test_casts_up_and_straight_down_take_no_memory() -> None:
     assert found[0] < found[1]
 
 
-def test_a_head_that_cannot_be_in_parts_says_why() -> None:
+def test_a_head_without_parts_says_why() -> None:
     with pytest.raises(pipeline.HeadStaysWhole, match="no matrix product"):
         pipeline.lower(
             capture(nn.Tanh(), (torch.ones(4, requires_grad=True),), {}), 0, Options(tile=2)
@@ -346,6 +346,6 @@ def run(w: float32[64, 32]):
 """
 
 
-def test_a_run_prints_a_python_like_line_a_call() -> None:
+def test_a_run_prints_one_line_a_call() -> None:
     text = str(capture(Twice(), (), {}))
     assert re.sub(r"\S*(test_passes\.py):\d+", r"\1", text) == TWICE.strip()

@@ -48,7 +48,7 @@ def test_no_schedule_goes_below(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_what_the_caller_holds_is_there_once_it_is_made(seed: int) -> None:
+def test_what_the_caller_holds_stays(seed: int) -> None:
     graph = with_more_held(random.Random(seed), draw(2 * seed + 1))
     most_bytes = simulate(graph, keep_all(graph)).peak_bytes
     for storages in (2, 16):
@@ -75,7 +75,7 @@ def test_it_is_mostly_the_least_peak() -> None:
     assert sum(map(fits, graphs, bounds)) >= 0.75 * len(graphs)
 
 
-def test_somewhere_there_is_no_more_than_a_pinch_has_room_for() -> None:
+def test_somewhere_no_more_than_a_pinch_is_held() -> None:
     """In every schedule within the budget: those of stages, and ones drawn at random; also where
     the game leaves small storages out."""
     narrow = 0

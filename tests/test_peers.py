@@ -108,7 +108,7 @@ def fastest_ns(seed: int, budget_bytes: int) -> int | None:
 
 
 @pytest.mark.parametrize("name", PLANNERS)
-def test_schedules_are_legal_within_budget_and_no_faster_than_possible(name: str) -> None:
+def test_schedules_are_legal_and_possible(name: str) -> None:
     found = 0
     for seed in range(6):
         graph, blocks = random_chain(random.Random(seed), (2, 2))
@@ -164,7 +164,7 @@ def subsets(items: list[int]) -> Iterator[frozenset[int]]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_saved_tensors_are_the_best_subset_within_the_limit(seed: int) -> None:
+def test_saved_tensors_are_the_best_subset(seed: int) -> None:
     graph, _ = random_chain(random.Random(seed), (3, 3))
     wanted = sorted(wanted_storages(graph))
     producer = producers(graph)

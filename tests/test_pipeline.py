@@ -79,7 +79,7 @@ def check(goal: Goal, incumbent: Incumbent) -> None:
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("name", NAMES)
-def test_a_plan_without_a_stage_is_legal_or_refused(
+def test_plans_without_a_stage_are_legal_or_refused(
     name: str, budget: str, problem: Problem
 ) -> None:
     try:
@@ -100,7 +100,7 @@ def test_the_search_for_time_needs_no_single_stage(left_out: int) -> None:
 
 
 @pytest.mark.parametrize("left_out", range(len(LEAST_PEAK)))
-def test_the_search_for_the_least_peak_needs_no_single_stage(left_out: int) -> None:
+def test_the_least_peak_needs_no_single_stage(left_out: int) -> None:
     for seed in range(6):
         goal = replace(chain(seed), budget_bytes=None)
         check(goal, least_peak(goal, QUICK, without(LEAST_PEAK, left_out)))
@@ -121,7 +121,7 @@ def test_names_that_no_stage_has_are_refused(names: tuple[str, ...], problem: Pr
         )
 
 
-def test_the_trace_names_the_stages_that_ran_in_order(plans: dict[str, Plan]) -> None:
+def test_the_trace_names_stages_in_order(plans: dict[str, Plan]) -> None:
     for_time = [stage.name for stage in STAGES]
     for_peak = [stage.name for stage in LEAST_PEAK]
     for budget, plan in plans.items():
@@ -157,7 +157,7 @@ def test_the_incumbent_never_gets_worse(plans: dict[str, Plan]) -> None:
             assert bounds == sorted(bounds)
 
 
-def test_the_same_plan_whatever_the_deadline_that_does_not_strike(
+def test_a_deadline_that_does_not_strike_changes_nothing(
     problem: Problem, plans: dict[str, Plan]
 ) -> None:
     for budget, plan in plans.items():
@@ -199,7 +199,7 @@ def test_what_is_not_legal_is_no_plan(problem: Problem) -> None:
     assert planning.plan_of(problem, schedule, 1 << 60) is not None
 
 
-def test_what_had_no_time_is_said_to_be_incomplete() -> None:
+def test_what_had_no_time_is_called_incomplete() -> None:
     over = replace(QUICK, deadline=time.process_time() - 1)
     for seed in range(6):
         goal = chain(seed)
@@ -212,7 +212,7 @@ def test_what_had_no_time_is_said_to_be_incomplete() -> None:
         assert not least_peak(least, over).is_complete
 
 
-def test_bounds_are_those_of_the_order_in_which_plans_run() -> None:
+def test_bounds_are_of_the_order_that_runs() -> None:
     """Against all schedules with these first executions, of which every other graph has its own."""
     moved = costly = 0
     for seed in range(40):
@@ -241,7 +241,7 @@ def test_bounds_are_those_of_the_order_in_which_plans_run() -> None:
     assert moved >= 4 and costly >= 4
 
 
-def test_what_is_proven_in_one_order_is_not_in_another() -> None:
+def test_proofs_of_one_order_hold_in_no_other() -> None:
     graph = branched(random.Random(0), 3)
     order = topological(random.Random(0), graph)
     moved = schedule_in(graph, order)
@@ -255,7 +255,7 @@ def test_what_is_proven_in_one_order_is_not_in_another() -> None:
     assert in_place.order == () and in_place.bound_ns == graph.time_ns
 
 
-def test_what_is_proven_of_a_plan_is_so_in_its_order() -> None:
+def test_proofs_of_a_plan_hold_in_its_order() -> None:
     """Whichever stage moved its first executions, and whether or not the last one ran."""
     moved = 0
     for seed in range(60):

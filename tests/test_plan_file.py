@@ -102,7 +102,7 @@ def test_the_lines_of_the_source_do_not_matter(tmp_path: Path) -> None:
     assert loaded.plan.graph.nodes[0].source != plans[0].graph.nodes[0].source
 
 
-def test_a_loaded_module_can_be_checked_copied_and_saved_again(path: Path, tmp_path: Path) -> None:
+def test_loaded_modules_are_checked_copied_and_saved(path: Path, tmp_path: Path) -> None:
     options = rockplan.Options(check=True)
     loaded = rockplan.load(net(), sample(), path, options=options)
     assert "bit for bit" in loaded.plan.checked
@@ -112,9 +112,7 @@ def test_a_loaded_module_can_be_checked_copied_and_saved_again(path: Path, tmp_p
     assert again.schedule == loaded.plan.schedule and again.checked == loaded.plan.checked
 
 
-def test_files_hold_every_kind_of_call_and_nothing_of_this_machine(
-    planned: nn.Module, path: Path
-) -> None:
+def test_files_hold_every_kind_and_no_machine(planned: nn.Module, path: Path) -> None:
     plans = rockplan.read_plans(path)
     assert [p.graph for p in plans] == [outline(p.graph) for p in planned.plans]
     assert [str(p) for p in plans] == [str(p) for p in planned.plans]
@@ -175,7 +173,7 @@ def test_whatever_changes_the_graph_is_refused(path: Path, change: str) -> None:
         rockplan.load(model, x, path)
 
 
-def test_a_kind_of_call_that_is_not_in_the_file(path: Path) -> None:
+def test_a_kind_that_the_file_lacks(path: Path) -> None:
     replanning = rockplan.load(net(), sample(), path)
     x = sample(48)
     for a, b in zip(gradients(replanning, x), gradients(net(), x), strict=True):
@@ -193,9 +191,7 @@ def test_a_kind_of_call_that_is_not_in_the_file(path: Path) -> None:
     assert len(original.plans) == 1
 
 
-def test_another_version_of_torch_with_the_same_graph_is_warned_of_and_recorded(
-    planned: nn.Module, path: Path
-) -> None:
+def test_another_torch_with_the_same_graph_is_warned(planned: nn.Module, path: Path) -> None:
     change(path, lambda plan: plan.update(torch_version="2.99.0"))
     with pytest.warns(UserWarning, match=r"2\.99\.0"):
         loaded = rockplan.load(net(), sample(), path)
@@ -238,7 +234,7 @@ def first_event(plan: dict[str, Any]) -> None:
     plan["forward_length"] -= 1
 
 
-def test_a_smallest_budget_that_time_cut_short_can_be_read(tmp_path: Path) -> None:
+def test_a_smallest_budget_cut_short_is_readable(tmp_path: Path) -> None:
     """No plan within as many bytes is faster, but with more time they might be fewer."""
     late = rockplan.Options(cache=False, time_limit_s=0.0, without=("eviction", "blocks"))
     planned = rockplan.solve(net(), sample(), "min", options=late)
@@ -273,7 +269,7 @@ def test_a_plan_that_does_not_hold_is_refused(path: Path, edit: Any, words: str)
         rockplan.read_plans(path)
 
 
-def test_a_legal_plan_with_a_stolen_digest_is_refused(
+def test_plans_with_stolen_digests_are_refused(
     planned: nn.Module, path: Path, tmp_path: Path
 ) -> None:
     other = rockplan.plan(nn.Linear(16, 16), sample(), "min")
@@ -295,7 +291,7 @@ def shrunk(plan: dict[str, Any]) -> None:
     plan.update(eager_peak_bytes=kept.peak_bytes)
 
 
-def test_storages_smaller_than_those_of_the_model_are_refused(path: Path) -> None:
+def test_storages_smaller_than_the_models_are_refused(path: Path) -> None:
     change(path, shrunk)
     assert rockplan.read_plans(path)
     with pytest.raises(rockplan.PlanFormatError, match=r"states 0 bytes for .*rockplan\.solve"):
@@ -345,7 +341,7 @@ def test_an_interrupted_save_keeps_the_old_file(
     assert list(path.parent.iterdir()) == [path]
 
 
-def test_a_saved_file_has_the_permissions_of_any_file(path: Path) -> None:
+def test_saved_files_have_ordinary_permissions(path: Path) -> None:
     beside = path.with_name("beside")
     beside.touch()
     assert os.stat(path).st_mode == os.stat(beside).st_mode
@@ -362,9 +358,7 @@ def test_loading_is_quiet_where_all_agrees(path: Path) -> None:
         rockplan.load(net(), sample(), path)
 
 
-def test_a_path_that_cannot_be_written_is_named_as_it_was_asked_for(
-    planned: nn.Module, tmp_path: Path
-) -> None:
+def test_a_path_without_access_is_named_as_given(planned: nn.Module, tmp_path: Path) -> None:
     with pytest.raises(rockplan.InvalidInput, match="names no file"):
         rockplan.save_plan(planned, "")
     with pytest.raises(IsADirectoryError) as caught:

@@ -83,9 +83,7 @@ def test_what_the_relaxation_proves_near_ends_the_search(problem: Problem) -> No
     assert searched.bound_ns <= searched.time_ns <= found.time_ns
 
 
-def test_a_gap_that_is_unknown_is_not_a_time_limit(
-    problem: Problem, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unknown_gap_is_no_time_limit(problem: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs too large for the solver leave a block's gap unknown, however much time there is."""
     monkeypatch.setattr(pareto_search, "MAX_ENTRIES", 10)
     found = plan(problem, replace(NO_CACHE, without=("relaxation", "eviction")))
@@ -94,9 +92,7 @@ def test_a_gap_that_is_unknown_is_not_a_time_limit(
 
 
 @pytest.mark.parametrize("without", [(), ("eviction",), ("blocks",)])
-def test_without_time_there_is_a_plan_that_says_so(
-    without: tuple[str, ...], problem: Problem
-) -> None:
+def test_without_time_a_plan_says_so(without: tuple[str, ...], problem: Problem) -> None:
     """By the first construction that leads to one; what takes longest is not tried."""
     found = plan(problem, replace(NO_CACHE, time_limit_s=0.0, without=without))
     assert found.peak_bytes <= found.budget_bytes
@@ -118,7 +114,7 @@ def test_the_smallest_budget_that_is_named_works(
     assert planning.plan_anew(dense, named, options).peak_bytes <= caught.value.minimum_bytes
 
 
-def test_the_smallest_budget_does_not_depend_on_what_was_measured() -> None:
+def test_the_smallest_budget_is_independent_of_measurements() -> None:
     """But for the last stage. Looked for under these times it was 178080 and 174944 bytes."""
     case = models.gpt2(2, width=32, heads=2, vocabulary=64, batch=2, length=32)
     made = prepared_case(case, NO_CACHE)
@@ -145,7 +141,7 @@ def equal_widths() -> Case:
 
 
 @pytest.mark.parametrize("budget", ["50%", "70%"])
-def test_a_loss_as_large_as_activations_has_the_room_that_eager_leaves(budget: str) -> None:
+def test_a_large_loss_has_the_room_eager_leaves(budget: str) -> None:
     made = prepared_case(equal_widths(), NO_CACHE)
     eager = made.unplanned
     room_bytes = min(caller_bytes(made.graph), eager.peak_bytes - eager.saved_bytes)
@@ -157,7 +153,7 @@ def test_a_loss_as_large_as_activations_has_the_room_that_eager_leaves(budget: s
     assert filled.saved_bytes + room_bytes > filled.budget_bytes
 
 
-def test_keeping_everything_needs_no_more_than_eager_for_room() -> None:
+def test_keeping_everything_needs_no_more_than_eager() -> None:
     for seed in range(200):
         graph = random_graph(random.Random(seed), 6)
         eager = as_eager(graph)
@@ -190,7 +186,7 @@ def test_a_share_below_the_least_takes_the_smallest(caplog: pytest.LogCaptureFix
     assert [type(plan) for plan in shares] == [Plan, InfeasibleBudget]
 
 
-def test_plans_of_one_problem_look_for_the_smallest_peak_once() -> None:
+def test_plans_of_one_problem_squeeze_once() -> None:
     case = models.mlp(depth=3)
     budgets = (100, 200, "min")
     first, second, least = plan_each(case.model, case.args, budgets, options=NO_CACHE)
@@ -201,7 +197,7 @@ def test_plans_of_one_problem_look_for_the_smallest_peak_once() -> None:
     assert known.find(Limits()) is known.find(Limits())
 
 
-def test_the_smallest_budget_is_looked_for_within_the_time_limit(
+def test_the_smallest_budget_keeps_the_time_limit(
     small: Problem, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The best so far is taken, which is never called the smallest, and not kept for it."""
@@ -238,7 +234,7 @@ class Repeated(nn.Module):
 
 
 @pytest.mark.usefixtures("thorough")
-def test_the_smallest_budget_is_at_most_what_any_budget_reaches() -> None:
+def test_no_budget_reaches_less_than_the_smallest() -> None:
     model, x = Repeated(2), torch.randn(2, 8, 16)
     least = rockplan.plan(model, x, "min", options=NO_CACHE)
     for share in (0.9, 0.75):
@@ -248,7 +244,7 @@ def test_the_smallest_budget_is_at_most_what_any_budget_reaches() -> None:
 
 
 @pytest.mark.usefixtures("thorough")
-def test_where_the_search_for_the_smallest_is_cut_short_plans_for_other_budgets_count(
+def test_a_smallest_cut_short_counts_other_plans(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
@@ -265,7 +261,7 @@ def test_where_the_search_for_the_smallest_is_cut_short_plans_for_other_budgets_
     assert rockplan.plan(model, x, "min", options=hurry) == second
 
 
-def test_of_budgets_that_are_planned_together_none_reaches_less_than_the_smallest() -> None:
+def test_none_planned_together_reaches_less() -> None:
     model, x = Repeated(2), torch.randn(2, 8, 16)
     hurry = replace(NO_CACHE, time_limit_s=0.0)
     budgets = ("70%", "80%", "min")
@@ -275,7 +271,7 @@ def test_of_budgets_that_are_planned_together_none_reaches_less_than_the_smalles
     assert least.peak_bytes == min(plan.peak_bytes for plan in plans)
 
 
-def test_a_smallest_budget_that_was_named_without_time_works(problem: Problem) -> None:
+def test_a_smallest_budget_named_without_time_works(problem: Problem) -> None:
     hurry = replace(NO_CACHE, time_limit_s=0.0)
     with pytest.raises(InfeasibleBudget) as caught:
         planning.plan_anew(problem, Budget(size_bytes=1), hurry)
@@ -284,7 +280,7 @@ def test_a_smallest_budget_that_was_named_without_time_works(problem: Problem) -
     assert planning.plan_anew(problem, named, hurry).peak_bytes <= caught.value.minimum_bytes
 
 
-def test_a_budget_too_small_for_the_loss_of_the_caller_is_said_to_be() -> None:
+def test_a_budget_without_room_for_the_loss() -> None:
     with pytest.raises(InfeasibleBudget, match="with room for the loss of the caller"):
         rockplan.solve(nn.Linear(16, 512), torch.randn(8, 16), 10)
 

@@ -103,7 +103,7 @@ def test_a_graph_is_a_line_a_node() -> None:
     assert str(GRAPH) == GRAPH_TEXT.strip()
 
 
-def test_what_is_particular_about_a_node_is_behind_it() -> None:
+def test_a_nodes_particulars_are_behind_it() -> None:
     mul, gelu, *backward = GRAPH.nodes
     nodes = (
         replace(mul, random=True, recomputable=False),
@@ -123,7 +123,7 @@ def test_a_schedule_is_a_line_an_event() -> None:
     assert str(SCHEDULE) == SCHEDULE_TEXT.strip()
 
 
-def test_with_its_graph_a_schedule_has_names_and_bytes() -> None:
+def test_schedules_with_graphs_have_names_and_bytes() -> None:
     assert schedule_listing(GRAPH, SCHEDULE) == LISTING_TEXT.strip("\n")
 
 
@@ -132,7 +132,7 @@ def test_a_block_is_its_place_and_its_problem() -> None:
     assert str(block) == f"{BLOCK_TEXT.strip()}\n{GRAPH_TEXT.strip()}"
 
 
-def test_a_program_is_what_its_code_is_given_and_returns_and_the_code() -> None:
+def test_programs_print_arguments_results_and_code() -> None:
     leaf = OutputLeaf(3, None, 0, (), 4, True)
     interface = Interface(
         parameters=(("w", 0),),

@@ -108,7 +108,7 @@ def test_what_is_learned_holds_with_any_storages() -> None:
     assert larger >= 50
 
 
-def test_what_levels_prove_raises_the_relaxation_and_never_too_far() -> None:
+def test_levels_raise_the_relaxation_never_too_far() -> None:
     raised = 0
     for graph, budget_bytes, optimum_ns in optima(range(420, 450)):
         if not optimum_ns or max(Relaxation(graph, budget_bytes, small=0).parts) >= 0:
@@ -123,7 +123,7 @@ def test_what_levels_prove_raises_the_relaxation_and_never_too_far() -> None:
     assert raised >= 1
 
 
-def test_less_than_the_optimum_is_proven_with_few_states_or_small_storages() -> None:
+def test_few_states_prove_less_than_the_optimum() -> None:
     fewer = smaller = 0
     for graph, budget_bytes, optimum_ns in optima(range(300, 360)):
         if not optimum_ns:

@@ -51,7 +51,7 @@ def test_another_solver_has_the_options_of_highs() -> None:
 
 
 @needs_another
-def test_a_time_limit_of_another_solver_is_never_called_optimal() -> None:
+def test_another_solvers_time_limit_is_not_optimal() -> None:
     problem = attention_block()
     model = formulate(find_stages(in_units(problem)))
     least = max(row.constant_bytes for row in model.peak)
@@ -74,7 +74,7 @@ def test_values_of_the_program_before_are_no_incumbent() -> None:
         assert none.status is SolverStatus.INFEASIBLE
 
 
-def test_a_missing_solver_is_an_error_with_those_at_hand() -> None:
+def test_a_missing_solver_names_those_at_hand() -> None:
     missing = sorted(set(pulp.listSolvers()) - set(at_hand()))[0]
     with pytest.raises(InvalidInput, match=f"'{missing}' is not installed.*HiGHS"):
         check_solver(missing)
@@ -114,7 +114,7 @@ End
 """
 
 
-def test_the_command_writes_a_program_for_each_kind_of_block(tmp_path: Path) -> None:
+def test_the_command_writes_a_program_a_kind(tmp_path: Path) -> None:
     command = ["solve", "rockplan.examples:mlp", "-b", "60%", "--no-cache"]
     result = CliRunner().invoke(app, [*command, "--write-lp", str(tmp_path / "lp")])
     assert result.exit_code == 0, result.output

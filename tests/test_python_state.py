@@ -259,7 +259,7 @@ class KeepsNameless(nn.Linear):
         return self.kept(super().forward(x))
 
 
-def test_functions_of_no_module_are_told_by_their_code() -> None:
+def test_functions_without_module_are_told_by_code() -> None:
     """As those of Dynamo's graph modules are."""
     model, x = KeepsNameless(4, 4), torch.ones(2, 4)
     with pytest.raises(rockplan.UnsupportedModel, match=r"self\.kept .*a function.* once"):
@@ -294,7 +294,7 @@ class InACycle(nn.Linear):
 
 
 @pytest.mark.parametrize("collects", (False, True))
-def test_cycles_are_forgotten_without_a_look_at_all_objects(collects: bool) -> None:
+def test_cycles_are_forgotten_without_a_full_walk(collects: bool) -> None:
     model, x = InACycle(collects), torch.ones(2, 4)
     generations: list[int] = []
     gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
@@ -307,7 +307,7 @@ def test_cycles_are_forgotten_without_a_look_at_all_objects(collects: bool) -> N
     assert torch.equal(planned(x), model(x))
 
 
-def test_a_class_attribute_that_is_set_by_a_planned_module_is_that_of_all() -> None:
+def test_planned_modules_set_class_attributes_of_all() -> None:
     class Net(nn.Linear):
         scale = 2.0
 
@@ -400,7 +400,7 @@ class Asserting(nn.Linear):
         return super().forward(x)
 
 
-def test_an_assertion_does_not_lead_to_all_that_is_tested() -> None:
+def test_assertions_do_not_lead_to_all_tests() -> None:
     """Pytest makes calls of its own functions of those in test files."""
     model, x = Asserting(2, 2), torch.ones(1, 2)
     assert len(walk_of(model, model.forward, (x,)).objects) < 1000
@@ -443,7 +443,7 @@ def twice(x):
 }
 
 
-def test_what_a_library_registers_at_an_import_in_the_forward_is_kept(
+def test_what_imports_in_forwards_register_is_kept(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An import is done once: what it leaves is found by the next recording, and by later calls."""
@@ -582,7 +582,7 @@ def drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     del sys.modules["drawing_for_itself"]
 
 
-def test_what_sympy_draws_is_no_draw_of_the_forward() -> None:
+def test_sympys_draws_are_not_the_forwards() -> None:
     class Trying(Scaled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             n = sympy.Symbol("n")
@@ -595,7 +595,7 @@ def test_what_sympy_draws_is_no_draw_of_the_forward() -> None:
     assert len(planned.plans) == 1
 
 
-def test_what_a_forward_draws_by_a_library_is_refused(drawing: Any) -> None:
+def test_draws_by_a_library_are_refused(drawing: Any) -> None:
     class Drawing(Scaled):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             import drawing_for_itself

@@ -217,7 +217,7 @@ def test_changes_inside_of_wrappers_are_noticed(change: Any) -> None:
             loss.backward()
 
 
-def test_wrappers_of_copies_and_of_loaded_states_are_their_own() -> None:
+def test_wrappers_of_copies_are_their_own() -> None:
     case = wrapped()
     planned = plan(case)
     other = copy.deepcopy(planned)
@@ -275,7 +275,7 @@ def test_quantized_models_train_as_eager(scheme: str, adapter: str, model: str) 
     train_side_by_side(case, plan(case), made(), steps=2)
 
 
-def test_a_trainer_with_the_callback_trains_a_quantized_base_as_eager(
+def test_trainers_train_quantized_bases_as_eager(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is in no extra of this package")
@@ -327,7 +327,7 @@ def test_explain_says_where_dequantized_weights_are_kept() -> None:
 
 
 @pytest.mark.parametrize("scheme", ["bitsandbytes/nf4, double", "torchao/int8"])
-def test_an_sft_trainer_trains_a_quantized_base_as_eager(scheme: str, tmp_path: Path) -> None:
+def test_sft_trainers_train_quantized_bases_as_eager(scheme: str, tmp_path: Path) -> None:
     pytest.importorskip(scheme.partition("/")[0], reason="it is in no extra of this package")
     for library in ("peft", "trl"):
         pytest.importorskip(library)
@@ -353,7 +353,7 @@ def test_an_sft_trainer_trains_a_quantized_base_as_eager(scheme: str, tmp_path: 
 
 
 @pytest.mark.parametrize("name", ["AdamW8bit", "PagedAdamW8bit"])
-def test_optimizers_in_8_bits_and_merged_adapters_beside_a_plan(name: str) -> None:
+def test_optimizers_in_8_bits_and_merged_adapters(name: str) -> None:
     bitsandbytes = pytest.importorskip("bitsandbytes", reason="it is in no extra of this package")
     call = adapter_cases.call_of("Llama")
 

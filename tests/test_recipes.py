@@ -196,7 +196,7 @@ RECIPES: dict[str, Callable[[bool, Path], Run]] = {
 
 
 @pytest.mark.parametrize("name", RECIPES)
-def test_a_recipe_has_the_originals_bits_and_no_warning(
+def test_recipes_have_the_originals_bits(
     name: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with warnings.catch_warnings(record=True) as of_eager:

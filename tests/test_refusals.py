@@ -52,19 +52,17 @@ SHOWN_BY = {
     "test_python_state.test_a_fake_tensor_that_is_left_is_found": "leftover",
     "test_refusals.test_an_operator_of_whose_result_nothing_is_known": "unknown result",
     "test_foreign_kernels.test_an_operator_whose_result_is_not_described": "no rule",
-    "test_bad_input.test_changing_the_shape_of_an_input_in_place_is_refused": "shape in place",
+    "test_bad_input.test_changing_an_inputs_shape_in_place_is_refused": "shape in place",
     "test_cuda.test_recurrent_layers_of_cudnn_are_refused": "recurrent layer of cuDNN",
-    "test_bad_input.test_writing_to_an_input_that_has_a_history_is_refused": "argument in place",
+    "test_bad_input.test_writing_to_an_input_with_history_is_refused": "argument in place",
     "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused": "write in a checkpoint",
-    "test_bad_input.test_arrays_of_tensors_that_the_forward_writes_to_are_refused": (
-        "memory of an array"
-    ),
+    "test_bad_input.test_arrays_of_tensors_written_to_are_refused": "memory of an array",
     "test_refusals_followed.test_what_a_row_says_to_do_is_planned": "moved module",
     "test_bad_input.test_draws_from_what_the_module_holds_are_refused": (
         "iterator of the module; generator of Python"
     ),
     "test_foreign_kernels.test_kernels_are_refused_by_name": "unwritten memory; address",
-    "test_refusals.test_addresses_that_no_code_of_the_user_asks_for": "address by a library",
+    "test_refusals.test_addresses_that_no_user_code_asks_for": "address by a library",
     "test_triton.test_refused_by_name": (
         "writes of a Triton kernel; views for a Triton kernel; read of what was overwritten; "
         "argument of a Triton kernel"
@@ -77,11 +75,9 @@ SHOWN_BY = {
     "test_python_state.test_is_planned_as_eager_or_refused": "kept change",
     "test_refusals.test_parameters_that_are_parts_of_one": "flat parameters",
     "test_bad_input.test_gradients_that_depend_on_values": "gradient by values",
-    "test_refusals_followed.test_what_keeps_another_tensor_is_planned_once_it_has_it": (
-        "another next call"
-    ),
+    "test_refusals_followed.test_what_keeps_a_tensor_is_planned_afterwards": "another next call",
     "test_bad_input.test_dictionaries_that_checkpoints_share_are_refused": "state of a checkpoint",
-    "test_bad_input.test_what_is_made_of_other_data_and_written_to": "fresh constant",
+    "test_bad_input.test_what_is_made_of_data_and_written": "fresh constant",
 }
 """Test -> names of the refusals that it shows, beside those of `CASES`."""
 BEGIN, END = "<!-- printed by tests/test_refusals.py -->\n", "<!-- end -->\n"
@@ -162,7 +158,7 @@ def test_each_is_raised_somewhere() -> None:
         assert row.rule is not None or names > 1, row.name
 
 
-def test_what_is_found_may_have_a_remedy_of_its_own() -> None:
+def test_what_is_found_may_have_own_remedies() -> None:
     row = NAMED["value"]
     assert row.text(who="a", what="b").endswith(f". {row.remedy}")
     assert row.text(who="a", what="b", remedy="Call it later").endswith("planned. Call it later")
@@ -276,7 +272,7 @@ CASES: dict[str, tuple[Callable[[Any, torch.Tensor, Any], Any], Any]] = {
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_refused_is_said_in_the_words_of_its_row(name: str) -> None:
+def test_refusals_say_the_words_of_their_rows(name: str) -> None:
     step, x = CASES[name]
     module = Does(step)
     if name == "kept argument":
@@ -323,7 +319,7 @@ def test_an_operator_of_whose_result_nothing_is_known(monkeypatch: pytest.Monkey
         capture(nn.Linear(2, 2), (torch.randn(1, 2),), {})
 
 
-def test_addresses_that_no_code_of_the_user_asks_for() -> None:
+def test_addresses_that_no_user_code_asks_for() -> None:
     assert of_address(iter(())) == NAMED["address by a library"].text(kernel="foreign code")
 
 

@@ -566,7 +566,7 @@ ONCE_BEFORE: dict[str, Callable[[], tuple[Any, ...]]] = {
 
 
 @pytest.mark.parametrize("where", ONCE_BEFORE)
-def test_what_keeps_another_tensor_is_planned_once_it_has_it(where: str) -> None:
+def test_what_keeps_a_tensor_is_planned_afterwards(where: str) -> None:
     """Until then it is refused, and has none afterwards: training would begin with what planning
     has stored."""
     TABLES.clear()
@@ -585,7 +585,7 @@ def test_a_refusal_after_a_first_call_leaves_nothing() -> None:
     assert not tables_of(model) and model.calls == 0
 
 
-def test_each_row_has_a_case_or_says_why_not() -> None:
+def test_each_row_has_a_case_or_reason() -> None:
     assert not FOLLOWED.keys() & ELSEWHERE.keys()
     assert FOLLOWED.keys() | ELSEWHERE.keys() == NAMED.keys()
 

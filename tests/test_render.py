@@ -72,7 +72,7 @@ def measured(planned: Any) -> MeasuredTimeline:
     return rockplan.measured_timeline(lambda: planned(X).backward())
 
 
-def test_planned_modules_are_drawn_and_explained_as_their_plans(planned: Any, plan: Plan) -> None:
+def test_planned_modules_are_drawn_as_their_plans(planned: Any, plan: Plan) -> None:
     kinds = (rockplan.draw_memory, rockplan.draw_schedule, rockplan.draw_graph)
     for show in (rockplan.explain, rockplan.html_report, rockplan.plan_trace):
         assert show(planned) == show(plan)
@@ -107,7 +107,7 @@ def test_the_measured_timeline_peaks_where_the_ruler_does(
         rockplan.measured_timeline(lambda: None, device="cuda")
 
 
-def test_what_disturbs_one_step_is_not_in_the_timeline(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_disturbances_of_one_step_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each interval is the shortest of the steps with the most frequent course of bytes."""
     course, other = (0, 8, 8), (0, 4, 4)
     seen = iter(
@@ -195,7 +195,7 @@ def test_dot_is_understood_and_has_every_block(plan: Plan, operations: bool) -> 
         assert ElementTree.fromstring(drawn.data).tag.endswith("svg") and not drawn.note
 
 
-def test_without_dot_there_is_dot_text_and_a_line_that_says_so(
+def test_without_dot_there_is_text_and_a_line(
     plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -287,7 +287,7 @@ known.data = { textContent: process.env.DATA };
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="the script of the page needs node")
 @pytest.mark.parametrize("lowest", [0.3, -0.02, -0.2, -0.9])
-def test_ticks_and_points_of_the_page_are_on_one_scale(
+def test_ticks_and_points_are_on_one_scale(
     plan: Plan, measured: MeasuredTimeline, lowest: float
 ) -> None:
     series = [Series("peer", ((1000, 0.0, ""), (2000, lowest, ""), (3000, 0.1, "")))]

@@ -154,7 +154,7 @@ def test_what_changed_is_named_and_nothing_else(name: str) -> None:
     assert not any(f"{word}:" in rest for word in others), message
 
 
-def test_arguments_are_called_by_the_names_of_the_forward() -> None:
+def test_arguments_have_the_forwards_names() -> None:
     torch.manual_seed(0)
     planned = rockplan.solve(Net(), (rows(4), rows(4), rows(3)), "min", options=STRICT)
     assert "other: 2x8, planned 4x8" in refused(planned, rows(4), rows(2), rows(3))
@@ -191,7 +191,7 @@ def steps(planned: Any, counts: Iterable[int]) -> None:
         loss(planned(x=rows(count))).backward()
 
 
-def test_a_share_is_one_of_a_step_under_its_own_autocast(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_share_is_under_its_own_autocast(caplog: pytest.LogCaptureFixture) -> None:
     autocast = torch.autocast("cpu", torch.bfloat16)
     net, x = nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(4))), rows(64)
     with autocast:
@@ -301,7 +301,7 @@ def transposed(results: tuple[Tensor, Tensor]) -> None:
 
 
 @pytest.mark.parametrize("backward", [of_one, expanded, transposed])
-def test_a_new_kind_is_planned_for_the_backward_pass_of_those_before(backward: Any) -> None:
+def test_new_kinds_are_planned_for_earlier_backwards(backward: Any) -> None:
     torch.manual_seed(0)
     eager = Two()
     planned: Any = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
@@ -324,7 +324,7 @@ def test_the_sample_stays_for_calls_of_its_size() -> None:
     ]
 
 
-def test_a_result_that_is_never_used_is_left_out_of_new_kinds() -> None:
+def test_unused_results_are_left_out_of_kinds() -> None:
     """Twice it is planned for first, with the parameters that it alone reaches."""
     torch.manual_seed(0)
     eager = Two(is_apart=True)
@@ -336,7 +336,7 @@ def test_a_result_that_is_never_used_is_left_out_of_new_kinds() -> None:
         assert len(planned.plans) == plans
 
 
-def test_a_new_kind_may_start_from_more_than_those_before() -> None:
+def test_new_kinds_may_start_from_more() -> None:
     torch.manual_seed(0)
     eager = Two(is_apart=True)
     planned: Any = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
@@ -404,7 +404,7 @@ def test_where_nothing_fits_the_original_runs() -> None:
     same_step(copied, copy.deepcopy(eager), 128)
 
 
-def test_where_nothing_fits_it_is_an_error_that_names_what_changed() -> None:
+def test_where_nothing_fits_the_change_is_named() -> None:
     planned, _ = deep("error")
     with pytest.raises(rockplan.InfeasibleBudget) as caught:
         planned(rows(128))
@@ -423,7 +423,7 @@ def test_where_nothing_fits_at_planning(caplog: pytest.LogCaptureFixture) -> Non
         rockplan.Options(on_infeasible="never")  # type: ignore[arg-type]
 
 
-def test_a_plan_file_knows_what_to_do_where_nothing_fits(tmp_path: Any) -> None:
+def test_plan_files_know_what_to_do_then(tmp_path: Any) -> None:
     planned, eager = deep("error")
     path = tmp_path / "deep.plan.json"
     rockplan.save_plan(planned, path)
@@ -490,7 +490,7 @@ def raised(module: Any, how: str) -> BaseException:
 
 
 @pytest.mark.parametrize("how", RAISES)
-def test_what_the_forward_raises_leaves_a_planned_call_as_itself(how: str) -> None:
+def test_the_forwards_errors_leave_as_themselves(how: str) -> None:
     torch.manual_seed(0)
     eager = Picky()
     planned: Any = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
@@ -545,7 +545,7 @@ def test_variables_of_functions_that_are_kept_stay(monkeypatch: pytest.MonkeyPat
     assert type(remember(rows(4))) is Tensor
 
 
-def test_what_an_operator_raises_is_a_runtime_error_that_says_what_to_look_at() -> None:
+def test_an_operators_error_says_where_to_look() -> None:
     torch.manual_seed(0)
     eager = Picky()
     planned: Any = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
@@ -566,7 +566,7 @@ def test_an_interrupt_leaves_a_planned_call() -> None:
 
 
 @pytest.mark.parametrize("how", RAISES)
-def test_at_planning_it_is_an_error_of_ours_with_its_cause(how: str) -> None:
+def test_at_planning_it_is_our_error_with_cause(how: str) -> None:
     with pytest.raises(rockplan.CaptureError) as caught:
         rockplan.solve(Picky(), (rows(4), how), "min", options=OPTIONS)
     assert isinstance(caught.value, rockplan.ForwardRaises)
@@ -587,7 +587,7 @@ class Follows(nn.Module):
         return torch.dropout(y, 0.5, train=True)
 
 
-def test_what_only_a_capture_raises_stays_an_error_of_ours() -> None:
+def test_errors_of_captures_alone_stay_ours() -> None:
     torch.manual_seed(0)
     eager = Follows()
     planned = rockplan.solve(copy.deepcopy(eager), rows(4), "min", options=OPTIONS)
@@ -631,7 +631,7 @@ class CopiesItself(Net):
         return copied
 
 
-def test_a_class_that_says_how_it_is_copied_is_copied_so() -> None:
+def test_classes_are_copied_as_they_say() -> None:
     torch.manual_seed(0)
     eager = CopiesItself()
     planned = rockplan.solve(copy.deepcopy(eager), {"x": rows(4)}, "min", options=OPTIONS)
@@ -664,7 +664,7 @@ class Stacking(Reader):
 
 
 @pytest.mark.parametrize("kind", [Reader, Stacking])
-def test_a_variable_of_the_script_with_the_name_of_an_attribute_is_another(
+def test_script_variables_named_like_attributes_are_others(
     kind: type[Reader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     planned = rockplan.solve(kind(), torch.randn(8, 16), "100%")

@@ -55,9 +55,7 @@ def described(result: Any, given: list[torch.Tensor]) -> list[object]:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_remembered_result_is_that_of_the_fake_mode(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_remembered_results_are_the_fake_modes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     operator, arguments = CALLS[name]
     asked: list[OpOverload] = []
     fake_result = layouts.fake_result
@@ -126,7 +124,7 @@ def test_products_that_kernels_refuse_are_refused() -> None:
         Results(mode).of(aten.mm.default, (torch.ones(3, 4), torch.ones(3, 4)), {})
 
 
-def test_what_differs_in_anything_that_matters_is_another_call() -> None:
+def test_what_differs_materially_is_another_call() -> None:
     with FakeTensorMode() as mode:
         results = Results(mode)
         ones = torch.ones(3, dtype=torch.int32)
@@ -149,7 +147,7 @@ def test_sharing_of_arguments_is_part_of_a_call() -> None:
                 assert results.of(aten.copy_.default, (other, base), {}) is other
 
 
-def test_values_and_shapes_that_depend_on_them_are_not_remembered() -> None:
+def test_values_and_their_shapes_are_not_remembered() -> None:
     assert not facts.follows_shapes(aten.nonzero.default)
     assert not facts.follows_shapes(aten._local_scalar_dense.default)
     assert not facts.follows_shapes(aten.squeeze_.dim)

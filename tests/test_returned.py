@@ -59,7 +59,7 @@ def test_leaves_that_are_one_tensor_are_one_object() -> None:
 
 
 @pytest.mark.parametrize("differentiated", [None, (0,), (2,), (0, 1, 2)])
-def test_one_tensor_of_several_leaves_is_changed_in_place(
+def test_one_of_several_leaves_changes_in_place(
     differentiated: tuple[int, ...] | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_programs(monkeypatch)
@@ -115,9 +115,7 @@ OVERLAPPING: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
 
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("kind", OVERLAPPING)
-def test_a_result_that_shares_memory_with_another_may_not_be_changed(
-    kind: str, changed: int
-) -> None:
+def test_results_that_share_memory_may_not_change(kind: str, changed: int) -> None:
     planned, eager = pair(shares_case(OVERLAPPING[kind]))
 
     def changed_in_place(module: nn.Module, copied: bool) -> torch.Tensor:
@@ -133,7 +131,7 @@ def test_a_result_that_shares_memory_with_another_may_not_be_changed(
     both(planned, eager, lambda m: m(SAMPLE)[2].mul_(2).sum().backward(), "the other")
 
 
-def test_a_changed_result_is_noticed_by_every_backward_pass_that_reaches_it() -> None:
+def test_every_backward_notices_a_changed_result() -> None:
     planned, _ = pair(shares_case(OVERLAPPING["a part"]))
     results = planned(SAMPLE)
     results[0].sum().backward(retain_graph=True)
@@ -157,9 +155,7 @@ APART: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
 
 @pytest.mark.parametrize("changed", [0, 1])
 @pytest.mark.parametrize("kind", APART)
-def test_results_of_one_memory_that_have_no_element_in_common_may_be_changed(
-    kind: str, changed: int
-) -> None:
+def test_results_without_common_elements_may_change(kind: str, changed: int) -> None:
     planned, eager = pair(shares_case(APART[kind]))
 
     def use(module: nn.Module) -> None:
@@ -170,7 +166,7 @@ def test_results_of_one_memory_that_have_no_element_in_common_may_be_changed(
     both(planned, eager, use, kind)
 
 
-def test_what_is_known_to_be_apart_has_no_element_in_common() -> None:
+def test_what_is_apart_has_no_common_element() -> None:
     draw = random.Random(0)
 
     def spec() -> TensorSpec:
@@ -255,9 +251,7 @@ WATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("also_used", [True, False])
 @pytest.mark.parametrize("kind", WATCHED)
-def test_hooks_on_a_result_that_another_is_computed_from_are_refused(
-    kind: str, also_used: bool
-) -> None:
+def test_hooks_on_results_behind_others_are_refused(kind: str, also_used: bool) -> None:
     planned, _ = pair(steps_case())
     result = planned(SAMPLE)
     WATCHED[kind](result[1])
@@ -266,7 +260,7 @@ def test_hooks_on_a_result_that_another_is_computed_from_are_refused(
         loss.backward()
 
 
-def test_a_hook_on_a_result_that_is_gone_is_noticed() -> None:
+def test_a_hook_on_a_gone_result_is_noticed() -> None:
     planned, _ = pair(steps_case())
 
     def loss() -> torch.Tensor:
@@ -289,7 +283,7 @@ USES: dict[str, tuple[int, ...]] = {
 
 
 @pytest.mark.parametrize("uses", USES)
-def test_hooks_on_results_see_what_they_see_in_eager(uses: str) -> None:
+def test_hooks_on_results_see_as_in_eager(uses: str) -> None:
     """And are not called where no gradient arrives."""
     planned, eager = pair(steps_case(), options=rockplan.Options(differentiated=tuple(range(6))))
     hooked = (3, 4) if USES[uses] == (3, 4) else (1, 2)
@@ -307,7 +301,7 @@ def test_hooks_on_results_see_what_they_see_in_eager(uses: str) -> None:
     both(planned, eager, use, uses)
 
 
-def test_a_hook_on_what_is_made_of_a_result_in_place_sees_what_it_sees_in_eager() -> None:
+def test_hooks_on_results_changed_in_place() -> None:
     planned, eager = pair(steps_case())
 
     def use(module: nn.Module) -> list[Any]:
@@ -371,7 +365,7 @@ def test_gradients_of_results_that_come_from_outside_alone() -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "100%"])
-def test_leaves_that_the_caller_lets_go_are_not_counted(budget: str) -> None:
+def test_leaves_that_are_let_go_are_not_counted(budget: str) -> None:
     case = classifier()
     scores_bytes = 64 * 400 * 4
     options = replace(QUICK, released=(1,))

@@ -98,7 +98,7 @@ def test_local_searches_keep_budgets_by_the_rule() -> None:
     assert shorter >= 3
 
 
-def test_integer_programs_of_blocks_find_the_optimum_by_the_rule() -> None:
+def test_integer_programs_find_the_rules_optimum() -> None:
     agreed = 0
     for seed in range(40):
         rng = random.Random(seed)

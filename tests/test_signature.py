@@ -92,7 +92,7 @@ def test_which_argument_is_a_tensor_of_the_module(
     assert len(made) == count
 
 
-def test_which_argument_is_a_tensor_of_the_module_for_copies_of_a_plan() -> None:
+def test_the_modules_tensors_as_arguments_of_copies() -> None:
     torch.manual_seed(0)
     model = Decays()
     planned = rockplan.solve(model, (SAMPLE, model.table), "min")
@@ -584,7 +584,7 @@ EQUAL: dict[str, Callable[[Any], Any]] = {
 
 @pytest.mark.parametrize("inside", EQUAL)
 @pytest.mark.parametrize(("before", "after"), [(2, 2.0), (1, True), (0.0, -0.0)], ids=str)
-def test_values_that_are_equal_to_python_are_told_apart(
+def test_values_that_python_calls_equal_differ(
     inside: str, before: Any, after: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = count_programs(monkeypatch)
@@ -654,7 +654,7 @@ def test_views_that_are_conjugated_or_negated_when_read(lazily: Any) -> None:
             both(planned, eager, lambda m, z=given: m(z), "view")
 
 
-def test_what_an_object_with_a_lock_keeps_for_itself_is_not_compared(
+def test_what_a_locked_object_keeps_is_not_compared(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """It may be a cache or a record; what it shows as a plain value is."""

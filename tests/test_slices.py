@@ -122,9 +122,7 @@ QUESTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 @pytest.mark.parametrize("ask", QUESTIONS)
-def test_a_forward_that_asks_where_its_argument_begins_is_told(
-    ask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_is_told_where_arguments_begin(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asking(QUESTIONS[ask])
     eager = copy.deepcopy(model)
     made = count_programs(monkeypatch)
@@ -148,9 +146,7 @@ SIZES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 @pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
 @pytest.mark.parametrize("ask", SIZES)
-def test_a_forward_that_asks_what_its_argument_is_a_part_of_is_told(
-    ask: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_forward_is_told_of_its_arguments_base(ask: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Asking(SIZES[ask])
     eager = copy.deepcopy(model)
     made = count_programs(monkeypatch)
@@ -296,7 +292,7 @@ class _Shifted(nn.Module):
         return x + y
 
 
-def test_blocks_that_are_given_rows_of_one_table_are_one_kind() -> None:
+def test_blocks_given_one_tables_rows_are_one_kind() -> None:
     torch.manual_seed(0)
     model, x = Table(), torch.randn(64, _WIDTH)
     eager = copy.deepcopy(model)

@@ -88,7 +88,7 @@ def test_what_is_asked_for_is_counted() -> None:
 
 
 @ON_THE_STAND_IN
-def test_memory_of_a_device_is_bounded_and_its_own() -> None:
+def test_a_devices_memory_is_bounded_and_its_own() -> None:
     torch.cuda.empty_cache()
     free_bytes, all_bytes = torch.cuda.mem_get_info(0)
     with pytest.raises(torch.OutOfMemoryError):
@@ -101,7 +101,7 @@ def test_memory_of_a_device_is_bounded_and_its_own() -> None:
 
 
 @ON_THE_STAND_IN
-def test_out_of_memory_is_explained_on_a_device_that_is_full() -> None:
+def test_a_full_device_explains_out_of_memory() -> None:
     model = nn.Sequential(*[nn.Linear(256, 256) for _ in range(8)]).to("cuda:0")
     x = torch.randn(1 << 16, 256, device="cuda:0")
     with pytest.raises(torch.OutOfMemoryError) as found, rockplan.explained(model):

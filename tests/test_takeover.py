@@ -94,9 +94,7 @@ def graph_of(call: Call, tensors: list[torch.Tensor], result: torch.Tensor) -> C
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("op", OPERATORS)
-def test_what_is_written_over_an_operand_is_bit_for_bit_the_result(
-    op: str, dtype: torch.dtype
-) -> None:
+def test_what_overwrites_an_operand_is_bitwise_the_result(op: str, dtype: torch.dtype) -> None:
     taken = 0
     for call, tensors in calls(op, dtype):
         expected = execute(call, tensors)
@@ -118,7 +116,7 @@ def test_what_is_written_over_an_operand_is_bit_for_bit_the_result(
 @pytest.mark.parametrize(
     ("rows", "inner", "columns"), [(5, 7, 9), (33, 33, 33), (256, 130, 64), (1, 64, 1000)]
 )
-def test_what_is_added_to_is_all_that_a_product_takes(
+def test_a_product_takes_all_that_it_adds_to(
     rows: int, inner: int, columns: int, dtype: torch.dtype
 ) -> None:
     """Whether the first factor is transposed or not, and where all shapes are equal."""
@@ -160,7 +158,7 @@ def schedules(seed: int) -> Iterator[tuple[CDGraph, Schedule]]:
     yield graph, thriftiest(graph).schedule
 
 
-def test_what_is_taken_over_is_freed_before_anything_else_runs() -> None:
+def test_what_is_taken_over_is_freed_first() -> None:
     taken = several = 0
     for seed in range(60):
         for graph, schedule in schedules(seed):
@@ -174,7 +172,7 @@ def test_what_is_taken_over_is_freed_before_anything_else_runs() -> None:
     assert taken > 60 and several > 20
 
 
-def test_lifetimes_add_up_and_nothing_is_larger_than_without() -> None:
+def test_lifetimes_add_up_and_nothing_is_larger() -> None:
     smaller = 0
     for seed in range(60):
         for graph, schedule in schedules(seed):
@@ -209,7 +207,7 @@ def test_no_schedule_is_below_the_bounds() -> None:
     assert gained >= 3
 
 
-def test_evicted_schedules_are_within_the_budget_by_what_is_taken_over() -> None:
+def test_evictions_count_what_is_taken_over() -> None:
     gained = 0
     for seed in range(60):
         graph = draw(seed, 4)
@@ -227,7 +225,7 @@ def test_evicted_schedules_are_within_the_budget_by_what_is_taken_over() -> None
 TAKEOVER = Takeover((0,), (1,))
 
 
-def test_a_copy_of_what_is_alive_takes_nothing_over() -> None:
+def test_copies_of_live_tensors_take_nothing_over() -> None:
     graph = CDGraph(
         data=(
             DataNode(0, "a", DataKind.ACTIVATION, 4),
@@ -264,7 +262,7 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("budget", ["100%", "min"])
-def test_training_is_bit_for_bit_eager_and_measured_as_predicted(name: str, budget: str) -> None:
+def test_training_is_bitwise_eager_and_as_predicted(name: str, budget: str) -> None:
     torch.manual_seed(0)
     case = CASES[name]()
     planned = solve_case(case, budget, options=OPTIONS)
@@ -279,7 +277,7 @@ def test_training_is_bit_for_bit_eager_and_measured_as_predicted(name: str, budg
     assert measured >= 0.99 * plan.peak_bytes
 
 
-def test_keeping_everything_needs_less_than_eager_for_language_models() -> None:
+def test_language_models_kept_whole_need_less_than_eager() -> None:
     """Measured: at the gradient of the loss, whose operands die."""
     for name in ("gpt2", "bert"):
         case = CASES[name]()
@@ -421,7 +419,7 @@ def test_plans_of_before_hold_as_they_were(tmp_path: Path) -> None:
     assert "out=" not in loaded.code
 
 
-def test_a_plan_that_takes_what_it_does_not_read_is_refused() -> None:
+def test_plans_taking_what_they_never_read_are_refused() -> None:
     _, model, x = branching()
     document = json.loads(dump_plans([rockplan.plan(model, x, "100%", options=OPTIONS)]))
     node = next(n for n in document["plans"][0]["graph"]["nodes"] if n["takes"])
@@ -508,7 +506,7 @@ class PassedOn(nn.Module):
         return ((torch.ops.takeover_test.pass_on(x) + 1.0) * self.weight).exp()
 
 
-def test_what_turns_out_to_be_an_input_is_not_written_over() -> None:
+def test_what_proves_an_input_is_not_overwritten() -> None:
     library = torch.library.Library("takeover_test", "FRAGMENT")
     library.define("pass_on(Tensor x) -> Tensor")
     library.impl("pass_on", lambda x: x, "CPU")

@@ -38,7 +38,7 @@ def test_processes_of_several_meshes_are_to_be_named() -> None:
 
 
 @pytest.mark.parametrize("state", ["none", "comes", "there"])
-def test_of_distributed_parameters_the_part_of_this_process_counts(
+def test_distributed_parameters_count_by_their_part_here(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rockplan.free_memory._free_bytes", lambda device: 10_000_000)
@@ -77,7 +77,7 @@ def test_values_are_put_back_without_exchanges() -> None:
         assert torch.equal(local_of(weight), before)
 
 
-def test_a_planned_part_of_what_is_recorded_is_refused() -> None:
+def test_planned_parts_of_recordings_are_refused() -> None:
     """Also if all that it is given are DTensors."""
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
@@ -89,7 +89,7 @@ def test_a_planned_part_of_what_is_recorded_is_refused() -> None:
             planned(given)
 
 
-def test_parameters_that_share_what_is_here_count_as_shared() -> None:
+def test_parameters_sharing_their_part_count_once() -> None:
     with fake_group(2):
         mesh = init_device_mesh("cpu", (2,))
         part = torch.randn(4, 8)

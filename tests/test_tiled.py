@@ -223,7 +223,7 @@ def run(made: Capture, case: Case) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("loss", [with_squares, cross_entropy()], ids=["squares", "mean"])
-def test_what_runs_again_changes_no_bit_and_peaks_are_as_predicted(loss: Loss) -> None:
+def test_what_runs_again_changes_no_bit(loss: Loss) -> None:
     case = head(loss, torch.float32, rows=200)
     planned = in_parts(case, options=replace(OPTIONS, check=True))
     plan = rockplan.plan_of(planned)
@@ -290,7 +290,7 @@ def test_the_size_of_parts(rows: int, width: int, parts: int) -> None:
     assert not isinstance(made, str) and made.tiles.parts == parts
 
 
-def test_parts_are_smaller_where_the_loss_is_of_a_larger_dtype() -> None:
+def test_parts_are_smaller_with_larger_loss_dtypes() -> None:
     model = nn.Sequential(nn.Linear(64, 1024), Mean(torch.float32)).to(torch.bfloat16)
     made = tiled(capture(model, (torch.randn(512, 64, dtype=torch.bfloat16),), {}))
     assert not isinstance(made, str) and made.tiles.parts == 8
@@ -392,7 +392,7 @@ class Tied(nn.Module):
     ids=["once", "often", "padding", "by frequency"],
 )
 @pytest.mark.usefixtures("thorough")  # peaks of two searches are compared
-def test_rows_of_an_embedding_are_added_to_the_gradient_of_its_head(
+def test_embedding_rows_are_added_to_the_heads_gradient(
     kind: dict[str, Any], dtype: torch.dtype, integers: torch.dtype
 ) -> None:
     """Each bit as where a whole gradient of the embedding is added, of which there is none."""
@@ -451,7 +451,7 @@ TIED_SIZES: dict[str, Any] = {
     ],
     ids=["llama", "gpt2", "opt"],
 )
-def test_of_models_as_they_are_only_the_gradient_of_the_tied_weight_differs(
+def test_only_tied_weights_gradients_differ(
     make: Callable[[], nn.Module], dtype: torch.dtype, bound: float
 ) -> None:
     """By the order of its sums; all others have eager's bits, at each step of eager's."""

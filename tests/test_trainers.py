@@ -110,7 +110,7 @@ def test_a_default_model_is_planned_without_its_cache(
     assert any("Cache" in type(value).__name__ for value in kept.values())
 
 
-def test_a_cache_that_is_asked_for_is_refused_and_left_on() -> None:
+def test_a_requested_cache_is_refused_and_left_on() -> None:
     model, batch = make_llama(), batch_for("llama")
     with pytest.raises(rockplan.UnsupportedModel, match="use_cache=False"):
         rockplan.solve(model, {**batch, "use_cache": True}, "min", options=QUICK)
@@ -212,7 +212,7 @@ def test_the_trainer_holds_no_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("other", ["a mask", "the batch", "two tensors", "a whole number"])
-def test_a_call_of_a_trainer_takes_over_the_plan_of_the_sample(
+def test_trainers_calls_take_over_the_samples_plan(
     other: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What differs is a division by a number, or which arguments are one tensor: nothing is
@@ -254,7 +254,7 @@ def test_a_call_of_a_trainer_takes_over_the_plan_of_the_sample(
     assert not searched
 
 
-def test_attributes_that_the_forward_does_not_read_need_no_other_plan(
+def test_attributes_never_read_need_no_other_plan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     batch = batch_for("llama")
@@ -266,7 +266,7 @@ def test_attributes_that_the_forward_does_not_read_need_no_other_plan(
     assert len(fast.plans) == 1
 
 
-def test_logits_that_the_caller_may_let_go_are_advised_of(
+def test_logits_that_may_go_are_advised_of(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     torch.manual_seed(0)

@@ -42,7 +42,7 @@ PLANNED = (
 
 
 @pytest.mark.parametrize("name", PLANNED)
-def test_bits_are_those_of_eager_and_the_peak_is_as_predicted(own: Any, name: str) -> None:
+def test_bits_are_eagers_and_peaks_as_predicted(own: Any, name: str) -> None:
     assert own[name] == "ok"
 
 

@@ -218,7 +218,7 @@ class FindsItsGate(nn.Module):
 
 
 @pytest.mark.parametrize("kind", REGISTRIES)
-def test_a_file_that_the_first_forward_imports_stays_registered(
+def test_files_imported_by_the_first_forward_stay_registered(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     makes, registers, finds = REGISTRIES[kind]

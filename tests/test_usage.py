@@ -150,7 +150,7 @@ def at_each_protocol() -> dict[str, Callable[[nn.Module], nn.Module]]:
 
 
 @pytest.mark.parametrize("way", {**copies(), **at_each_protocol()})
-def test_copies_of_plans_whose_calls_hold_literals_of_torch(way: str) -> None:
+def test_copies_of_plans_with_literals_of_torch(way: str) -> None:
     case = formatted_case()
     planned, eager = pair(case)
     found = {name for n in planned.plan.graph.nodes for c in n.calls for name, _ in c.kwargs}
@@ -170,7 +170,7 @@ def test_state_dict_keys_and_loading_in_both_directions() -> None:
     both(planned, eager, net_case().step, "after loading")
 
 
-def test_planned_module_is_an_instance_of_the_original_class() -> None:
+def test_planned_modules_are_instances_of_their_class() -> None:
     case = net_case()
     planned = solve_case(case, BUDGET, options=QUICK)
     assert isinstance(planned, Net)
@@ -199,7 +199,7 @@ class Sized(nn.Sequential):
     [lambda m: m[:-1], lambda m: m[1:][:2], lambda m: m.reversed(), lambda m: type(m).empty()],
     ids=["slice", "slice of a slice", "method", "class method"],
 )
-def test_what_is_made_of_the_class_of_a_planned_module_is_not_planned(
+def test_instances_of_a_planned_class_are_not_planned(
     make: Callable[[Any], nn.Module],
 ) -> None:
     model = Sized(nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh())
@@ -220,7 +220,7 @@ def test_a_planned_module_is_initialized_anew() -> None:
     assert "aten.t" in repr(rockplan.plan_of(planned).graph) and planned(SAMPLE).shape[1] == 8
 
 
-def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> None:
+def test_planned_modules_are_replanned_from_their_originals(tmp_path: Path) -> None:
     """As a cell of a notebook does that runs twice."""
     case = net_case()
     first, eager = pair(case, "90%")
@@ -240,7 +240,7 @@ def test_a_planned_module_is_planned_again_from_its_original(tmp_path: Path) -> 
     assert len(calls) == 3
 
 
-def test_an_own_forward_of_the_instance_is_planned_again() -> None:
+def test_an_instances_own_forward_is_replanned() -> None:
     model = nn.Linear(16, 16)
     model.forward = lambda x: torch.tanh(x @ model.weight)
     once = rockplan.solve(model, SAMPLE, "100%")
@@ -942,7 +942,7 @@ def test_quantization_aware_training() -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:Please use quant_min")
 @pytest.mark.parametrize("has_run", [True, False])
-def test_quantization_aware_training_is_planned_after_a_first_step(has_run: bool) -> None:
+def test_quantization_aware_training_is_planned_after_one_step(has_run: bool) -> None:
     net = nn.Sequential(quantization.QuantStub(), nn.Linear(16, 16))
     net.qconfig = quantization.get_default_qat_qconfig("fbgemm")  # type: ignore[assignment]
     model = quantization.prepare_qat(net.train())
@@ -1036,7 +1036,7 @@ def test_no_hook_sees_the_gradients_of_a_check() -> None:
     assert seen == ["weight", "input"]
 
 
-def test_a_check_in_the_middle_of_a_backward_pass_does_not_disturb_it() -> None:
+def test_a_check_amid_backward_does_not_disturb() -> None:
     class TwoResults(Net):
         def forward(self, x: torch.Tensor) -> Any:
             y = self.norm(self.first(x))
@@ -1143,7 +1143,7 @@ class DrawsFromItsOwn(Net):
         return super().forward(x) * float(numpy.random.default_rng().random())
 
 
-def test_check_refuses_what_stands_still_in_the_plan_alone() -> None:
+def test_check_refuses_what_only_the_plan_freezes() -> None:
     torch.manual_seed(0)
     case = Case("own generator", DrawsFromItsOwn().train(), (SAMPLE,), {}, mean_square)
     with pytest.raises(rockplan.CheckFailed, match="output 0.*stands still.*draw with torch"):
@@ -1190,7 +1190,7 @@ def state_of_follows(module: Any, x: torch.Tensor) -> list[Any]:
 
 
 @pytest.mark.parametrize("remember", [writes_in_place, makes_anew, queues])
-def test_a_check_leaves_the_model_and_the_sample_as_they_were(
+def test_a_check_leaves_model_and_sample_alone(
     remember: Callable[[Any, torch.Tensor], None],
 ) -> None:
     torch.manual_seed(0)
@@ -1209,7 +1209,7 @@ def test_a_check_leaves_the_model_and_the_sample_as_they_were(
     assert_equal_trees(state_of_follows(case.model, case.args[0]), before, "refused")
 
 
-def test_a_check_compares_what_becomes_of_parameters_and_inputs(
+def test_a_check_compares_parameters_and_inputs_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     class Clamps(Net):
@@ -1366,7 +1366,7 @@ def test_checkpoint_around_a_planned_module(reentrant: bool) -> None:
         both(planned, eager, use, f"step {step}")
 
 
-def test_a_checkpoint_around_planned_modules_keeps_what_it_keeps_of_eager_ones() -> None:
+def test_checkpoints_keep_the_same_of_planned_modules() -> None:
     """Between forward and backward nothing but the result, nor what flows between the modules."""
     planned, eager = pair(net_case(32))
     x = SAMPLE.clone().requires_grad_()
@@ -1383,7 +1383,7 @@ def test_a_checkpoint_around_planned_modules_keeps_what_it_keeps_of_eager_ones()
     assert forward_alone(planned) == forward_alone(eager) > 0
 
 
-def test_a_checkpoint_around_a_planned_module_and_other_gradients() -> None:
+def test_checkpoints_around_planned_modules_and_other_gradients() -> None:
     """Backward passes that no forward was planned for, one of a retained graph among them."""
     planned, eager = pair(net_case(32))
 
@@ -1422,7 +1422,7 @@ class ChangesOtherInput(nn.Module):
         return x * 2.0, other.add_(1.0)
 
 
-def test_a_checkpoint_runs_no_forward_again_where_nothing_is_needed() -> None:
+def test_checkpoints_rerun_nothing_that_is_not_needed() -> None:
     """It could not: an argument was changed."""
     x, other = SAMPLE.clone().requires_grad_(), SAMPLE.clone()
     planned, eager = pair(Case("changes", ChangesOtherInput(), (x, other), {}, loss_of))
@@ -1463,7 +1463,7 @@ def test_saved_tensors_hooks_of_the_caller() -> None:
         planned(SAMPLE)
 
 
-def test_a_plan_that_is_checked_inside_of_a_checkpoint() -> None:
+def test_a_plan_checked_inside_a_checkpoint() -> None:
     planned, eager = pair(net_case(32), options=replace(QUICK, check=True))
 
     def use(module: nn.Module) -> None:
@@ -1520,7 +1520,7 @@ def scaled(module: nn.Module, scale: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("kind", ["leaves", "results of others", "frozen", "buffers too"])
-def test_a_backward_pass_of_functional_call_is_planned_with_its_parameters(
+def test_functional_calls_backward_is_planned_with_its_parameters(
     kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The module has its own back when the gradients come, whose strides need another plan."""
@@ -1551,7 +1551,7 @@ def test_a_backward_pass_of_functional_call_is_planned_with_its_parameters(
     assert 0 < counts[0] == counts[-1]
 
 
-def test_a_module_that_is_another_one_when_its_backward_pass_is_planned() -> None:
+def test_a_module_changed_before_its_backward_is_planned() -> None:
     planned, _ = pair(net_case(32))
     result = planned(SAMPLE)
     planned.eval()
@@ -1663,7 +1663,7 @@ def compiles_itself(model: Any) -> None:
 
 @pytest.mark.parametrize("compile_part", [wraps_a_part, compiles_a_part_in_place, compiles_itself])
 @pytest.mark.parametrize("is_warm", [False, True])
-def test_compiled_parts_are_planned_as_they_run_in_eager(
+def test_compiled_parts_are_planned_as_in_eager(
     compile_part: Callable[[Any], None], is_warm: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The compiler does not run in a plan, and not while one is made."""
@@ -1696,7 +1696,7 @@ def stance_is_forced() -> bool:
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_a_plan_runs_where_the_whole_module_is_compiled_in_place(before: bool) -> None:
+def test_plans_run_under_compilation_of_the_module(before: bool) -> None:
     case = net_case(512)
     if before:
         case.model.compile(backend="eager")
@@ -1737,7 +1737,7 @@ def test_one_planned_module_in_several_threads() -> None:
         assert_equal_trees(gradients, gradients_of(eager, number), "thread")
 
 
-def test_another_thread_leaves_a_module_while_one_is_captured() -> None:
+def test_another_thread_leaves_a_module_amid_capture() -> None:
     """Hooks that see every module see those of other threads too."""
     entered, release = threading.Event(), threading.Event()
 

@@ -151,9 +151,7 @@ def train(
 
 @pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
 @pytest.mark.parametrize("kind", OF_MASKS)
-def test_a_mask_with_as_many_elements_keeps_the_plan(
-    kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_masks_of_as_many_elements_keep_plans(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert train(OF_MASKS[kind], MASKS, monkeypatch) == [0, 0, 1, 1]
 
 
@@ -193,7 +191,7 @@ def test_another_size_is_no_call_of_the_plan() -> None:
         planned(torch.randn(8, 16), MASKS[2])
 
 
-def test_another_size_runs_the_original_if_that_is_wanted() -> None:
+def test_other_sizes_run_the_original_if_wanted() -> None:
     eager, planned = both(OF_MASKS["index"], MASKS[0], on_mismatch="original")
     for seed, k in enumerate(MASKS):
         step(eager, planned, k, seed)
@@ -240,7 +238,7 @@ def test_shapes_that_activations_decide_are_refused(kind: str) -> None:
     assert named.get(kind, "the parameter 'a.weight'") in str(refused.value)
 
 
-def test_a_refusal_that_the_model_catches_is_a_refusal() -> None:
+def test_a_refusal_that_is_caught_remains_one() -> None:
     def use(net: Any, h: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         try:
             return net.b(h)[h[:, 0] > 0]
@@ -269,7 +267,7 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_experts_in_a_loop_are_told_of_the_way_out(reads: bool) -> None:
+def test_loops_over_experts_name_a_way_out(reads: bool) -> None:
     with pytest.raises(rockplan.CaptureError, match='implementation\\("grouped_mm"\\)') as refused:
         rockplan.solve(nn.Sequential(Experts(reads)), torch.randn(3, 4), "min", options=QUICK)
     assert "Experts chooses" in str(refused.value) and "module '0'" in str(refused.value)

@@ -195,7 +195,7 @@ class Sum(nn.Module):
 
 
 @pytest.mark.parametrize("layers", [4, 16])
-def test_a_sum_in_place_needs_no_more_than_one_out_of_place(layers: int) -> None:
+def test_sums_in_place_need_no_more_room(layers: int) -> None:
     def least(in_place: bool) -> Plan:
         return rockplan.plan(Sum(layers, in_place), torch.randn(ROWS, 8), "min")
 

@@ -62,7 +62,7 @@ def test_planned_is_eager_within_the_budget(name: str, captured_once: None) -> N
 
 
 @pytest.mark.parametrize("name", COMPILED)
-def test_kernels_compute_what_they_do_where_nothing_runs_again(
+def test_kernels_compute_alike_where_nothing_runs_again(
     name: str, captured_once: None, compilers: Path
 ) -> None:
     skip_without(name)
