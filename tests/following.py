@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 import rockplan
@@ -39,3 +40,29 @@ def made_once(net: Any, *args: Tensor) -> Any:
     """`net` after a call."""
     net(*args)
     return net
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    """Everything of a module tree that planning could leave changed."""
+    found: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        for name, value in module.__dict__.items():
+            found[f"{path}:{name}"] = (value, copy.copy(value))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is not None and not nn.parameter.is_lazy(tensor):
+                data = None if tensor.is_meta else tensor.detach().clone()
+                found[f"{path}.{name}"] = (tensor, (data, tensor.requires_grad, tensor.grad))
+    return found
+
+
+def assert_unchanged(model: nn.Module, before: dict[str, Any]) -> None:
+    after = state_of(model)
+    assert after.keys() == before.keys()
+    for name, (value, content) in before.items():
+        assert after[name][0] is value, name
+        if isinstance(value, torch.Tensor) and isinstance(content, tuple):
+            data, requires_grad, grad = content
+            assert data is None or torch.equal(value.detach(), data), name
+            assert value.requires_grad == requires_grad and value.grad is grad, name
+        elif isinstance(content, dict | list):
+            assert after[name][1] == content, name

@@ -49,7 +49,6 @@ RUN = {
     "test_fusion.py::test_training_with_gradients_that_accumulate": 3,
     "test_fusion.py::test_what_is_not_fused": 5,
     "test_fuzz.py::test_random_networks_are_as_eager_execution": 1,
-    "test_given.py::test_results_in_containers_of_the_caller": 7,
     "test_gpu_scripts.py::test_blocks_under_fully_shard_on_one_device": 0,
     "test_gpu_scripts.py::test_figures_come_before_the_time_is_over": 0,
     "test_gpu_scripts.py::test_whole_steps_need_what_their_rows_predict": 0,

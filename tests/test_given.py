@@ -16,7 +16,7 @@ import transformers
 from torch import nn
 
 import rockplan
-from testing.training import assert_equal_trees, assert_same_state
+from testing.training import QUICK, assert_equal_trees, assert_same_state
 from tests.usage import count_programs
 
 IDS = torch.arange(12).reshape(3, 4)
@@ -40,22 +40,12 @@ class Encoder(nn.Module):
         return self.put(given, h, **more)
 
 
-def tokens(given: Any, h: torch.Tensor) -> Any:
-    """sentence-transformers."""
-    given["token_embeddings"] = h
-    return given
-
-
 def pooled(given: Any, h: torch.Tensor) -> Any:
-    tokens(given, h)
+    """sentence-transformers."""
     mask = given["mask"].unsqueeze(-1).float()
+    given["token_embeddings"] = h
     given.update(sentence=(h * mask).sum(1) / mask.sum(1), size=h.shape[-1], all=[h, (h.detach(),)])
     return given
-
-
-def beside(given: Any, h: torch.Tensor) -> Any:
-    given["h"] = h
-    return h.sum(), given["ids"].shape
 
 
 def nested(given: Any, h: torch.Tensor) -> Any:
@@ -70,11 +60,6 @@ def replaced(given: Any, h: torch.Tensor) -> Any:
     del given["mask"]
     given["ids"] = h
     given["same"] = given
-    return given
-
-
-def loss(given: Any, h: torch.Tensor) -> Any:
-    given["loss"], given["logits"] = h.square().mean(), h
     return given
 
 
@@ -99,23 +84,19 @@ def filled(given: Any, h: torch.Tensor, cache: Any) -> Any:
     return h * 2
 
 
-PUT: dict[str, Callable[..., Any]] = {
-    f.__name__: f
-    for f in (tokens, pooled, beside, nested, replaced, loss, popped, written_over, listed, filled)
-}
-KINDS = {"dict": dict, "OrderedDict": collections.OrderedDict}
+PUT = (pooled, nested, replaced, popped, written_over, listed, filled)
 
 
 def call_of(
-    put: str, kind: type, ids: torch.Tensor = IDS
+    put: Callable[..., Any], ids: torch.Tensor = IDS
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if put == "listed":
+    if put is listed:
         return ([ids],), {}
     torch.manual_seed(3)
-    given = kind(ids=ids, mask=(ids > 2).long())
-    if put in ("nested", "popped", "written_over"):
-        given |= {"inner": kind(x=torch.randn(*ids.shape, 8)), "list": [torch.randn(2)]}
-    return (given,), {"cache": {}} if put == "filled" else {}
+    given = collections.OrderedDict(ids=ids, mask=(ids > 2).long())
+    if put in (nested, popped, written_over):
+        given |= {"inner": {"x": torch.randn(*ids.shape, 8)}, "list": [torch.randn(2)]}
+    return (given if put is pooled else {**given},), {"cache": {}} if put is filled else {}
 
 
 def tensors(tree: Any, seen: set[int]) -> list[torch.Tensor]:
@@ -128,41 +109,40 @@ def tensors(tree: Any, seen: set[int]) -> list[torch.Tensor]:
     return [t for child in children for t in tensors(child, seen)]
 
 
-def step(module: nn.Module, put: str, kind: type, ids: torch.Tensor) -> tuple[Any, ...]:
+def step(module: nn.Module, put: Callable[..., Any], ids: torch.Tensor) -> tuple[Any, ...]:
     """A step of training from all that comes back, by the result and by what was given."""
-    args, kwargs = call_of(put, kind, ids)
+    args, kwargs = call_of(put, ids)
     result = module(*args, **kwargs)
     seen: set[int] = set()
     found = [t for t in tensors((result, args, kwargs), seen) if t.requires_grad]
     names = [[*o] for o in (*args, *kwargs.values()) if isinstance(o, dict)]
     sum(t.square().mean() for t in found).backward()
     is_same = [result is args[0], isinstance(result, dict) and result.get("out") is args[0]]
-    args[0].pop("same", None) if kind is not list and isinstance(args[0], dict) else None
+    args[0].pop("same", None) if isinstance(args[0], dict) else None
     if result is args[0]:
         result = None
     return result, args, kwargs, names, is_same, len(found)
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("put", PUT)
 def test_results_in_containers_of_the_caller(
-    put: str, kind: str, monkeypatch: pytest.MonkeyPatch
+    put: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
-    model = Encoder(PUT[put])
+    model = Encoder(put)
     eager = copy.deepcopy(model)
     made = count_programs(monkeypatch)
-    args, kwargs = call_of(put, KINDS[kind])
+    args, kwargs = call_of(put)
     before = copy.deepcopy((args, kwargs))
-    planned: Any = rockplan.solve(model, args, "min", sample_kwargs=kwargs)
+    planned: Any = rockplan.solve(model, args, "min", sample_kwargs=kwargs, options=QUICK)
     assert_equal_trees((args, kwargs), before, "the sample")
     for number, ids in enumerate((IDS, IDS.flip(0), IDS[:2], IDS)):
-        expected, found = (step(m, put, KINDS[kind], ids) for m in (eager, planned))
+        expected, found = (step(m, put, ids) for m in (eager, planned))
         assert_equal_trees(found, expected, f"step {number}")
         assert_same_state(planned, eager, f"step {number}")
     assert len(made) <= 4
     copied = copy.deepcopy(planned)
-    expected, found = (step(m, put, KINDS[kind], IDS) for m in (eager, copied))
+    expected, found = (step(m, put, IDS) for m in (eager, copied))
     assert_equal_trees(found, expected, "a copy")
 
 
@@ -222,7 +202,7 @@ def test_what_is_refused_of_objects_says_what_works() -> None:
         model.forward = types.MethodType(forward_of_mappings, model)
         with pytest.raises(rockplan.UnsupportedModel, match=r"pass `dict\(batch\)`"):
             rockplan.solve(model, (batch,), "min")
-        planned, given = rockplan.solve(model, (dict(batch),), "min"), dict(batch)
+        planned, given = rockplan.solve(model, (dict(batch),), "min", options=QUICK), dict(batch)
         planned(given).backward()
         assert given["calls"] == 2 if put is counted else "h" in given["kept"]
 

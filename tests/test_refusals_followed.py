@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -18,7 +20,7 @@ from torch.overrides import TorchFunctionMode
 import rockplan
 from rockplan.graph_builder.tracing.refusals import NAMED
 from testing.training import assert_same_steps
-from tests.following import OPTIONS, Net, assert_planned, made_once
+from tests.following import OPTIONS, Net, assert_planned, assert_unchanged, made_once, state_of
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
 Forward = Callable[..., Any]
@@ -317,42 +319,42 @@ def retained(h: Tensor) -> Tensor:
 
 
 ELSEWHERE = {
-    "function mode": "test_outside_of_a_function_mode",
-    "hook on all modules": "what it says is to leave the hook out",
-    "leftover": "what no name leads to; the advice is that of 'kept tensor'",
-    "cached parametrization": "test_usage",
-    "unknown result": "of an operator that is left outside",
-    "no rule": "test_foreign_kernels",
-    "shard": "test_distributed",
-    "distributed tensor": "test_distributed",
-    "context parallel": "test_distributed",
-    "draw of a distributed tensor": "on CUDA alone",
-    "recurrent layer of cuDNN": "on CUDA alone",
-    "write in a checkpoint": "what it says is to leave the checkpoint out",
-    "nested tensor": "as 'nested tensor that is given'",
-    "generator of Python": "test_advice",
-    "unwritten memory": "test_foreign_kernels",
-    "address": "test_foreign_kernels",
-    "address by a library": "test_foreign_kernels",
-    "writes of a Triton kernel": "test_triton",
-    "views for a Triton kernel": "test_triton",
-    "read of what was overwritten": "test_triton",
-    "argument of a Triton kernel": "test_triton",
-    "subclass of an opaque function": "test_opaque",
-    "argument of an opaque function": "test_opaque",
-    "other call of an opaque function": "test_opaque",
-    "run of an opaque function": "test_opaque",
-    "write of an opaque function": "test_opaque",
-    "draws of an opaque function": "test_opaque",
-    "view by an opaque function": "test_opaque",
-    "key-value cache": "test_advice",
-    "state of a checkpoint": "the advice is that of 'write in a checkpoint'",
-    "detached": "it says nothing to do",
-    "flat parameters": "test_distributed",
-    "objects between processes": "test_distributed",
-    "gradient by values": "it says nothing to do",
+    "function mode": "test_refusals_followed.test_outside_of_a_function_mode",
+    "hook on all modules": "test_usage.test_hooks_on_all_modules_are_refused",
+    "leftover": "test_python_state.test_a_fake_tensor_that_is_left_is_found",
+    "cached parametrization": "test_usage.test_cached_parametrizations",
+    "unknown result": "test_refusals.test_an_operator_of_whose_result_nothing_is_known",
+    "no rule": "test_foreign_kernels.test_an_operator_whose_result_is_not_described",
+    "shard": "test_distributed.test_distributed_data_parallel",
+    "distributed tensor": "test_distributed.test_tensor_parallel",
+    "draw of a distributed tensor": "test_distributed.test_tensor_parallel",
+    "context parallel": "test_distributed.test_forwards_that_exchange_data",
+    "objects between processes": "test_distributed.test_forwards_that_exchange_data",
+    "recurrent layer of cuDNN": "test_cuda.test_recurrent_layers_of_cudnn_are_refused",
+    "write in a checkpoint": "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused",
+    "nested tensor": "test_bad_input.test_refused_with_cause_and_remedy",
+    "generator of Python": "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
+    "unwritten memory": "test_foreign_kernels.test_kernels_are_refused_by_name",
+    "address": "test_foreign_kernels.test_kernels_are_refused_by_name",
+    "address by a library": "test_refusals.test_addresses_that_no_user_code_asks_for",
+    "writes of a Triton kernel": "test_triton.test_refused_by_name",
+    "views for a Triton kernel": "test_triton.test_refused_by_name",
+    "read of what was overwritten": "test_triton.test_refused_by_name",
+    "argument of a Triton kernel": "test_triton.test_refused_by_name",
+    "subclass of an opaque function": "test_opaque.test_refused_by_name",
+    "argument of an opaque function": "test_opaque.test_refused_by_name",
+    "other call of an opaque function": "test_opaque.test_refused_by_name",
+    "run of an opaque function": "test_opaque.test_refused_by_name",
+    "write of an opaque function": "test_opaque.test_refused_by_name",
+    "draws of an opaque function": "test_opaque.test_refused_by_name",
+    "view by an opaque function": "test_opaque.test_refused_by_name",
+    "key-value cache": "test_bad_input.test_refused_with_cause_and_remedy",
+    "state of a checkpoint": "test_bad_input.test_dictionaries_that_checkpoints_share_are_refused",
+    "detached": "test_bad_input.test_refused_with_cause_and_remedy",
+    "flat parameters": "test_refusals.test_parameters_that_are_parts_of_one",
+    "gradient by values": "test_bad_input.test_gradients_that_depend_on_values",
 }
-"""Rows without a case here, and why, or where their advice is followed."""
+"""Rows without a case here -> the test that shows them."""
 
 FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any, ...]]]] = {
     "TorchScript": (lambda: scripted(True), lambda: scripted(False)),
@@ -493,10 +495,13 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
 def test_what_a_row_says_to_do_is_planned(name: str) -> None:
     refused, followed = FOLLOWED[name]
     model, args = refused()
+    before, generator = state_of(model), torch.get_rng_state()
     with pytest.raises(rockplan.RockplanError) as caught:
         rockplan.solve(model, args, "100%", options=OPTIONS)
-    words = NAMED[name].says.split("{")
-    assert words[0] in str(caught.value) or words[-1].split("}")[-1] in str(caught.value)
+    words = re.split(r"\{\w+\}", NAMED[name].says)
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert_unchanged(model, before)
+    assert torch.equal(torch.get_rng_state(), generator)
     assert_planned(followed()[0], followed()[1])
 
 
@@ -585,7 +590,10 @@ def test_a_refusal_after_a_first_call_leaves_nothing() -> None:
     assert not tables_of(model) and model.calls == 0
 
 
-def test_each_row_has_a_case_or_reason() -> None:
+def test_each_row_is_shown_by_a_test() -> None:
+    for test in ELSEWHERE.values():
+        file, function = test.split(".")
+        assert f"def {function}(" in (Path(__file__).parent / f"{file}.py").read_text()
     assert not FOLLOWED.keys() & ELSEWHERE.keys()
     assert FOLLOWED.keys() | ELSEWHERE.keys() == NAMED.keys()
 
