@@ -23,7 +23,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.outputs import WITHOUT_FLAT_PARAMETERS
+from rockplan.graph_builder.tracing.refusals import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
 from rockplan.options import Options, checked
 from rockplan.runtime.hooks import has_hooks

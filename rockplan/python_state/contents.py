@@ -141,13 +141,10 @@ def is_same(a: object, b: object) -> bool:
     if a is b:
         return True
     try:
-        return bool(_read(a) == _read(b))
+        one, other = (_Reading(()).value(value, strict=False) for value in (a, b))
+        return bool(one == other)
     except _ERRORS:
         return False
-
-
-def _read(value: object) -> Any:
-    return _Reading(()).value(value, strict=False)
 
 
 def contents_of(
@@ -175,8 +172,7 @@ def contents_of(
 
 
 def _is_value(value: object) -> bool:
-    """True for plain immutable values. (Fractions are compared by class: isinstance asks an
-    abstract class, which needs a hash.)"""
+    # Fractions by class: isinstance asks an abstract class, which needs a hash.
     return isinstance(value, _PLAIN) or type(value) is Fraction
 
 
@@ -275,8 +271,7 @@ class _Reading:
         return type(value), self._named(self._attributes(value), strict=True)
 
     def _attributes(self, value: object) -> list[tuple[str, Any]]:
-        """Return (name, value) of the attributes that count. `use_cache` of a configuration does
-        not."""
+        # `use_cache` of a configuration does not count.
         pairs = _attributes(value)
         if key_value_cache.configuration_class(type(value)) is None:
             return pairs

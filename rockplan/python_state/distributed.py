@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import math
 import sys
+from collections import Counter
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.python_state import trees
+from rockplan.values.graph import MeshGroup
 from rockplan.values.interface import PlacedStrides, Strides
 
 _TENSOR, _COLLECTIVES = "torch.distributed.tensor", "torch.distributed._functional_collectives"
@@ -148,3 +150,34 @@ def why_not_shown(spec: Any) -> str:
                 "unequal parts"
             )
     return ""
+
+
+class MeshGroups:
+    """The processes that a collective exchanges data with, by dimensions of device meshes: equal
+    in all processes of a mesh but for the name of the group."""
+
+    def __init__(self) -> None:
+        self._meshes: set[Any] = set()
+        self._dimensions: dict[str, tuple[str, int]] = {}
+        self._known: dict[str, MeshGroup] = {}
+        self._count: Counter[tuple[str, int]] = Counter()
+
+    def add(self, mesh: Any) -> None:
+        """Note the process groups of the dimensions of `mesh`."""
+        if mesh not in self._meshes:
+            self._meshes.add(mesh)
+            names = mesh.mesh_dim_names or map(str, range(mesh.ndim))
+            for number, dimension in enumerate(names):
+                name = mesh.get_group(number).group_name
+                self._dimensions.setdefault(name, (dimension, mesh.size(number)))
+
+    def named(self, argument: Any) -> Any:
+        """Return what a plan has in place of `argument` of a collective: a MeshGroup for the name
+        of a process group of a known mesh, else the argument itself."""
+        if not isinstance(argument, str) or argument not in self._dimensions:
+            return argument
+        if argument not in self._known:
+            dimension = self._dimensions[argument]
+            self._known[argument] = MeshGroup(*dimension, self._count[dimension], argument)
+            self._count[dimension] += 1
+        return self._known[argument]

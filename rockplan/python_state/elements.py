@@ -11,6 +11,7 @@ functions only defaults, cells and attributes, of their classes only data.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import gc
@@ -91,8 +92,7 @@ def _itself(owner: str, key: Any) -> str:
     return f"{owner}.{key}" if key == "__class__" else owner
 
 
-def _keep(owner: Any, elements: list[Element]) -> None:
-    """Write nothing, of objects that cannot be changed."""
+def _keep(owner: Any, elements: list[Element]) -> None: ...
 
 
 def _row(
@@ -142,7 +142,7 @@ def _sequence(base: Any) -> Access:
 
 
 def _members(owner: Any) -> list[Element]:
-    """List the members of a set; members are their own keys. Plain ones are sorted."""
+    # Members are their own keys.
     members = [*(set if isinstance(owner, set) else frozenset).__iter__(owner)]
     plain = [m for m in members if id(type(m)) in PLAIN]
     others = [m for m in members if id(type(m)) not in PLAIN]
@@ -179,15 +179,11 @@ ATTRIBUTES = Access(
 
 def slots_held(owner: Any) -> list[Element]:
     """List the slots of an object that are filled, with their values."""
-    held = ((key, _slot(slot, owner)) for key, slot in slots(type(owner)).items())
-    return [(key, value) for key, value in held if value is not _NOTHING]
-
-
-def _slot(slot: types.MemberDescriptorType, owner: Any) -> Any:
-    try:
-        return slot.__get__(owner)
-    except AttributeError:  # it is empty
-        return _NOTHING
+    held: list[Element] = []
+    for key, slot in slots(type(owner)).items():
+        with contextlib.suppress(AttributeError):  # it is empty
+            held.append((key, slot.__get__(owner)))
+    return held
 
 
 @once_for_each_class
@@ -227,7 +223,6 @@ SLOTS = _each(
 
 
 def _of_class(kind: type) -> list[Element]:
-    """List the data on a class, and on the user's methods, too."""
     is_users = not is_library(kind.__module__)
 
     def counts(name: str, value: Any) -> bool:
@@ -244,7 +239,6 @@ ON_CLASS = replace(_SET_ON_CLASS, parts=lambda kind: (*vars(kind), *vars(kind).v
 
 
 def _class(kind: type) -> list[Element]:
-    """List what is on a class, and, of the user's and of modules', the bases."""
     is_followed = not is_library(kind.__module__) or issubclass(kind, nn.Module)
     bases = kind.__mro__[1:] if is_followed else ()
     return [("", Aspect(kind, ON_CLASS)), *(("", base) for base in bases)]
@@ -280,8 +274,6 @@ def _function(function: types.FunctionType) -> list[Element]:
 
 
 def _variables_of(function: types.FunctionType) -> Iterable[Variables]:
-    """Return the global variables of the user's files that a function of theirs names, and of the
-    files that it imports or names."""
     code, own = function.__code__, function.__globals__
     names = names_in(code)
     waiting = [Variables(own, global_names_in(code))]
@@ -414,8 +406,6 @@ def is_small(value: Any) -> bool:
 
 
 def _array(owner: Any) -> list[Element]:
-    """List the elements of an array of objects; of another one its shape and bytes, or, if it is
-    large, its identity."""
     if isinstance(owner, numpy.ndarray) and owner.dtype == object:
         is_row = owner.ndim == 1
         return [(i[0] if is_row else i, owner[i]) for i in numpy.ndindex(owner.shape)]
@@ -461,8 +451,8 @@ def _frame(owner: types.GeneratorType[Any, Any, Any]) -> list[Element]:
 
 _NUMBERS: tuple[Any, ...] = (int, float, complex, str, bytes)
 _PLAIN = (*_NUMBERS, bool, type(None), type(Ellipsis), range)
-_OF_TENSORS = (torch.dtype, torch.device, torch.layout, torch.memory_format)
-PLAIN = frozenset(map(id, (*_PLAIN, *_OF_TENSORS)))
+_PLAIN += (torch.dtype, torch.device, torch.layout, torch.memory_format)
+PLAIN = frozenset(map(id, _PLAIN))
 """Identities of the classes of values that compare by `==`."""
 
 _BOUND_IN_C = (types.BuiltinFunctionType, types.MethodWrapperType)
@@ -520,17 +510,13 @@ _BARE = frozenset(
 )
 """Identities of classes whose objects have no attributes."""
 
-_FIXED = frozenset(
-    map(
-        id,
-        (
-            *(types.ModuleType, types.CodeType, types.FrameType, types.MethodDescriptorType),
-            *(types.WrapperDescriptorType, types.GetSetDescriptorType, type(torch.ops.aten)),
-            *(types.MemberDescriptorType, types.ClassMethodDescriptorType),
-            *(type(threading.Lock()), type(threading.RLock()), re.Pattern),
-        ),
-    )
+_MACHINERY: tuple[Any, ...] = (
+    *(types.ModuleType, types.CodeType, types.FrameType, types.MethodDescriptorType),
+    *(types.WrapperDescriptorType, types.GetSetDescriptorType, type(torch.ops.aten)),
+    *(types.MemberDescriptorType, types.ClassMethodDescriptorType),
+    *(type(threading.Lock()), type(threading.RLock()), re.Pattern),
 )
+_FIXED = frozenset(map(id, _MACHINERY))
 _OPAQUE = (
     *("torch.", "logging.", "threading.", "concurrent.", "socket.", "asyncio.", "importlib."),
     *("multiprocessing.", "_thread.", "_frozen_importlib", "_io.TextIO", "_io.Buff", "_pytest."),
@@ -639,11 +625,9 @@ def replaced(value: Any, of: Callable[[torch.Tensor], torch.Tensor | None]) -> A
 
 @once_for_each_class
 def _is_of_nodes(kind: type) -> bool:
-    """True for classes of autograd nodes. (Their abstract class needs a hash of the class, which
-    may have none.)"""
     try:
         return issubclass(kind, torch.autograd.graph.Node)
-    except TypeError:
+    except TypeError:  # an abstract class needs a hash of the class, which may have none
         return False
 
 

@@ -50,14 +50,15 @@ class GivenCall:
         """Return the arguments of a call, and the elements that each container in them has now."""
         leaves = trees.tree_leaves((args, kwargs))
         objects = [*trees.objects((args, kwargs))]
-        positions = {id(x): i for i, x in reversed([*enumerate(leaves)]) if not _is_plain(x)}
+        positions = {
+            id(leaf): i
+            for i, leaf in reversed([*enumerate(leaves)])
+            if isinstance(leaf, torch.Tensor) or not isinstance(leaf, trees.UNCHANGING)
+        }
         numbers = {id(o): n for n, o in reversed([*enumerate(objects)])}
         containers = [(n, objects[n]) for n in sorted(numbers.values())]
-        before = tuple(
-            (number, owner, _row(owner).read(owner))
-            for number, owner in containers
-            if isinstance(owner, dict | list)
-        )
+        kept = ((number, owner) for number, owner in containers if isinstance(owner, dict | list))
+        before = tuple((number, owner, _row(owner).read(owner)) for number, owner in kept)
         return cls(positions, numbers, before, (leaves, objects))
 
     def with_contents(self, result: Any) -> Any:
@@ -80,10 +81,6 @@ class GivenCall:
         if id(node) in self.numbers:
             return GivenContainer(self.numbers[id(node)])
         return trees.mapped(node, self._by_position)
-
-
-def _is_plain(leaf: Any) -> bool:
-    return isinstance(leaf, trees.UNCHANGING) and not isinstance(leaf, torch.Tensor)
 
 
 def _row(container: dict[Any, Any] | list[Any]) -> Access:

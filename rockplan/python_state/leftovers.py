@@ -93,14 +93,18 @@ class Leftovers:
 
     def _empty_function_caches(self) -> None:
         identities = frozenset(map(id, self.alive()))
-        for cache in _function_caches():
+        everything = gc.get_objects()
+        # Without a line of Python for each object.
+        are_caches = map(
+            operator.is_, map(type, everything), itertools.repeat(functools._lru_cache_wrapper)
+        )
+        for cache in itertools.compress(everything, are_caches):
             if not identities.isdisjoint(map(id, cached_in(cache))):
                 cache.cache_clear()
         gc.collect()
 
     def _remove_others(self) -> str | None:
-        """Remove the tensors from holders, level by level (up to `_DEEPEST`), until none is alive.
-        Return the name of the first holder, None without one."""
+        """Level by level, until none is alive; None if nothing held them."""
         first: str | None = None
         for _ in range(_DEEPEST):
             alive = self.alive()
@@ -147,15 +151,6 @@ def _held_once(things: list[Any]) -> list[Any]:
 def _content(cell: types.CellType) -> object:
     content = next((held for _, held in CELL.read(cell)), None)
     return tuple(content.values()) if type(content) is dict else content
-
-
-def _function_caches() -> Iterator[Any]:
-    """Yield every functools.lru_cache of the process, without a line of Python for each object."""
-    everything = gc.get_objects()
-    kinds = map(type, everything)
-    return itertools.compress(
-        everything, map(operator.is_, kinds, itertools.repeat(functools._lru_cache_wrapper))
-    )
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
@@ -219,15 +214,9 @@ def _described(owner: Any) -> str:
     for referrer in gc.get_referrers(owner):
         if getattr(referrer, "__dict__", None) is owner:
             return f"a {type(referrer).__qualname__}"
-    variable = _global_name(owner)
-    return variable or f"a {type(owner).__qualname__}"
-
-
-def _global_name(owner: Any) -> str | None:
-    """Return the name of the global variable whose value is `owner`, None if there is none."""
     for name, module in list(sys.modules.items()):
         variables = getattr(module, "__dict__", None) or {}
         for key, value in list(variables.items()):
             if value is owner:
                 return f"{name}.{key}"
-    return None
+    return f"a {type(owner).__qualname__}"

@@ -115,7 +115,9 @@ class Surroundings:
                 for key in {**before, **after}:
                     pair = before.get(key, GONE), after.get(key, GONE)
                     is_alike = not any(v is GONE for v in pair) and is_same(*pair)
-                    if not (is_alike or _is_new_table(one.row, key, *pair)):
+                    # New entries of a dictionary that forwards fill with a tensor for each size.
+                    is_new = pair[0] is GONE and one.row is ITEMS and isinstance(key, _SIZES)
+                    if not (is_alike or is_new and any(True for _ in tensors_in(pair[1]))):
                         return Place(one.row.named(one.place.text, key), one.place.module)
         return None
 
@@ -146,8 +148,7 @@ def _guarded(row: Access, elements: list[Element], names: frozenset[str]) -> lis
 
 
 def _holds_registered(walk: Walk, module: nn.Module) -> bool:
-    """True if something other than a registry, or the list of a recurrent layer, holds one of the
-    parameters and buffers."""
+    # Registries, and the lists of recurrent layers, do not count.
     known = {id(t) for t in (*module.parameters(), *module.buffers())}
     own = {id(vars(m)[name]) for m in module.modules() for name in ("_parameters", "_buffers")}
     for m in module.modules():
@@ -165,12 +166,6 @@ def _holds_registered(walk: Walk, module: nn.Module) -> bool:
 def _by_key(elements: list[Element]) -> dict[Any, Any]:
     # Tensors among the keys of dictionaries compare by identity.
     return {("", id(k)) if isinstance(k, torch.Tensor) else k: value for k, value in elements}
-
-
-def _is_new_table(row: Access, key: Any, before: Any, now: Any) -> bool:
-    """True for a new entry of a dictionary that forwards fill with a tensor for each size."""
-    is_new = before is GONE and row is ITEMS and isinstance(key, _SIZES)
-    return is_new and any(True for _ in tensors_in(now))
 
 
 # Classes of the keys of such dictionaries.

@@ -159,8 +159,7 @@ _SCANNED: dict[str, tuple[tuple[int, int], list[tuple[str, Any]]]] = {}
 
 
 def _generators() -> Iterator[tuple[str, Any]]:
-    """Yield (name, generator) of the generators of random numbers that are global variables of
-    loaded files, but sympy's, which tries numbers that make no difference."""
+    # But sympy's, which tries numbers that make no difference.
     yield from EVERYBODYS.items()
     for name, file in [*sys.modules.items()]:
         variables = getattr(file, "__dict__", None)
@@ -232,7 +231,6 @@ class Walk:
             self._follow(names_in(value.__code__) - self.names)
 
     def _node(self, at: int) -> list[Any]:
-        """Return what an object refers to; queue what was not met before."""
         value, row = self.objects[at], self.rows[at]
         node: list[Any] = [
             id(value) if row is None else id(row) if type(value) is Aspect else id(type(value))
@@ -246,15 +244,16 @@ class Walk:
                     node.append(part)
                 elif id(kind) in PLAIN:
                     node.append((kind, repr(part) if kind in (float, complex) else part))
-                elif is_class and id(kind) in _METHODS and not self._is_followed(element[0]):
+                elif (
+                    is_class
+                    and id(kind) in _METHODS
+                    and not (element[0] in self.names or element[0].startswith("__"))
+                ):
                     node.append(("method", id(part)))
                     self._waiting[element[0]].append((part, at, position))
                 else:
                     node.append(self._meet(part, at, position))
         return node
-
-    def _is_followed(self, name: str) -> bool:
-        return name in self.names or name.startswith("__")
 
     def _follow(self, names: Iterable[str]) -> None:
         for name in sorted(names):
@@ -283,7 +282,7 @@ class Walk:
         return Place(_REGISTRY.sub(r".\1", text), start.module, start.is_callers)
 
     def _named(self, n: int) -> Place | None:
-        """Return the place of an object that has a name of its own, None for others."""
+        """None for what has no name of its own."""
         value, (parent, _), root = self.objects[n], self.met[n], self.root_of(n)
         if parent == 0:
             return Place(root.name, root.module, root.is_callers)
@@ -324,8 +323,7 @@ class Walk:
         return StateChange(later.place(n), owner, value, later.objects[n])
 
     def _by_key(self, n: int) -> dict[Any, tuple[Any, Any, Any]]:
-        """Return, for an object, (its key in the node, how often that was there before) -> (key,
-        element, the latter in the node)."""
+        """(Key in the node, how often it was there before) -> (key, element, that in the node)."""
         found: dict[Any, tuple[Any, Any, Any]] = {}
         codes = iter(self.nodes[n][1:])
         held = (self.held[n][position] for position in self.counted[n])

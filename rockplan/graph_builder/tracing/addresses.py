@@ -8,17 +8,21 @@ libraries cause that skip their kernels under a fake mode.
 
 from __future__ import annotations
 
+import itertools
 import linecache
+import traceback
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
 
 from rockplan.errors import UnsupportedModel
+from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import first_argument, frames, is_of_users
+from rockplan.graph_builder.tracing.source_lines import Where, first_argument, frames, is_of_users
 
 NO_ADDRESS = "Cannot access data pointer of Tensor"
 """Part of PyTorch's error when C++ asks a fake tensor for its memory."""
@@ -34,15 +38,13 @@ _TYPED_IN = ("<stdin>", "<string>", "<ipython")
 Frame = tuple[types.FrameType, int]
 """A frame and the line that runs in it."""
 
-Frames = Iterator[Frame]
-"""A stack, the innermost frame first."""
 
-
-def of_address(frames: Frames) -> str:
+def of_address(frames: Iterable[Frame]) -> str:
     """Return the message for Python or C++ code that asks a tensor for its address: the kernel and
     the user's code, as far as they are known. frames: the stack at that moment, innermost first."""
     users = _users(frames)
-    kernel = next(filter(None, (_kernel(frame) for frame, _ in _up_to_caller(users))), _FOREIGN)
+    up_to_caller = itertools.takewhile(lambda entry: not _is_caller(entry[0]), users)
+    kernel = next(filter(None, (_kernel(frame) for frame, _ in up_to_caller)), _FOREIGN)
     asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
     if not asking:
         return NAMED["address by a library"].text(kernel=kernel)
@@ -55,40 +57,18 @@ def of_address(frames: Frames) -> str:
     )
 
 
-def running() -> Frames:
-    """Return the frames of the current stack."""
+def running() -> Iterator[Frame]:
+    """Yield the frames of the current stack, the innermost first."""
     return ((frame, frame.f_lineno) for frame in frames())
 
 
-def _raised(error: BaseException) -> Frames:
-    frames: list[Frame] = []
-    traceback = error.__traceback__
-    while traceback is not None:
-        frames.append((traceback.tb_frame, traceback.tb_lineno))
-        traceback = traceback.tb_next
-    yield from reversed(frames)
-
-
-def _place(users: Sequence[Frame], module: nn.Module) -> tuple[str, str]:
-    """Return (path of the submodule of `module`, the user's 'file:line') in which the frames ran;
-    '' for what is unknown. users: frames outside of PyTorch and rockplan, innermost first."""
-    paths = {id(m): path for path, m in module.named_modules()}
-    held = (paths.get(id(first_argument(frame))) for frame, _ in users)
-    path = next((path for path in held if path is not None), "")
-    outside = [entry for entry in users if not _is_launcher(entry[0])]
-    return path, _source(*outside[0]) if outside else ""
-
-
-def _users(frames: Frames) -> list[Frame]:
+def _users(frames: Iterable[Frame]) -> list[Frame]:
     named = ((f, line, f.f_code.co_filename) for f, line in frames)
     return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
 
 
-def _up_to_caller(users: Sequence[Frame]) -> Frames:
-    for entry in users:
-        if isinstance(first_argument(entry[0]), FunctionCtx | nn.Module):
-            return
-        yield entry
+def _is_caller(frame: types.FrameType) -> bool:
+    return isinstance(first_argument(frame), FunctionCtx | nn.Module)
 
 
 def _is_launcher(frame: types.FrameType) -> bool:
@@ -96,8 +76,7 @@ def _is_launcher(frame: types.FrameType) -> bool:
 
 
 def _kernel(frame: types.FrameType) -> str | None:
-    """Return 'the kernel add' if `self` of the frame is a launcher with a name or a function, else
-    None."""
+    """None unless `self` of the frame is a launcher with a name or a function."""
     launcher = first_argument(frame)
     if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
         return None
@@ -118,7 +97,7 @@ def _function(frame: types.FrameType) -> str:
 
 def _called_by(outer: Sequence[Frame]) -> str:
     for frame, line in outer:
-        if isinstance(first_argument(frame), FunctionCtx | nn.Module):
+        if _is_caller(frame):
             return f", called by {_function(frame)} at {_source(frame, line)}"
     return ""
 
@@ -147,5 +126,37 @@ def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
     """Return the error to raise if C++ asked for the memory of a fake tensor, else None."""
     if NO_ADDRESS not in str(error):
         return None
-    place = _place(_users(_raised(error)), module)
-    return UnsupportedModel.at(*place, of_address(_raised(error)))
+    raised = [*traceback.walk_tb(error.__traceback__)][::-1]
+    paths = {id(m): path for path, m in module.named_modules()}
+    held = (paths.get(id(first_argument(frame))) for frame, _ in _users(raised))
+    path = next((path for path in held if path is not None), "")
+    sources = (_source(*entry) for entry in _users(raised) if not _is_launcher(entry[0]))
+    return UnsupportedModel.at(path, next(sources, ""), of_address(raised))
+
+
+class Unwritten:
+    """Uninitialized storages (by number): made by `torch.empty`, and not written by a call. A
+    kernel outside of PyTorch wrote them, or was skipped under a fake mode, and a plan would train
+    on random content: reads are refused."""
+
+    def __init__(self) -> None:
+        self._made: dict[int, tuple[str, Where]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._made)
+
+    def makes(self, operator: OpOverload, storages: Iterable[int], where: Where) -> None:
+        """Note new storages, if `operator` leaves them uninitialized."""
+        if facts.facts_of(operator).makes_unwritten:
+            self._made |= dict.fromkeys(storages, (maker(), where))
+
+    def written(self, storages: Iterable[int]) -> None:
+        """Note that a call has written to storages, at least to a part of each."""
+        for storage in storages:
+            self._made.pop(storage, None)
+
+    def refuse(self, storages: Iterable[int], reader: str) -> None:
+        """Raise CaptureError if one of the storages that `reader` reads is uninitialized. reader:
+        in words, for the message."""
+        for by, where in (self._made[s] for s in storages if s in self._made):
+            raise NAMED["unwritten memory"].at(*where, reader=reader, maker=by)

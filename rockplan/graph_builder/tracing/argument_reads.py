@@ -1,8 +1,10 @@
-"""Argument reads: whether a step looks at leaves of its arguments that are believed to be unread.
+"""Argument and attribute reads: whether a step looks at leaves of its arguments that are believed
+to be unread, and at which attributes of modules and of configurations of transformers. What nobody
+reads makes no other kind of call: a trainer's own marks, what a checkpoint notes.
 
-takes: positions of leaves. guarantees: while a forward and its backward are recorded, each use of
-these is noted: of numbers and text by proxies, of tensors by a mode; what is used, returned, or
-kept is read.
+takes: positions of leaves; a module. guarantees: while a forward and its backward are recorded,
+each use of these is noted: of numbers and text by proxies, of tensors by a mode; what is used,
+returned, or kept is read.
 
 A proxy has the class of its value for `isinstance`; what is not seen is code that asks for
 `type(value)` and then leaves it alone, so nothing is unread where the user's code asks for types.
@@ -14,16 +16,21 @@ import contextlib
 import functools
 import re
 import sys
+import threading
 import types
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from rockplan.graph_builder.tracing.patches import exchanged
+from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
 from rockplan.python_state.code_names import is_library, names_in
+from rockplan.values.interface import EVERYTHING, AttributesRead
 
 _DUNDERS = re.findall(
     r"\w+",
@@ -52,9 +59,7 @@ class _Watched:
         return getattr(value, name)
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*_without(args), **_without(kwargs or {}))
 
 
@@ -89,9 +94,7 @@ class _Touches(TorchFunctionMode):
         self.of: dict[int, int] = {}
         self._note = note
 
-    def __torch_function__(
-        self, func: Any, kinds: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def __torch_function__(self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if not str(sys._getframe(1).f_globals.get("__name__")).startswith("rockplan."):
             for leaf in trees.tree_leaves((args, kwargs)):
@@ -105,7 +108,10 @@ class ArgumentsWatched:
     what the forward can reach."""
 
     def __init__(self, positions: frozenset[int], reached: Sequence[Any]) -> None:
-        self._positions = frozenset() if positions and _asks_types(reached) else positions
+        functions = (f for f in reached if type(f) is types.FunctionType)
+        own = (f for f in functions if positions and not is_library(f.__module__))
+        asks_types = any(names_in(f.__code__) & {"type", "__class__"} for f in own)
+        self._positions = frozenset() if asks_types else positions
         self._read: set[int] = {*positions} - self._positions
         self._alive: list[tuple[int, weakref.ref[_Watched]]] = []
         self._touches = _Touches(self._read.add)
@@ -153,13 +159,47 @@ class ArgumentsWatched:
         return self._positions - self._read - kept
 
 
-def _asks_types(reached: Sequence[Any]) -> bool:
-    """True if code of the user's names `type` or `__class__`."""
-    functions = (f for f in reached if type(f) is types.FunctionType)
-    own = (f for f in functions if not is_library(f.__module__))
-    return any(names_in(f.__code__) & {"type", "__class__"} for f in own)
+class ReadsNoted:
+    """Notes what is read of the modules in `module`, and of configurations, while `noted`."""
 
+    def __init__(self, module: nn.Module) -> None:
+        modules = [*module.modules()]
+        self._names: tuple[set[str], set[str]] = set(), set()
+        self._is_all = False
+        self._owners: dict[type, set[str]] = {nn.Module: self._names[0]}
+        for value in (v for m in modules for v in m.__dict__.values()):
+            base = key_value_cache.configuration_class(type(value))
+            if base is not None:
+                self._owners[base] = self._names[1]
+        own = {type(m).__getattribute__ for m in modules}
+        self._is_all = own != {nn.Module.__getattribute__}
 
-def idle(inputs: tuple[tuple[int, int], ...], read: set[int]) -> frozenset[int]:
-    """Return the positions of inputs that no operator reads. inputs: (position, value)."""
-    return frozenset(position for position, value in inputs if value not in read)
+    @contextlib.contextmanager
+    def noted(self) -> Iterator[None]:
+        """Note what this thread reads in the `with` block."""
+        with contextlib.ExitStack() as stack:
+            for owner, names in self._owners.items():
+                original: Any = owner.__getattribute__
+                noting = self._noting(original, names, threading.get_ident())
+                stack.enter_context(exchanged(owner, "__getattribute__", noting))
+            yield
+
+    def _noting(
+        self, original: Callable[[Any, str], Any], names: set[str], thread: int
+    ) -> Callable[[Any, str], Any]:
+        def read(owner: Any, name: str) -> Any:
+            if name not in names and threading.get_ident() == thread:
+                by = str(sys._getframe(1).f_globals.get("__name__"))
+                if name == "__dict__":
+                    self._is_all |= by != nn.Module.__module__ and not by.startswith("rockplan.")
+                elif not by.startswith("rockplan."):
+                    names.add(name)
+            return original(owner, name)
+
+        return read
+
+    @property
+    def found(self) -> AttributesRead:
+        """What was read so far."""
+        of_modules, of_configurations = map(frozenset, self._names)
+        return EVERYTHING if self._is_all else AttributesRead(of_modules, of_configurations)

@@ -38,8 +38,6 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return `replacement` of a patch: it makes a function that raises this refusal (of NAMED)."""
-
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             recording.refuse(NAMED[refusal].text())
@@ -50,9 +48,6 @@ def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
 
 
 def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `torch.max_pool1d`, which makes the input contiguous where eager's
-    kernel does: on CPU, when no gradient is needed."""
-
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
         if input.device.type == "cpu" and not with_indices:
@@ -83,10 +78,6 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
-    """Return `replacement` of a patch: it makes a function that raises the refusal under autocast
-    on the device of its first argument, and else is the original. name: of the function, in the
-    message."""
-
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             if torch.is_autocast_enabled(first.device.type):
@@ -142,9 +133,6 @@ def _detached(result: Any) -> Any:
 
 
 def _telling(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for a method that returns all values of a tensor (`tolist`, `numpy`),
-    called on a real copy of the tensor, outside of a recording on the tensor itself."""
-
     def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         real = recording.read_all(tensor)
         if real is None:
@@ -187,8 +175,6 @@ class _CompiledLater:
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     def data_ptr(owner: Any) -> Any:
-        """Return the address, 0 to `deepcopy` of a fake tensor. Raises the refusal to other code
-        while recording."""
         # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
         if is_copied and isinstance(owner, FakeTensor):
@@ -201,16 +187,11 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `nn.Module._apply`, by which `.to()` and the like move a module.
-    PyTorch fails to move stand-ins of parameters, which have other references."""
-
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
-        """Return the module, moved unless it is there already (`expert.to(x.device)`). Raises the
-        refusal if it has stand-ins."""
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
-        if all(function(tensor) is tensor for tensor in tensors):
+        if all(function(tensor) is tensor for tensor in tensors):  # `expert.to(x.device)`
             return module
-        try:
+        try:  # PyTorch fails to move stand-ins of parameters, which have other references
             moved: nn.Module = original(module, function, recurse)
         except RuntimeError:
             recording.refuse(NAMED["moved module"].text(kind=type(module).__qualname__))
@@ -220,10 +201,8 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _data(original: Any, recording: RecordingAccess) -> Any:
-    """Return a property in place of `Tensor.data`, whose setter does nothing for the memory that
-    the tensor has (`p.data = p.data.contiguous()`), and raises the refusal for other memory."""
-
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
+        # Nothing is done for the memory that it has (`p.data = p.data.contiguous()`).
         if not is_same_memory(tensor, recording.known(other)):
             recording.refuse(NAMED["other memory"].text())
 
@@ -237,14 +216,9 @@ _HOOK = _refusing("hook on a tensor")
 _BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
 # Up to torch 2.13 the generator has no inner implementation.
-_CHECKPOINT_HOOKS = next(
-    name
-    for name in (
-        "_checkpoint_without_reentrant_generator_impl",
-        "_checkpoint_without_reentrant_generator",
-    )
-    if hasattr(checkpoint, name)
-)
+_CHECKPOINT_HOOKS = "_checkpoint_without_reentrant_generator"
+if hasattr(checkpoint, f"{_CHECKPOINT_HOOKS}_impl"):
+    _CHECKPOINT_HOOKS += "_impl"
 _CHECKPOINTED = (
     "what is computed again is the plan's decision, and a checkpoint's replay of draws cannot be "
     "recorded: it calls its function directly"
@@ -257,9 +231,6 @@ _ADDRESS = "fake tensors have no memory, and what is done with that of others is
 
 
 def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `disable_saved_tensors_hooks`, by which torch.func forbids hooks on
-    saved tensors: ours are taken off for the time, others still raise there."""
-
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)

@@ -14,8 +14,7 @@ from torch.nn.modules import module as module_hooks
 
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, left_behind, modes, patches
-from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched
-from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
+from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
 from rockplan.graph_builder.tracing.host_random import DrawingLine
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
@@ -149,8 +148,6 @@ def named_error(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """While active, the recorder knows which submodule is running in this thread (hooks on all
-    modules see all threads)."""
     paths = {id(m): path for path, m in module.named_modules()}
     stack = recorder.module_stack
 

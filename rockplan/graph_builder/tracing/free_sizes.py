@@ -11,7 +11,7 @@ compared with static ones (`captures.open_sizes`).
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
@@ -41,10 +41,7 @@ class StaticSizes(CaptureError):
     constants; is_of_pair: other sizes may be open."""
 
     def __init__(
-        self,
-        message: str,
-        fixed: tuple[Place, ...] = (),
-        is_of_pair: bool = False,
+        self, message: str, fixed: tuple[Place, ...] = (), is_of_pair: bool = False
     ) -> None:
         super().__init__(message)
         self.fixed = fixed
@@ -84,7 +81,6 @@ class FreeSizes:
     def _strides(
         self, position: int, shape: Sequence[Any], before: Layout, now: Layout
     ) -> list[Any]:
-        """Return strides: products of sizes where both calls have no gaps, else symbols."""
         order = outermost_first(now[1])
         dense = [dense_strides(sizes, order) for sizes, _ in (before, now)]
         if dense == [before[1], now[1]]:
@@ -154,9 +150,9 @@ def texts_specialize() -> Iterator[None]:
                 own = vars(kind).get(name)
                 undo = (delattr, kind, name) if own is None else (setattr, kind, name, own)
                 stack.callback(*undo)
-                setattr(kind, name, _as_number(name, plain))
+
+                def text(number: Any, *args: Any, _name: str = name, _plain: Any = plain) -> Any:
+                    return getattr(_plain(number), _name)(*args)
+
+                setattr(kind, name, text)
         yield
-
-
-def _as_number(name: str, plain: Callable[[Any], Any]) -> Any:
-    return lambda number, *args: getattr(plain(number), name)(*args)

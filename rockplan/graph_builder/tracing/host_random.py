@@ -59,8 +59,7 @@ class DrawingLine:
 
 
 def _argument(frame: types.FrameType | None, line: int) -> str:
-    """Say which argument of a forward that is running takes what `line` of `frame` draws, by the
-    name that the value gets in the functions that are running; '' if there is none."""
+    # By the name that the value gets in the functions that are running.
     names: set[str] = set()
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -21,12 +21,6 @@ from rockplan.python_state import distributed, trees
 from rockplan.python_state.given import GivenContainer, WithContents
 from rockplan.values import interface as interfaces
 
-# FullyShardedDataParallel keeps the parameters of a module in one.
-WITHOUT_FLAT_PARAMETERS = (
-    "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it in "
-    "DistributedDataParallel"
-)
-
 
 def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     """Return the leaf of the result at `position` as a fake tensor, or itself if it is plain data.
@@ -111,9 +105,9 @@ def backward_starts(
 def _as_before(
     precedent: interfaces.Precedent, outputs: Sequence[Any], candidates: Sequence[int]
 ) -> interfaces.Incoming | None:
-    """Return the starts of an earlier call, with strides for these outputs. None if they do not
-    fit, or if they reach less than all `candidates` reach and occurred only once (a plan serves
-    backward passes that reach less than planned, but none that reach more)."""
+    """None if the starts of the earlier call do not fit, or if they reach less than all
+    `candidates` reach and occurred only once (a plan serves backward passes that reach less than
+    planned, but none that reach more)."""
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
@@ -162,11 +156,8 @@ def likely_starts(outputs: Sequence[Any], spec: trees.TreeSpec) -> tuple[int, ..
     candidates = _differentiable(outputs)
     named = _position_of_loss(outputs, spec)
     whole = leaves_reached(outputs[i] for i in candidates)
-    if (
-        named in candidates
-        and outputs[named].ndim == 0
-        and whole <= leaves_reached([outputs[named]])
-    ):
+    is_scalar = named in candidates and outputs[named].ndim == 0
+    if named is not None and is_scalar and whole <= leaves_reached([outputs[named]]):
         return (named,)
     return _no_parts_of_scalars(outputs, candidates)
 
@@ -212,7 +203,6 @@ def without_unread(
     names = [name for name, _ in trees.named_leaves(trees.tree_unflatten(outputs, spec))]
 
     def known(position: int, output: Any) -> Any:
-        """Return the leaf, or `Unmade` in its place."""
         is_scalar = not isinstance(output, torch.Tensor) or output.ndim == 0
         if is_scalar or position in starts:
             return output
@@ -282,25 +272,17 @@ def output_leaves(
     leaves: list[interfaces.OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
-            _refuse_alias(recorder, output, position)
-            own_gradients.refuse_of_result(output, position)
             value, tangent = recorder.value(output), tangents.get(position)
+            if output.requires_grad and recorder.values[value].storage in recorder.leaf_storages:
+                raise NAMED["result that is an argument"].error(position=position)
+            own_gradients.refuse_of_result(output, position)
             incoming = None if tangent is None else recorder.value(tangent)
             leaf = (value, None, first, sources[position], incoming, output.requires_grad)
-            leaves.append(
-                interfaces.OutputLeaf(
-                    *leaf, distributed.spec_of(output), distributed.spec_of(tangent)
-                )
-            )
-            continue
-        leaves.append(interfaces.OutputLeaf(None, output, first, (), None, False))
+            specs = distributed.spec_of(output), distributed.spec_of(tangent)
+            leaves.append(interfaces.OutputLeaf(*leaf, *specs))
+        else:
+            leaves.append(interfaces.OutputLeaf(None, output, first, (), None, False))
     return tuple(leaves)
-
-
-def _refuse_alias(recorder: Recorder, output: torch.Tensor, position: int) -> None:
-    storage = recorder.values[recorder.value(output)].storage
-    if output.requires_grad and storage in recorder.leaf_storages:
-        raise NAMED["result that is an argument"].error(position=position)
 
 
 def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:

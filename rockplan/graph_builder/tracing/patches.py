@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.source_lines import Where
 from rockplan.python_state.walk import Root, Walk
 
 
@@ -27,7 +28,7 @@ class Interrupted(CaptureError):
     """Ends a recording that starts anew once something has been found out outside of it."""
 
 
-def _nobody(message: object) -> NoReturn:
+def nobody(message: object) -> NoReturn:
     raise AssertionError(message)
 
 
@@ -36,21 +37,19 @@ class RecordingAccess:
     """What a replacement may ask of the recording.
 
     refuse: raise with the place in the model; read_all: the real tensor for a recorded one; known:
-    the fake tensor for a real one;
-    is_active: whether a call of an operator would be recorded now; stop: raise an error that ends
-    the recording; place: path of the running module, and the user's source line; make_own: give
-    tensors (grouped by storage) memory of their own if no plan writes into what they have;
-    callers_writes: calls that wrote into tensors of the caller; made: tensors met so far, in order,
-    None for one that is gone;
+    the fake tensor for a real one; is_active: whether a call of an operator would be recorded now;
+    stop: raise an error that ends the recording; make_own: give tensors (grouped by storage) memory
+    of their own if no plan writes into what they have; callers_writes: calls that wrote into
+    tensors of the caller; made: tensors met so far, in order, None for one that is gone;
     checkpoints: gets what the function of each checkpoint that eager runs again could reach.
     """
 
-    refuse: Callable[[str], NoReturn] = _nobody
+    refuse: Callable[[str], NoReturn] = nobody
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
     known: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     is_active: Callable[[], bool] = lambda: False
-    stop: Callable[[CaptureError], NoReturn] = _nobody
-    place: Callable[[], tuple[str, str]] = lambda: ("", "")
+    stop: Callable[[CaptureError], NoReturn] = nobody
+    place: Callable[[], Where] = lambda: ("", "")
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
     callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
     made: Callable[[], Sequence[torch.Tensor | None]] = lambda: ()
@@ -112,9 +111,12 @@ def patched(patches: Iterable[Patch], recording: RecordingAccess | None = None) 
             for owner in patch.owners():
                 before = getattr(owner, patch.name)
                 made = patch.replacement(before, recording or RecordingAccess())
-                stack.enter_context(
-                    exchanged(owner, patch.name, _in_this_thread_only(made, before))
-                )
+                # What is neither a function nor a property other threads see, too.
+                if isinstance(made, property):
+                    made = property(made.fget, in_this_thread(made.fset, before.__set__))
+                elif callable(made) and not isinstance(made, type):
+                    made = in_this_thread(made, before)
+                stack.enter_context(exchanged(owner, patch.name, made))
         yield
 
 
@@ -134,15 +136,6 @@ def exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
             delattr(owner, name)
         else:
             setattr(owner, name, own)
-
-
-def _in_this_thread_only(replacement: Any, original: Any) -> Any:
-    """Return a replacement that other threads do not see; possible for functions and setters of
-    properties only."""
-    if isinstance(replacement, property):
-        return property(replacement.fget, in_this_thread(replacement.fset, original.__set__))
-    is_function = callable(replacement) and not isinstance(replacement, type)
-    return in_this_thread(replacement, original) if is_function else replacement
 
 
 def in_this_thread(function: Any, original: Any) -> Callable[..., Any]:

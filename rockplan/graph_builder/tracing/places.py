@@ -57,11 +57,9 @@ def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedVa
         begins[value.storage] = min(begins.get(value.storage, begin_bytes), begin_bytes)
     for stand_in in questions.asked_for_places():
         begins.pop(_storage(recorder, stand_in), None)
-    return tuple(_moved(value, begins.get(value.storage, 0)) for value in values)
-
-
-def _moved(value: RecordedValue, begin_bytes: int) -> RecordedValue:
-    if not begin_bytes:
-        return value
-    offset = value.spec.offset - begin_bytes // dtype_of(value.spec).itemsize
-    return replace(value, spec=replace(value.spec, offset=offset))
+    moved = [*values]
+    for i, value in enumerate(values):
+        if begin_bytes := begins.get(value.storage, 0):
+            offset = value.spec.offset - begin_bytes // dtype_of(value.spec).itemsize
+            moved[i] = replace(value, spec=replace(value.spec, offset=offset))
+    return tuple(moved)

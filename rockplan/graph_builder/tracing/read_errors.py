@@ -15,6 +15,7 @@ from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.recorder import OUTSIDE
 from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
 from rockplan.graph_builder.tracing.source_lines import (
+    Where,
     frames,
     of_experts,
     of_function,
@@ -50,13 +51,12 @@ def value_read_error(
     calls: Sequence[RecordedCall],
     names: Sequence[str],
     is_backward: bool,
-    module: str,
-    source: str,
+    where: Where,
     further: str,
 ) -> CaptureError:
     """Return the error for a read of a value in Python. calls: those that the value depends on;
     names: parameters, buffers and inputs that it depends on; is_backward: read in the backward
-    pass; module, source: path and line that read; further: a remedy."""
+    pass; further: a remedy."""
     what = f"a value that depends on {_listed(names)}"
     if not names:
         what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
@@ -73,7 +73,7 @@ def value_read_error(
             f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
         )
     remedy = f"{_known_remedy() or remedy}{further}{of_function()}{of_experts()}"
-    return NAMED["value"].at(module, source, who=who, what=what, remedy=remedy)
+    return NAMED["value"].at(*where, who=who, what=what, remedy=remedy)
 
 
 def _of_outside(calls: Sequence[RecordedCall]) -> str:
@@ -86,14 +86,10 @@ def _of_outside(calls: Sequence[RecordedCall]) -> str:
 
 
 def shape_error(
-    operator: OpOverload,
-    calls: Sequence[RecordedCall],
-    names: Sequence[str],
-    module: str,
-    source: str,
+    operator: OpOverload, calls: Sequence[RecordedCall], names: Sequence[str], where: Where
 ) -> CaptureError:
     """Return the error for a result of `operator` whose shape depends on values. calls, names: what
-    these depend on; module, source: path and line of the call."""
+    these depend on."""
     function = torch_function()
     if function:
         remedy = f"It is called by {function}. {OUTSIDE}"
@@ -102,7 +98,7 @@ def shape_error(
     what = f"the values of {_listed(names)}" if names else "the values of its input"
     what = _of_outside(calls) or what
     remedy = f"{remedy}{_of_the_callers(names)}{of_function()}{of_experts()}"
-    return NAMED["shape"].at(module, source, operator=operator, what=what, remedy=remedy)
+    return NAMED["shape"].at(*where, operator=operator, what=what, remedy=remedy)
 
 
 def _listed(names: Sequence[str]) -> str:

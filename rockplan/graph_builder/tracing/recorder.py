@@ -11,7 +11,7 @@ import bisect
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn, Protocol
 
@@ -38,11 +38,10 @@ from rockplan.graph_builder.operators.symbols import is_unknown, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
-from rockplan.graph_builder.tracing.groups import MeshGroups
+from rockplan.graph_builder.tracing.addresses import Unwritten
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import torch_function, user_source
+from rockplan.graph_builder.tracing.source_lines import Where, torch_function, user_source
 from rockplan.graph_builder.tracing.unwatched import Unwatched
-from rockplan.graph_builder.tracing.unwritten_memory import Unwritten
 from rockplan.python_state import distributed
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.memory import is_wrapper_kind
@@ -117,24 +116,20 @@ def overrides(kind: type, name: str) -> bool:
 class Reader(Protocol):
     """Answers what depends on values."""
 
-    def read(
-        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
-    ) -> object:
-        """Return the Python value that an operator reads from a tensor. module, source: path and
-        line of the call."""
+    def read(self, recorder: Recorder, call: Call, where: Where) -> object:
+        """Return the Python value that a call reads from a tensor."""
 
     def shaped(
         self,
         recorder: Recorder,
-        operator: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: str,
-        source: str,
-        unsized: Any = None,
+        func: OpOverload,
+        args: Any,
+        kwargs: Any,
+        where: Where,
+        unsized: Any,
     ) -> Any:
-        """Return the fake result of an operator whose result shape depends on values. module,
-        source: path and line of the call; unsized: the result with unknown sizes."""
+        """Return the fake result of an operator whose result shape depends on values. unsized: the
+        result with unknown sizes, None if there is none."""
 
 
 class Recorder(TorchDispatchMode):
@@ -168,7 +163,7 @@ class Recorder(TorchDispatchMode):
         self._unwatched = Unwatched(
             lambda tensor: self.values[self.value(tensor)].storage, self._results.of
         )
-        self._groups = MeshGroups()
+        self._groups = distributed.MeshGroups()
         # Tensors and storages are known as long as somebody else holds them.
         self._index_of: dict[int, int] = {}
         self._storages: dict[int, int] = {}
@@ -204,7 +199,11 @@ class Recorder(TorchDispatchMode):
         if index is None:
             index = len(self.values)
             self._know(tensor, index)
-            self.values.append(self._describe(tensor))
+            self._refuse_kind(tensor)
+            storage = tensor.untyped_storage()
+            size_bytes = known_number(storage.nbytes())
+            made = RecordedValue(tensor_spec(tensor), self._storage(storage), size_bytes)
+            self.values.append(made)
         return index
 
     def _know(self, tensor: torch.Tensor, index: int) -> None:
@@ -245,13 +244,6 @@ class Recorder(TorchDispatchMode):
         self.leaf_storages = frozenset(v.storage for v in self.values)
         self.given_values = len(self.values)
 
-    def _describe(self, tensor: torch.Tensor) -> RecordedValue:
-        """Return a new value for a tensor. Raises UnsupportedModel for an unsupported class."""
-        self._refuse_kind(tensor)
-        storage = tensor.untyped_storage()
-        size_bytes = known_number(storage.nbytes())
-        return RecordedValue(tensor_spec(tensor), self._storage(storage), size_bytes)
-
     def refuse(self, error: CaptureError) -> NoReturn:
         """Raise `error`, and remember it: a model that catches it, and continues in another way
         than in eager execution, is refused all the same."""
@@ -264,11 +256,7 @@ class Recorder(TorchDispatchMode):
             raise self.refused
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Record a call of an operator, and return its result. Operators of wrappers (DTensor) come
         again as those of inner tensors. Raises CaptureError if a plan cannot repeat the call."""
@@ -287,49 +275,41 @@ class Recorder(TorchDispatchMode):
     def _refuse_distributed(
         self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
-        """Note the process groups of the DTensors that an operator takes. Raises CaptureError where
-        a layout, or a random draw, is not shown to be in a plan what DTensor makes of it."""
         tensors = [t for t in facts.tensors((args, kwargs)) if distributed.is_distributed(t)]
         for tensor in tensors:
             self._note_spec(tensor)
-        if (
-            tensors
-            and tensors[0].device.type not in DRAWS_PLAINLY
-            and facts.is_random(func, args, kwargs)
-        ):
+        is_elsewhere = any(t.device.type not in DRAWS_PLAINLY for t in tensors[:1])
+        if is_elsewhere and facts.is_random(func, args, kwargs):
             self.refuse(NAMED["draw of a distributed tensor"].at(*self.place(), operator=func))
 
     def _note_spec(self, tensor: torch.Tensor) -> None:
-        """Note the processes of a DTensor. Raises where it is not shown that a plan has it."""
         self._groups.add(distributed.spec_of(tensor).mesh)
         if why := distributed.why_not_shown(distributed.spec_of(tensor)):
             self.refuse(NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why))
 
-    def _record(
-        self, func: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def _record(self, func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Record a call; return its fake result, or the Python value of a call that reads one.
         Raises CaptureError if a plan cannot repeat it."""
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
             return func(*args, **kwargs)
-        module, source = self.place()
-        self._refuse_unsupported(func, module, source)
+        where = self.place()
+        self._refuse_unsupported(func, where)
         if not isinstance(func, OpOverload):
             with self:
                 return func.py_kernels[_DENSE](*args, **kwargs)
         # Checked first: some fail with fake tensors.
         if kwargs.get("layout") not in (None, torch.strided):
             what = {"tensor": "what the forward makes", "layout": kwargs["layout"]}
-            raise NAMED["layout"].at(module, source, **what)
+            raise NAMED["layout"].at(*where, **what)
         if kwargs.get("generator") is not None:
-            raise NAMED["generator"].at(module, source, operator=func)
+            raise NAMED["generator"].at(*where, operator=func)
         args, kwargs, tensors = self._known(args, kwargs)
         if func is _IS_SET_TO:
             return is_same_memory(*args)
         if facts.facts_of(func).tells_python:
-            self.refuse_unwritten(map(self.value, tensors), f"{func} at {source} reads")
-            return self.reader.read(self, func, self._call(func, args, kwargs, ()), module, source)
+            self.refuse_unwritten(map(self.value, tensors), f"{func} at {where[1]} reads")
+            return self.reader.read(self, self._call(func, args, kwargs), where)
         called = func
         if self.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()
@@ -338,24 +318,24 @@ class Recorder(TorchDispatchMode):
             tensors = facts.tensors((args, kwargs))
         view = facts.out_of_place_view(func)
         if view is not None:
-            return self._change_shape(func, view, args, kwargs, module, source)
+            return self._change_shape(func, view, args, kwargs, where)
         reads = tuple(self.value(t) for t in tensors)
         if self._overwritten and {self.values[v].storage for v in reads} & self._overwritten:
-            raise NAMED["read of what was overwritten"].at(module, source, operator=func)
+            raise NAMED["read of what was overwritten"].at(*where, operator=func)
         writes = tuple(self.value(t) for t in facts.written(func, args, kwargs))
-        call = self._call(func, args, kwargs, ())
+        call = self._call(func, args, kwargs)
         try:
             result = self._result(func, args, kwargs)
             if self.fake_mode.shape_env is not None and _is_unsized(result):
-                result = self.reader.shaped(self, func, args, kwargs, module, source, result)
+                result = self.reader.shaped(self, func, args, kwargs, where, result)
         except DynamicOutputShapeException:
-            result = self.reader.shaped(self, func, args, kwargs, module, source)
+            result = self.reader.shaped(self, func, args, kwargs, where, None)
         except UnsupportedOperatorException as error:
-            raise NAMED["unknown result"].at(module, source, operator=func) from error
+            raise NAMED["unknown result"].at(*where, operator=func) from error
         except RuntimeError as error:
             if _NO_RULE not in str(error):
                 raise
-            raise NAMED["no rule"].at(module, source, operator=func) from error
+            raise NAMED["no rule"].at(*where, operator=func) from error
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in flat_results(result)
@@ -364,14 +344,15 @@ class Recorder(TorchDispatchMode):
             made = {self.values[r].storage for r in results if r is not None}
             self._made_by_backward |= {s for s in made if s >= self._forward_storages}
             self._unwatched.note(called, func, args, result)
-        self._follow_writes(func, args, reads, writes, results, (module, source))
+        self._follow_writes(func, args, reads, writes, results, where)
         alone = facts.without_argument(func, args, result)
         if alone is not None:
-            call, reads = self._call(*alone, ()), ()
-        call = Call(call.op, call.args, call.kwargs, results)
+            call, reads = self._call(*alone), ()
+        call = replace(call, results=results)
         random = facts.is_random(func, args, kwargs)
-        here = module, source, _function() if self.phase is Phase.BACKWARD else 0
-        self.calls.append(RecordedCall(call, self.phase, reads, writes, random, *here))
+        function = _function() if self.phase is Phase.BACKWARD else 0
+        made_by = RecordedCall(call, self.phase, reads, writes, random, *where, function)
+        self.calls.append(made_by)
         if self.phase is Phase.FORWARD:
             if func is not torch.ops.aten.detach.default:
                 self._remember_view(reads, result)
@@ -385,10 +366,10 @@ class Recorder(TorchDispatchMode):
         reads: Sequence[int],
         writes: Sequence[int],
         results: Sequence[int | None],
-        place: tuple[str, str],
+        where: Where,
     ) -> None:
         """Raise CaptureError for a call that reads uninitialized memory; note which memory it makes
-        or writes. reads, writes, results: values; place: (module path, source line)."""
+        or writes. reads, writes, results: values."""
         made = {self.values[r].storage for r in results if r is not None}
         of_arguments = {self.values[v].storage for v in reads}
         is_view = bool(made) and not writes and made <= of_arguments
@@ -398,10 +379,10 @@ class Recorder(TorchDispatchMode):
             if writes and facts.reads_first(func):
                 first = facts.tensors(args[:1])
                 content_read |= {self.values[self.value(t)].storage for t in first}
-            self._unwritten.refuse(sorted(content_read), f"{func} at {place[1]} reads")
+            self._unwritten.refuse(sorted(content_read), f"{func} at {where[1]} reads")
             self._unwritten.written(written)
         not_empty = (r for r in results if r is not None and self.values[r].storage_bytes)
-        self._unwritten.makes(func, {self.values[r].storage for r in not_empty}, *place)
+        self._unwritten.makes(func, {self.values[r].storage for r in not_empty}, where)
 
     def refuse_unwritten(self, values: Iterable[int], reader: str) -> None:
         """Raise if one of `values` is uninitialized memory. reader: for the message."""
@@ -477,23 +458,20 @@ class Recorder(TorchDispatchMode):
         view: OpOverload,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        module: str,
-        source: str,
+        where: Where,
     ) -> torch.Tensor:
         """Record `view` for `func`, which changes the shape of its argument in place; return that
         tensor. It gets a new value, because calls before saw the old shape. Raises CaptureError for
         a tensor of the caller."""
         changed: torch.Tensor = args[0]
-        if self.value(changed) < self.given_values or any(
-            index == self.value(changed) for index, _ in self.constants
-        ):
-            raise NAMED["shape in place"].at(module, source, operator=func)
-        call = self._call(view, args, kwargs, ())
+        if self.value(changed) < self.given_values or self.value(changed) in dict(self.constants):
+            raise NAMED["shape in place"].at(*where, operator=func)
+        call = self._call(view, args, kwargs)
         reads = tuple(self.value(t) for t in facts.tensors((args, kwargs)))
         func(*args, **kwargs)
         del self._index_of[id(changed)]
-        call = Call(call.op, call.args, call.kwargs, (self.value(changed),))
-        self.calls.append(RecordedCall(call, self.phase, reads, (), False, module, source))
+        call = replace(call, results=(self.value(changed),))
+        self.calls.append(RecordedCall(call, self.phase, reads, (), False, *where))
         return changed
 
     def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -527,13 +505,13 @@ class Recorder(TorchDispatchMode):
         callers = self.leaf_storages | {self.values[v].storage for v, _ in self.constants}
         return [c for c in self.calls if any(self.values[v].storage in callers for v in c.writes)]
 
-    def _refuse_unsupported(self, func: Any, module: str, source: str) -> None:
+    def _refuse_unsupported(self, func: Any, where: Where) -> None:
         known = facts.facts_of(func)
         if known.refused_because:
             if torch_function().startswith(_RECURRENT):
-                raise NAMED["recurrent layer of cuDNN"].at(module, source)
+                raise NAMED["recurrent layer of cuDNN"].at(*where)
             what = f"{known.called or func} {known.refused_because}; {known.instead}"
-            raise UnsupportedModel.at(module, source, what)
+            raise UnsupportedModel.at(*where, what)
 
     def _known(
         self, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -589,27 +567,21 @@ class Recorder(TorchDispatchMode):
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)
 
-    def _call(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        results: tuple[int | None, ...],
-    ) -> Call:
-        def reference(tensor: torch.Tensor) -> ValueRef:
-            return ValueRef(self.value(tensor))
-
-        call = Call(
-            facts.operator_name(func),
-            tuple(_symbolic(argument, reference) for argument in args),
-            tuple((name, _symbolic(argument, reference)) for name, argument in kwargs.items()),
-            results,
-        )
+    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        named = tuple((name, self._symbolic(argument)) for name, argument in kwargs.items())
+        call = Call(facts.operator_name(func), tuple(map(self._symbolic, args)), named, ())
         if facts.facts_of(func).effect is Effect.COMMUNICATES:
             call = replace(call, args=tuple(map(self._groups.named, call.args)))
         return call
 
-    def place(self) -> tuple[str, str]:
+    def _symbolic(self, argument: Any) -> Any:
+        if isinstance(argument, torch.Tensor):
+            return ValueRef(self.value(argument))
+        if isinstance(argument, list | tuple):
+            return tuple(map(self._symbolic, argument))
+        return known_number(argument)
+
+    def place(self) -> Where:
         """Return (path of the running module, the user's source line) of the current call; in the
         backward pass those of the forward call that it belongs to, ('', '') if unknown."""
         if self.phase is Phase.FORWARD:
@@ -620,7 +592,7 @@ class Recorder(TorchDispatchMode):
         node = torch._C._current_autograd_node()
         return ("", "") if node is None else self.place_of(node)
 
-    def place_of(self, node: torch.autograd.graph.Node) -> tuple[str, str]:
+    def place_of(self, node: torch.autograd.graph.Node) -> Where:
         """Return module path and source line of the forward call that made `node`."""
         if not self._sequence:
             return "", ""
@@ -658,14 +630,6 @@ def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _is_unsized(result: Any) -> bool:
     shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
     return any(is_unknown(n) for tensor in facts.tensors(result) for n in shape(tensor))
-
-
-def _symbolic(argument: Any, reference: Callable[[torch.Tensor], ValueRef]) -> Any:
-    if isinstance(argument, torch.Tensor):
-        return reference(argument)
-    if isinstance(argument, list | tuple):
-        return tuple(_symbolic(item, reference) for item in argument)
-    return known_number(argument)
 
 
 OUTSIDE = (

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import free_sizes, left_behind, modes, own_gradients
-from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, idle
-from rockplan.graph_builder.tracing.attribute_reads import ReadsNoted
+from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
 from rockplan.graph_builder.tracing.backward import (
     RecordedBackward,
     recorded_backward,
@@ -130,6 +129,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
             ask_places(recorder, exchanged.questions)
             values = without_places(recorder, exchanged.questions)
     refuse_other_variants(recorder.values, recorder.calls)
+    read = {v for c in recorder.calls for v in c.reads}
     kept = trees.tree_leaves(first.outputs)
     if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in kept):
         raise free_sizes.StaticSizes("the forward returns a size")
@@ -155,7 +155,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         unread=exchanged.forward.watched.unread()
         - exchanged.questions.inputs_asked
         - {position for guard in recorder.guards for _, position in guard.inputs},
-        idle=idle(exchanged.inputs, {v for c in recorder.calls for v in c.reads}),
+        idle=frozenset(i for i, v in exchanged.inputs if v not in read),
     )
 
 
@@ -210,11 +210,20 @@ class _Exchanged:
 def _exchanged(recording: _Recording) -> _Exchanged:
     call, found = recording.call, recording.found
     recorder, stand_ins = recording.recorder, recording.stand_ins
-    names = _tensor_names(call.module)
+    of_module = {id(t): (n, t) for n, t in parts_of(call.module.named_parameters())}
+    buffers_of = parts_of(call.module.named_buffers())
+    # Without sparse buffers, which are refused if they are read.
+    dense = [(n, t) for n, t in buffers_of if t.is_nested or t.layout is torch.strided]
+    names = [*of_module.values()], dense
     leaves = enumerate(trees.tree_leaves((call.args, call.kwargs)))
     real_leaves = {i: leaf for i, leaf in leaves if isinstance(leaf, torch.Tensor)}
-    callers = _callers_tensors(real_leaves, *names)
-    _refuse_kinds(callers)
+    callers: dict[tuple[str, str | int], tuple[str, torch.Tensor]] = {}
+    for role, named in zip(("parameter", "buffer"), names, strict=True):
+        callers |= {(role, n): (f"the {role} '{n}'", t) for n, t in named}
+    callers |= {("input", i): (f"leaf {i} of the arguments", t) for i, t in real_leaves.items()}
+    for (_, key), (called, tensor) in callers.items():
+        if reason := why_not_planned(tensor, called):
+            raise UnsupportedModel(reason, module_path=str(key).rpartition(".")[0])
     registered = {id(t): t for pairs in names for _, t in pairs}
     left_behind.refuse_iterators(found)
     left_behind.refuse_kept_arguments(found, (call.args, call.kwargs), registered)
@@ -282,40 +291,3 @@ def _reached_now(recording: _Recording, exchanged: _Exchanged) -> Walk:
     return Walk(
         [*own, *roots_of_arguments(call.forward, arguments.args, arguments.kwargs), *others]
     )
-
-
-def _tensor_names(
-    module: nn.Module,
-) -> tuple[list[tuple[str, torch.Tensor]], list[tuple[str, torch.Tensor]]]:
-    """Return (name, tensor) of parameters and of buffers, without sparse buffers, which are refused
-    if they are read."""
-    parameters = {id(t): (n, t) for n, t in parts_of(module.named_parameters())}
-    buffers = parts_of(module.named_buffers())
-    dense = [(n, t) for n, t in buffers if t.is_nested or t.layout is torch.strided]
-    return list(parameters.values()), dense
-
-
-_CallersTensors = dict[tuple[str, str | int], tuple[str, torch.Tensor]]
-"""(role, name or position) of a tensor of the caller -> its name in messages, and the tensor."""
-
-
-def _callers_tensors(
-    leaves: dict[int, torch.Tensor],
-    parameters: list[tuple[str, torch.Tensor]],
-    buffers: list[tuple[str, torch.Tensor]],
-) -> _CallersTensors:
-    given: _CallersTensors = {}
-    for name, tensor in parameters:
-        given["parameter", name] = f"the parameter '{name}'", tensor
-    for name, tensor in buffers:
-        given["buffer", name] = f"the buffer '{name}'", tensor
-    for i, leaf in leaves.items():
-        given["input", i] = f"leaf {i} of the arguments", leaf
-    return given
-
-
-def _refuse_kinds(given: _CallersTensors) -> None:
-    for (_, key), (name, tensor) in given.items():
-        reason = why_not_planned(tensor, name)
-        if reason is not None:
-            raise UnsupportedModel(reason, module_path=str(key).rpartition(".")[0])

@@ -8,7 +8,7 @@ rows of `operators.rows`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -92,6 +92,13 @@ DRAWN = (
 """Remedy for random draws of Python."""
 
 
+WITHOUT_FLAT_PARAMETERS = (
+    "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it in "
+    "DistributedDataParallel"
+)
+"""Remedy for FullyShardedDataParallel, which keeps the parameters of a module in one."""
+
+
 class When(StrEnum):
     """The stage at which a refusal is noticed."""
 
@@ -108,9 +115,9 @@ class Refusal:
     yields what to fill in, for each finding in a module; None if it is noticed elsewhere."""
 
     name: str
-    when: When
     says: str
     remedy: str
+    when: When = When.FORWARD
     rule: Callable[[nn.Module], Iterator[dict[str, Any]]] | None = None
     kind: type[RockplanError] = UnsupportedModel
 
@@ -135,25 +142,26 @@ class Refusal:
 
 def refuse_without_memory(module: nn.Module) -> None:
     """Raise InvalidInput for parameters and buffers without memory (lazy, or on meta)."""
-    for name in ("lazy", "meta"):
-        for finding in _RULES[name](module):
-            raise NAMED[name].error(**finding)
+    _refuse([NAMED["lazy"], NAMED["meta"]], module)
 
 
 def refuse(when: When, module: nn.Module) -> None:
     """Raise the first finding of the rules of stage `when`."""
-    for row in REFUSALS:
-        if row.when is when and row.rule is not None:
-            for finding in row.rule(module):
-                raise row.error(**finding)
+    _refuse([row for row in REFUSALS if row.when is when], module)
+
+
+def _refuse(rows: Iterable[Refusal], module: nn.Module) -> None:
+    for row in rows:
+        for finding in row.rule(module) if row.rule else ():
+            raise row.error(**finding)
 
 
 # Rules
 
 
 def _function_modes(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield foreign TorchFunctionModes. What such a mode does may depend on its state, and on
-    functions of which a plan has only the operators that they call."""
+    # What such a mode does may depend on its state, and on functions of which a plan has only the
+    # operators that they call.
     if torch._C._is_torch_function_mode_enabled():
         for mode in filter(is_foreign, _get_current_function_mode_stack()):
             yield {"mode": type(mode).__qualname__}
@@ -176,13 +184,9 @@ def around(module: nn.Module, path: str) -> Iterator[nn.Module]:
         yield module
 
 
-def _tensors(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    yield from module.named_parameters()
-    yield from module.named_buffers()
-
-
 def _lazy(module: nn.Module) -> Iterator[dict[str, Any]]:
-    return ({"tensor": name} for name, tensor in _tensors(module) if is_lazy(tensor))
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return ({"tensor": name} for name, tensor in tensors if is_lazy(tensor))
 
 
 def _shards(module: nn.Module) -> Iterator[dict[str, Any]]:
@@ -190,15 +194,13 @@ def _shards(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _on_meta(module: nn.Module) -> Iterator[dict[str, Any]]:
-    return ({"tensor": n} for n, tensor in _tensors(module) if tensor.device.type == "meta")
-
-
-_RULES = {"lazy": _lazy, "meta": _on_meta}
+    tensors = (*module.named_parameters(), *module.named_buffers())
+    return ({"tensor": name} for name, tensor in tensors if tensor.device.type == "meta")
 
 
 def _hooks_on_all(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield hooks on all modules, which would run during capture only. Hooks of the root run around
-    the planned forward as always; hooks of libraries that compute weights are part of the graph."""
+    # Those of the root run around the planned forward as always; those of libraries that compute
+    # weights are part of the graph.
     hooks = foreign_hooks(*(getattr(module_hooks, f"_global{name}") for name in HOOKS))
     if hooks and any(True for _ in module.children()):
         yield {"hook": _called(hooks[0])}
@@ -213,7 +215,6 @@ def _hooks_on_submodules(module: nn.Module) -> Iterator[dict[str, Any]]:
 
 
 def _cached(module: nn.Module) -> Iterator[dict[str, Any]]:
-    """Yield parametrized tensors, if eager keeps them from one call to the next now."""
     for path, m in module.named_modules() if parametrize._cache_enabled else ():
         if parametrize.is_parametrized(m):
             yield {"module_path": path, "tensor": next(iter(m.parametrizations))}
@@ -228,93 +229,92 @@ def _called(hook: Any) -> Any:
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "function mode",
-        When.MODULE,
         "{mode} is a TorchFunctionMode, and what it does to functions of PyTorch would not be done "
         "in a planned step, which calls operators",
         "Plan and call the module outside of it; or use the original module there, which calls of "
         "a planned one do with Options(on_mismatch='original')",
-        _function_modes,
+        when=When.MODULE,
+        rule=_function_modes,
     ),
     Refusal(
         "TorchScript",
-        When.MODULE,
         "{part} is a {kind}: what TorchScript runs cannot be followed",
         "Plan the model with the module that was scripted or traced in its place",
-        _scripted,
+        when=When.MODULE,
+        rule=_scripted,
     ),
     Refusal(
         "lazy",
-        When.MODULE,
         "{tensor} is lazy: run the module once on a sample, then plan it",
         "",
-        _lazy,
-        InvalidInput,
+        when=When.MODULE,
+        rule=_lazy,
+        kind=InvalidInput,
     ),
     Refusal(
         "meta",
-        When.MODULE,
         "{tensor} is on the meta device: materialize the module, then plan it",
         "Call to_empty and what sets its weights before; what fits, rockplan.fit says without "
         "memory",
-        _on_meta,
-        InvalidInput,
+        when=When.MODULE,
+        rule=_on_meta,
+        kind=InvalidInput,
     ),
     Refusal(
         "shard",
-        When.MODULE,
         "the parameter {tensor} is a DTensor that fully_shard has made, which a plan would compute "
         "with before it is gathered",
         "Plan the blocks that are sharded each by itself (fully_shard of each, then "
         "rockplan.solve_blocks), or plan the module and shard it as a whole then",
-        _shards,
+        when=When.MODULE,
+        rule=_shards,
     ),
     Refusal(
         "hook on all modules",
-        When.MODULE,
         "the hook {hook} on all modules (register_module_forward_hook and the like) would not run "
         "in the submodules of a planned step",
         "remove it, or use the original module while it is there",
-        _hooks_on_all,
+        when=When.MODULE,
+        rule=_hooks_on_all,
     ),
     Refusal(
         "hook on a submodule",
-        When.MODULE,
         "in module '{path}': the hook {hook} on a submodule would not run in a planned step",
         "remove it before planning, or put it on the root module or on the parameters",
-        _hooks_on_submodules,
+        when=When.MODULE,
+        rule=_hooks_on_submodules,
     ),
     Refusal(
         "cached parametrization",
-        When.MODULE,
         "torch.nn.utils.parametrize.cached() keeps '{tensor}' from one call to the next, and a "
         "plan, which is for one call, does not",
         "enter it inside of the forward, or leave it out",
-        _cached,
+        when=When.MODULE,
+        rule=_cached,
     ),
     Refusal(
         "nested tensor that is given",
-        When.MODULE,
         f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
+        when=When.MODULE,
     ),
     Refusal(
         "layout",
-        When.MODULE,
         "{tensor} is a tensor with layout {layout}, which cannot be planned",
         "use dense tensors (for nn.Embedding: sparse=False)",
+        when=When.MODULE,
     ),
     Refusal(
         "class of tensors",
-        When.MODULE,
         "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
         "would not ask",
         "of a parameter: freeze it (`requires_grad_(False)`), where its class says what it "
         "consists of (`__tensor_flatten__`: torchao); else use a plain tensor (dequantize it, or "
         "pass `tensor.as_subclass(torch.Tensor)`)",
+        when=When.MODULE,
     ),
     Refusal(
         "distributed tensor",
-        When.FORWARD,
         "{tensor} is a DTensor that {why}, of which nobody has shown that plans compute what eager "
         "execution does",
         "Place it by Shard, Replicate and Partial, in equal parts (pad it to a multiple), or name "
@@ -322,7 +322,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "context parallel",
-        When.FORWARD,
         "context_parallel has attention exchange keys and values between processes by rules of its "
         "own",
         "Name parts beside it as the blocks (rockplan.solve_blocks(..., blocks='layers.*.mlp')), "
@@ -330,7 +329,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "draw of a distributed tensor",
-        When.FORWARD,
         "{operator} draws random numbers for a DTensor, on a device where DTensor moves the "
         "generator itself, which a plan would not do again",
         "Have it get a local tensor (Dropout after RowwiseParallel, whose results are local ones), "
@@ -338,40 +336,34 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "leftover",
-        When.FORWARD,
         "the forward leaves a tensor in {place}, which a planned run cannot reproduce (it is "
         "removed from there)",
         "Return it, or keep it outside of the module",
     ),
     Refusal(
         "generator",
-        When.FORWARD,
         "{operator} draws from a torch.Generator object, which cannot be written into a plan",
         "draw from the default generator, or before the call",
     ),
     Refusal(
         "unknown result",
-        When.FORWARD,
         "what {operator} returns is not known before it runs, so it cannot be planned",
         "leave it outside of the module",
     ),
     Refusal(
         "no rule",
-        When.FORWARD,
         "{operator} is an operator without a rule for what it returns: describe an empty result of "
         "it with `register_fake` (torch.library.custom_op has that method)",
         "",
     ),
     Refusal(
         "shape in place",
-        When.FORWARD,
         "{operator} changes the shape of an input, a parameter or a buffer in place, which a "
         "planned run would not do",
         "use the operator without the underscore",
     ),
     Refusal(
         "recurrent layer of cuDNN",
-        When.FORWARD,
         "a recurrent layer of cuDNN (nn.LSTM, nn.GRU, nn.RNN on CUDA) takes its weights from one "
         "storage, and a generator of its own for dropout, which a plan cannot follow",
         "plan the parts before and after it, or switch cuDNN off where the layer runs (with "
@@ -379,7 +371,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "argument in place",
-        When.FORWARD,
         "the forward changes a tensor that requires a gradient in place, which is an argument "
         "(leaf {leaves} of the arguments is the result of other operations, else eager would fail, "
         "too); autograd would not be told of the change by a planned step",
@@ -387,7 +378,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "write in a checkpoint",
-        When.FORWARD,
         "{operator}{place} changes a buffer or another tensor of the caller's (statistics of "
         "BatchNorm, vectors of spectral norm) inside of torch.utils.checkpoint, which eager does "
         "once more where it runs that again in the backward pass, and a plan does not",
@@ -395,14 +385,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "state of a checkpoint",
-        When.FORWARD,
         "the forward changes {place} ({former} -> {now}) of a torch.utils.checkpoint, in it or "
         "later: eager runs its function again with what is there then, and a plan does not",
         LEFT_OUT,
     ),
     Refusal(
         "values of a function of PyTorch",
-        When.FORWARD,
         "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
         "knows shapes alone (those of a PackedSequence, for instance)",
         "Pass padded tensors, or leave that function outside of the module",
@@ -410,14 +398,12 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "memory of an array",
-        When.FORWARD,
         "the forward writes into the memory of an array that it gets from a tensor (.numpy(), "
         "numpy.asarray), which a planned run would not do",
         "write to a copy (array.copy()), or to the tensor",
     ),
     Refusal(
         "cross entropy",
-        When.FORWARD,
         "cross entropy with class weights, label smoothing and the mean selects the targets that "
         "are not ignored, a shape that depends on values; a plan needs static shapes",
         "Compute this loss outside of the module, or leave out the weights or the smoothing",
@@ -425,71 +411,60 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "autocast inside",
-        When.FORWARD,
         "under autocast the kernel of {name} casts inside, which a plan cannot repeat",
         "call it under torch.autocast(..., enabled=False)",
     ),
     Refusal(
         "other memory",
-        When.FORWARD,
         "the forward assigns to the `.data` of a tensor, which gives it other memory, and a "
         "planned run would not see it",
         "write into it instead: `with torch.no_grad(): tensor.copy_(...)`",
     ),
     Refusal(
         "moved module",
-        When.FORWARD,
         "the forward moves a submodule, a {kind}, to another device or dtype, which a planned run "
         "would not do",
         "move it before it is planned (model.to(...)), or move what it is called with",
     ),
     Refusal(
         "seeds",
-        When.FORWARD,
         "the forward seeds torch's generator, or saves and restores its state (torch.manual_seed, "
         "torch.random.fork_rng), which a planned step would not repeat",
         "seed before the call, or pass the numbers in as a tensor",
     ),
     Refusal(
         "hook on a tensor",
-        When.FORWARD,
         "the forward registers a hook on a tensor, which would not run in a planned step",
         "use a custom autograd.Function, or hook the parameters",
     ),
     Refusal(
         "objects between processes",
-        When.FORWARD,
         f"the forward {IN_PLACE_ON_PROCESSES}",
         FUNCTIONAL,
     ),
     Refusal(
         "nested tensor",
-        When.FORWARD,
         f"the forward makes a nested tensor, {OF_UNKNOWN_SIZES}",
         PAD,
     ),
     Refusal(
         "iterator of the module",
-        When.FORWARD,
         "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
         "planned step would not advance",
         DRAWN,
     ),
     Refusal(
         "iterator as an argument",
-        When.FORWARD,
         "{place} is an iterator (a {kind}), which a planned step would not advance",
         "pass a list",
     ),
     Refusal(
         "generator of Python",
-        When.FORWARD,
         "the forward draws from {place} (a {kind}), which a planned step would repeat for ever",
         DRAWN,
     ),
     Refusal(
         "value",
-        When.FORWARD,
         "{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
         "`if` on a tensor), so the operations may differ from call to call and cannot be planned",
         "Keep the decision on the tensor (torch.where), or move it out of the module",
@@ -497,7 +472,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "shape",
-        When.FORWARD,
         "the shape of the result of {operator} depends on {what}; a plan needs shapes that are "
         "known before the call (masks, counts and indices that are arguments, or made of integer "
         "arguments, are)",
@@ -506,7 +480,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "unwritten memory",
-        When.FORWARD,
         "{reader} memory that {maker} has made (torch.empty) and no operator of PyTorch has "
         "written to",
         "Either a kernel writes it where a plan does not see it, or it is skipped while a model is "
@@ -515,7 +488,6 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "address",
-        When.FORWARD,
         "{function} asks for the address of a tensor (data_ptr) for {kernel}{code}{caller}. A plan "
         "consists of operators of PyTorch, and does not see what a kernel does with memory",
         f"If there is a kernel, {AS_OPERATOR}; to see whether two tensors are one, compare the "
@@ -523,54 +495,46 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "address by a library",
-        When.FORWARD,
         "the forward gives the memory of a tensor to {kernel}",
         AS_OPERATOR,
     ),
     Refusal(
         "writes of a Triton kernel",
-        When.FORWARD,
         "nobody can say what the Triton kernel {kernel} writes into: {why}",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
     ),
     Refusal(
         "views for a Triton kernel",
-        When.FORWARD,
         "the Triton kernel {kernel} writes into memory that it is given as tensors of several "
         "dtypes, which a plan does not follow",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
     ),
     Refusal(
         "read of what was overwritten",
-        When.FORWARD,
         "{operator} reads a tensor of the forward pass that a Triton kernel has written over in "
         "the backward pass",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
     ),
     Refusal(
         "argument of a Triton kernel",
-        When.FORWARD,
         "the Triton kernel {kernel} is given a {kind}, of which a plan cannot tell whether it is "
         "the same at the next call",
         "pass tensors, numbers and text; or " + AS_OPERATOR,
     ),
     Refusal(
         "subclass of an opaque function",
-        When.FORWARD,
         "{function} is derived from {base}, an opaque function, and was itself not given to "
         "rockplan.opaque",
         "declare it: rockplan.opaque({function})",
     ),
     Refusal(
         "argument of an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, is given a {kind}, of which a plan cannot tell whether it "
         "is the same at the next call",
         "pass tensors, and of other things numbers, text and functions",
     ),
     Refusal(
         "other call of an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, is given something else each time that the forward is "
         "recorded ({what}), so a plan would be for no other call",
         "pass what stays the same: of functions, one without variables of its own, or one that is "
@@ -578,20 +542,17 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "run of an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, does not run on made-up arguments (numbers in [0, 1), "
         "zeros where they are integers), by which a plan learns what it returns: {error}",
         "Declare that: rockplan.opaque(..., fake=function(ctx, *arguments))",
     ),
     Refusal(
         "write of an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, writes into '{argument}', which a plan does not know",
         "declare it: {line}",
     ),
     Refusal(
         "draws of an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, draws random numbers from a generator of Python, of "
         "numpy, or of another device than that of its first result, where a plan could not repeat "
         "them",
@@ -599,180 +560,175 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "view by an opaque function",
-        When.FORWARD,
         "{function}, an opaque function, returns or saves memory as another kind of numbers, which "
         "a plan does not follow",
         "return a copy",
     ),
     Refusal(
         "kept argument",
-        When.MODULE,
         "an argument of the sample is also kept in {place}, and something compares objects by "
         "`is`, so the forward could see that they are one, which a plan would take for granted",
         "plan with a copy of it",
+        when=When.MODULE,
     ),
     Refusal(
         "kept tensor",
-        When.FORWARD,
         "{who} assigns a tensor to {place}, which a planned run cannot reproduce",
         f"Return it, or keep it outside of the module; if only the first call does, {RUN_ONCE}",
     ),
     Refusal(
         "kept in a cache",
-        When.FORWARD,
         "a tensor that depends on more than constants is kept in the cache of {place} "
         "(functools), where the next call would find it, and a planned run would not",
         "compute it without the cache",
     ),
     Refusal(
         "kept change",
-        When.NEXT_CALL,
         "{who} changes {place} ({former} -> {now}), which a planned run would not do",
         "return it, or keep it outside of the module (a count also in a registered buffer); if "
         f"only the first call does, {RUN_ONCE}",
+        when=When.NEXT_CALL,
     ),
     Refusal(
         "attribute of a fake tensor",
-        When.MODULE,
         "{tensor} has an attribute '{attribute}', a name that the fake tensors have with which a "
         "forward is recorded",
         "give it another name",
+        when=When.MODULE,
     ),
     Refusal(
         "attribute of a result",
-        When.RESULT,
         "the forward sets the attribute '{attribute}' of leaf {position} of its result, which "
         "the result of a planned run would not have",
         "return it",
+        when=When.RESULT,
     ),
     Refusal(
         "question",
-        When.FORWARD,
         "the forward asks {tensor} for `{name}` ({what}), which may be another at the next call of "
         "a planned module",
         "decide on it outside, and pass in what follows",
     ),
     Refusal(
         "opaque result",
-        When.RESULT,
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "return tensors in tuples, lists, dictionaries or a registered pytree",
+        when=When.RESULT,
     ),
     Refusal(
         "key-value cache",
-        When.RESULT,
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
         "pass use_cache=False (config.use_cache = False), or leave it out of what is returned",
+        when=When.RESULT,
     ),
     Refusal(
         "result that is an argument",
-        When.RESULT,
         "leaf {position} of the module's result is a parameter that requires a gradient, or a view "
         "of one or of such an input",
         "return a clone of it",
+        when=When.RESULT,
     ),
     Refusal(
         "result without a gradient",
-        When.RESULT,
         "leaf {position} of the module's result has memory that was changed since an "
         "autograd.Function returned it, and no gradient in eager either ({error})",
         "have the Function return a clone, or change a clone",
+        when=When.RESULT,
     ),
     Refusal(
         "result with a gradient of its own",
-        When.RESULT,
         "leaf {position} of the module's result is a tensor whose gradient the forward asks for "
         "(requires_grad_() or retain_grad()), and would stay without it in a planned step",
         "detach it, call retain_grad() on the result, or pass in the tensor that requires a "
         "gradient",
+        when=When.RESULT,
     ),
     Refusal(
         "nothing to differentiate",
-        When.RESULT,
         "no output of the module depends on a parameter or an input that requires a gradient, so "
         "there is no backward pass to plan",
         "Unfreeze a parameter, or set requires_grad on the sample input",
+        when=When.RESULT,
         kind=NothingToDifferentiate,
     ),
     Refusal(
         "detached",
-        When.RESULT,
         "the result requires a gradient, but depends on no parameter and no input by autograd "
         "(they are detached on the way to it), so there is no backward pass to plan",
         "",
+        when=When.RESULT,
         kind=NothingToDifferentiate,
     ),
     Refusal(
         "flat parameters",
-        When.GRADIENTS,
         "the module's parameters are parts of one of FullyShardedDataParallel, where a planned "
         "module cannot be",
-        "call fully_shard (torch.distributed.fsdp) on the whole planned module instead, or wrap it "
-        "in DistributedDataParallel",
+        WITHOUT_FLAT_PARAMETERS,
+        when=When.GRADIENTS,
     ),
     Refusal(
         "foreign parameter",
-        When.GRADIENTS,
         "the result depends on a tensor of shape {shape} that requires a gradient and is neither a "
         "parameter of the module nor an argument, so a planned step would not compute its gradient",
         "register it as a parameter (nn.Parameter, nn.ParameterList), pass it as an argument, or "
         "detach it",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "gradient by values",
-        When.GRADIENTS,
         "eager execution computes a gradient in a way that depends on values, which a plan cannot "
         "see",
         "It is that of {operator}",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "write of what has a gradient",
-        When.GRADIENTS,
         "the forward writes something that has a gradient into {tensor}, which has none: autograd "
         "would not be told of that by a planned step",
         "Write what is detached (h.detach()), or return it",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "write into another tensor",
-        When.GRADIENTS,
         "the forward writes something that has a gradient into a tensor of shape {shape} that is "
         "neither a parameter, a buffer nor an argument: autograd would not be told of that by a "
         "planned step",
         "Write what is detached (h.detach()), or return it",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "requires_grad",
-        When.GRADIENTS,
         "the forward changes `requires_grad` of {tensor}, which a planned step would not do",
         "change it before the call, or take another tensor (x = x.detach()); of a tensor of the "
         f"module only the first call does: {RUN_ONCE}",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "backward in the forward",
-        When.GRADIENTS,
         "the forward, or a backward of its own, adds to the `.grad` of {tensor} itself (backward() "
         "in the forward or in a custom autograd.Function), which a planned step would not do",
         "use torch.autograd.grad and return the gradients. Where it is a checkpoint, leave it out: "
         "a plan computes again by itself",
+        when=When.GRADIENTS,
     ),
     Refusal(
         "another next call",
-        When.NEXT_CALL,
         "{of}: the forward changes {place}, and the next call does not do the same as this one, "
         "which a planned run would repeat for ever",
         "Keep a position in a tensor: self.ring.index_copy_(0, self.at.reshape(1), value[None]) "
         "in place of self.ring[int(self.at)] = value. If only the first call is another one "
         f"(values set by the first batch), {RUN_ONCE}",
+        when=When.NEXT_CALL,
     ),
     Refusal(
         "fresh constant",
-        When.NEXT_CALL,
         "the forward writes in place to a tensor that it has made of numpy's or Python's data "
         "(torch.from_numpy, torch.as_tensor), which would be the same tensor at every call of a "
         "planned module",
         "write to a clone of it",
+        when=When.NEXT_CALL,
     ),
 )
 

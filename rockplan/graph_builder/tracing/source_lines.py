@@ -28,6 +28,10 @@ _EXAMPLES = f"{_OWN_FOLDER}examples.py"
 _COMMANDS = os.path.join(_OWN_FOLDER, "cli", "")
 
 
+Where = tuple[str, str]
+"""Path of a submodule, and the user's 'file:line'; '' for what is unknown."""
+
+
 def frames() -> Iterator[types.FrameType]:
     """Yield the frames of the current stack, the innermost first."""
     frame: types.FrameType | None = sys._getframe(1)
@@ -65,14 +69,12 @@ def is_of_torch(name: str) -> bool:
 
 def user_source() -> str:
     """Return 'file.py:12' of the innermost frame outside of torch, rockplan and Python, or ''."""
-    frame = sys._getframe(1)
-    while frame is not None:
+    for frame in frames():
         name = frame.f_code.co_filename
         if name.startswith(_COMMANDS):
             break
         if is_of_users(name) and not is_of_python(name):
             return f"{name}:{frame.f_lineno}"
-        frame = frame.f_back  # type: ignore[assignment]
     return ""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -34,9 +34,16 @@ def with_stand_ins(
     args: tuple[Any, ...], kwargs: dict[str, Any], of: Callable[[torch.Tensor], torch.Tensor]
 ) -> Arguments:
     """Return the arguments of a call, each tensor `t` replaced by `of(t)`."""
-    exchange = _Exchange(of)
-    own = tuple(map(exchange.value, args))
-    return Arguments(own, {name: exchange.value(value) for name, value in kwargs.items()})
+    known: dict[int, Any] = {}
+
+    def exchanged(value: Any) -> Any:
+        if id(value) not in known:
+            is_tensor = isinstance(value, torch.Tensor)
+            known[id(value)] = of(value) if is_tensor else trees.mapped(value, exchanged)
+        return known[id(value)]
+
+    own = tuple(map(exchanged, args))
+    return Arguments(own, {name: exchanged(value) for name, value in kwargs.items()})
 
 
 def with_numbers(
@@ -51,21 +58,6 @@ def with_numbers(
         exchanged = [own.get(i, leaf) for i, leaf in enumerate(leaves)]
         arguments = Arguments(*trees.tree_unflatten(exchanged, spec))
     return arguments, tuple((i, known_number(n)) for i, n in own.items())
-
-
-@dataclass(slots=True)
-class _Exchange:
-    """Replaces tensors in nested values, each object once."""
-
-    of: Callable[[torch.Tensor], torch.Tensor]
-    known: dict[int, Any] = field(default_factory=dict)
-
-    def value(self, value: Any) -> Any:
-        if id(value) not in self.known:
-            is_tensor = isinstance(value, torch.Tensor)
-            other = self.of(value) if is_tensor else trees.mapped(value, self.value)
-            self.known[id(value)] = other
-        return self.known[id(value)]
 
 
 class StandIns:

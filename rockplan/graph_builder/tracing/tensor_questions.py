@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from rockplan.graph_builder.tracing.patches import exchanged
+from rockplan.graph_builder.tracing.patches import exchanged, nobody
 from rockplan.graph_builder.tracing.recorder import overrides
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
@@ -91,11 +91,8 @@ class Questions:
                 yield
             finally:
                 _class_of.pop()
-                self._forget()
-
-    def _forget(self) -> None:
-        """Drop all references to tensors: a mode that saw the patched functions may live on."""
-        self.stand_ins, self.names, self.refuse = {}, {}, _refuse_nothing
+                # A mode that saw the patched functions may live on: no references to tensors.
+                self.stand_ins, self.names, self.refuse = {}, {}, nobody
 
     def refuse_set(self, results: Sequence[Any]) -> None:
         """Raise CaptureError if the forward has set an attribute of a result."""
@@ -146,7 +143,7 @@ class Questions:
         return [self.stand_ins[i] for i, (_, *name) in self.names.items() if tuple(name) in asked]
 
     def _real_if_users_ask(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Return the real tensor if the user's code asks a stand-in of this recording."""
+        """None if other code asks, or for a tensor that is no stand-in."""
         real = self.real.get(id(tensor))
         return real if real is not None and _asks_users_file() else None
 
@@ -175,8 +172,6 @@ class Questions:
         return call
 
     def _is_a(self) -> Callable[[Any, Any], bool]:
-        """Return what replaces the `__instancecheck__` of nn.Parameter's metaclass: `isinstance` as
-        in eager execution."""
         original: Any = vars(type(nn.Parameter))["__instancecheck__"]
 
         def is_a(kind: type, instance: object) -> bool:
@@ -205,27 +200,21 @@ class Questions:
         question. is_users: the user's code asks; other code's questions on private names do not
         count. Raises AttributeError as the real tensor would."""
         real = self.real.get(id(tensor))
-        if real is None or attribute.startswith("__"):
+        answer: Any = ABSENT
+        if real is not None and not attribute.startswith("__"):
+            for base in type(real).__mro__:
+                if attribute in vars(base):
+                    member = vars(base)[attribute]
+                    is_bound = hasattr(member, "__get__")
+                    return member.__get__(tensor, type(real)) if is_bound else member
+            answer = real.__dict__.get(attribute, ABSENT)
+            if is_users or not attribute.startswith("_"):
+                self.ask(tensor, attribute, answer)
+        if answer is ABSENT:
             kind = self._class(tensor).__name__
             raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
-        for base in type(real).__mro__:
-            if attribute in vars(base):
-                member = vars(base)[attribute]
-                is_bound = hasattr(member, "__get__")
-                return member.__get__(tensor, type(real)) if is_bound else member
-        answer = real.__dict__.get(attribute, ABSENT)
-        if is_users or not attribute.startswith("_"):
-            self.ask(tensor, attribute, answer)
-        if answer is ABSENT:
-            kind = type(real).__name__
-            raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
-        return self._by_identity(answer)
-
-    def _by_identity(self, answer: Any) -> Any:
-        for identity, real in self.real.items():
-            if real is answer:
-                return self.stand_ins[identity]
-        return answer
+        own = (self.stand_ins[identity] for identity, t in self.real.items() if t is answer)
+        return next(own, answer)
 
     def _is_leaf(self, tensor: torch.Tensor) -> bool:
         real = self._real_if_users_ask(tensor)
@@ -235,8 +224,6 @@ class Questions:
         return real.is_leaf
 
     def _place(self, name: str) -> Callable[..., Any]:
-        """Return what replaces a method of tensors: it notes a question about the tensor's place in
-        memory if the user's code calls it."""
         original = getattr(torch.Tensor, name)
 
         def place(tensor: torch.Tensor) -> Any:
@@ -295,7 +282,6 @@ class Questions:
         original: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
-            """Return the property's value; the user's code gets None or a refusal."""
             real = self._real_if_users_ask(tensor)
             if real is None:
                 return original.__get__(tensor)
@@ -335,10 +321,6 @@ class _Meta(type):
 
 class _Type(type, metaclass=_Meta):
     """Replaces `type` in the user's code: called with one argument, it returns the eager class."""
-
-
-def _refuse_nothing(message: str) -> NoReturn:
-    raise AssertionError(message)
 
 
 def _asks_users_file() -> bool:

@@ -57,7 +57,8 @@ class Unwatched:
             return _ZEROS, args, kwargs
         if func not in _KEEP_ZEROS:
             return func, args, kwargs
-        if self._is_zero(func, args):
+        of = facts.tensors(args) if self._zeros else []
+        if of and _KEEP_ZEROS[func]([self._storage_of(t) in self._zeros for t in of]):
             made = self._result_of(func, args, kwargs)
             return _ZEROS, (tuple(made.shape),), {"dtype": made.dtype, "device": made.device}
         # On CPU eager fills zeros where the mask is set; under a mode, as on CUDA, it multiplies by
@@ -71,11 +72,6 @@ class Unwatched:
         """Note the result of a call. called: as autograd called it; func: as it was recorded."""
         if func is _ZEROS and called is not _ZEROS:
             self._zeros.add(self._storage_of(result))
-
-    def _is_zero(self, func: Any, args: Operands) -> bool:
-        if not self._zeros:
-            return False
-        return _KEEP_ZEROS[func]([self._storage_of(t) in self._zeros for t in facts.tensors(args)])
 
 
 def refuse_other_variants(values: Sequence[RecordedValue], calls: Sequence[RecordedCall]) -> None:

@@ -25,6 +25,7 @@ from rockplan.graph_builder.tracing import read_errors, value_shapes
 from rockplan.graph_builder.tracing.free_sizes import FreeSizes
 from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
+from rockplan.graph_builder.tracing.source_lines import Where
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
@@ -37,8 +38,7 @@ class _Handed:
 
     tensor: torch.Tensor
     bits: torch.Tensor
-    module: str
-    source: str
+    where: Where
 
 
 class ValueReader:
@@ -90,12 +90,10 @@ class ValueReader:
         self._names |= {v: f"{read_errors.BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
 
-    def read(
-        self, recorder: Recorder, operator: OpOverload, call: Call, module: str, source: str
-    ) -> object:
-        """Return the Python value that an operator reads from a tensor (`call`), computed for real;
-        add a guard that compares it before each later call. Raises CaptureError for a value that is
-        not known before the call. module, source: path and line that read."""
+    def read(self, recorder: Recorder, call: Call, where: Where) -> object:
+        """Return the Python value that a call reads from a tensor, computed for real; add a guard
+        that compares it before each later call. Raises CaptureError for a value that is not known
+        before the call."""
         read_values = [ref.index for ref in value_refs(call.args)]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         more = ""
@@ -103,17 +101,17 @@ class ValueReader:
             outcomes = _outcomes(calls, call)
             if len(set(outcomes)) == 1:
                 return outcomes[0]
-            drawn = self._drawn(recorder, call, module, source)
+            drawn = self._drawn(recorder, call, where)
             if drawn is not None:
                 return drawn
             more = _ALL_BUT_ONE if len(set(outcomes[1:])) == 1 else ""
         numbers = self._numbers.keys() if _is_question(recorder, call) else frozenset[int]()
-        environment = self._environment(recorder, calls, leaves, module, source, more, numbers)
+        environment = self._environment(recorder, calls, leaves, where, more, numbers)
         expected = evaluate.execute(call, environment)
         plain = tuple(c.call for c in calls)
-        return self._guard(recorder, plain, call, expected, leaves, module, source)
+        return self._guard(recorder, plain, call, expected, leaves, where)
 
-    def _drawn(self, recorder: Recorder, call: Call, module: str, source: str) -> bool | None:
+    def _drawn(self, recorder: Recorder, call: Call, where: Where) -> bool | None:
         """Return a bool that depends on few random draws, and add a guard: the draws are repeated
         before each later call, and the generator is put back. None for any other read."""
         draws = [c for c in recorder.calls if c.random]
@@ -133,23 +131,21 @@ class ValueReader:
         with evaluate.draws_given_back():
             expected = evaluate.execute(call, self._run(recorder, calls, leaves))
         plain = tuple(c.call for c in calls)
-        self._guard(recorder, plain, call, expected, leaves, module, source, draws=True)
+        self._guard(recorder, plain, call, expected, leaves, where, draws=True)
         return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real copy of `tensor`, whose values Python gets. A guard requires the same bits
         at later calls; they are kept as a constant. Raises CaptureError if they are not known
         before the call."""
-        module, source = recorder.place()
+        where = recorder.place()
         value = recorder.value(recorder.known_tensor(tensor))
-        recorder.refuse_unwritten([value], f"Python at {source} reads")
+        recorder.refuse_unwritten([value], f"Python at {where[1]} reads")
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(
-            recorder, calls, leaves, module, source, read_errors.OF_ARRAYS
-        )
+        environment = self._environment(recorder, calls, leaves, where, read_errors.OF_ARRAYS)
         known = environment[value]
         with _disable_current_modes(), torch.no_grad():
-            handed = _Handed(known, _bits(known).clone(), module, source)
+            handed = _Handed(known, _bits(known).clone(), where)
         self._handed.append(handed)
         if leaves or texts_in(tuple(c.call for c in calls)):
             # One object for all recorders, so that a second one has the same constants.
@@ -161,7 +157,7 @@ class ValueReader:
                 Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,)),
             )
             equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
-            self._guard(recorder, plain, equal, True, leaves | {kept}, module, source)
+            self._guard(recorder, plain, equal, True, leaves | {kept}, where)
         return known
 
     def is_of_constants(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
@@ -178,8 +174,7 @@ class ValueReader:
         recorder: Recorder,
         calls: Sequence[RecordedCall],
         leaves: frozenset[int],
-        module: str,
-        source: str,
+        where: Where,
         more: str = "",
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
@@ -189,9 +184,7 @@ class ValueReader:
         unknown = self._unknown(recorder, calls, leaves, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
-            recorder.refuse(
-                read_errors.value_read_error(calls, unknown, is_backward, module, source, more)
-            )
+            recorder.refuse(read_errors.value_read_error(calls, unknown, is_backward, where, more))
         return self._run(recorder, calls, leaves)
 
     def _unknown(
@@ -216,31 +209,29 @@ class ValueReader:
     def _run(
         self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
-        """Compute `calls` for real from copies of known leaves."""
         known = {**self._known, **self._numbers, **self._buffers, **dict(recorder.constants)}
         return evaluate.run([c.call for c in calls], _copies(known, leaves))
 
     def shaped(
         self,
         recorder: Recorder,
-        operator: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        module: str,
-        source: str,
-        unsized: Any = None,
+        func: OpOverload,
+        args: Any,
+        kwargs: Any,
+        where: Where,
+        unsized: Any,
     ) -> Any:
         """Return the fake result of an operator whose result shape depends on values that are known
         before the call; guards require the same sizes at each later call, or define them. unsized:
-        the result with unknown sizes, where sizes are symbols. Raises CaptureError if the values
-        are unknown, or it is unknown which values decide."""
-        rule = value_shapes.rule_of(operator, args, kwargs)
+        the result with unknown sizes, None where sizes are no symbols. Raises CaptureError if the
+        values are unknown, or it is unknown which values decide."""
+        rule = value_shapes.rule_of(func, args, kwargs)
         deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
         read_values = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
         calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
         unknown = self._unknown(recorder, calls, leaves)
         if rule is None or not deciding or unknown is not None:
-            raise read_errors.shape_error(operator, calls, unknown or [], module, source)
+            raise read_errors.shape_error(func, calls, unknown or [], where)
         environment = self._run(recorder, calls, leaves)
         real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
         plain = tuple(c.call for c in calls)
@@ -249,10 +240,8 @@ class ValueReader:
         for size in rule.sizes(deciding, free):
             expected = evaluate.execute(size.read, evaluate.run(size.calls, environment))
             all_calls = (*plain, *size.calls)
-            counts.append(
-                self._guard(recorder, all_calls, size.read, expected, leaves, module, source)
-            )
-        result = value_shapes.result(operator, args, kwargs, real)
+            counts.append(self._guard(recorder, all_calls, size.read, expected, leaves, where))
+        result = value_shapes.result(func, args, kwargs, real)
         return value_shapes.sized(result if unsized is None else unsized, result, counts)
 
     def _guard(
@@ -262,21 +251,19 @@ class ValueReader:
         read: Call,
         expected: object,
         leaves: frozenset[int],
-        module: str,
-        source: str,
+        where: Where,
         draws: bool = False,
     ) -> object:
         """Add a guard to the recorder, unless it has the same: `read` after `calls` must give
         `expected` from `leaves`. Without leaves, draws and sizes nothing can differ: none is added.
-        Return `expected`, or the symbol in its place. draws: some calls draw; module, source: path
-        and line that read."""
+        Return `expected`, or the symbol in its place. draws: some calls draw."""
         if not (leaves or draws or texts_in((calls, read))):
             return expected
         inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
         of_buffers = self._buffer_positions
         buffers = tuple((v, of_buffers[v]) for v in sorted(leaves & of_buffers.keys()))
-        guard = Guard(calls, read, expected, inputs, used, module, source, buffers, draws)
+        guard = Guard(calls, read, expected, inputs, used, *where, buffers, draws)
         known = next((g for g in recorder.guards if g == guard), None)
         if known is None:
             number = expected
@@ -325,7 +312,7 @@ class ValueReader:
             with _disable_current_modes(), torch.no_grad():
                 same = torch.equal(_bits(handed.tensor), handed.bits)
             if not same:
-                raise NAMED["memory of an array"].at(handed.module, handed.source)
+                raise NAMED["memory of an array"].at(*handed.where)
 
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
         """Return value -> real tensor for integer inputs, constants and what these determine.
