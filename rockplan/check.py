@@ -317,14 +317,20 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from a tensor to another one over the same memory, the same one each time.
-    Autograd history, later in-place results and hooks stay with the caller's tensor."""
+    """Return a function from a tensor to another one over the same memory, the same one each time,
+    of the same class, and a leaf if that is one. Autograd history, later in-place results and hooks
+    stay with the caller's tensor."""
     own: dict[int, torch.Tensor] = {}
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in own:
-            own[id(tensor)] = leaf_like(tensor, tensor)
-            own[id(tensor)].__dict__.update(tensor.__dict__)
+            made = leaf_like(tensor, tensor)
+            if not tensor.is_leaf:
+                with torch.enable_grad():
+                    made = torch.ops.aten.alias(made)
+            made.__dict__.update(tensor.__dict__)
+            made.__class__ = type(tensor)
+            own[id(tensor)] = made
         return own[id(tensor)]
 
     return of

@@ -1150,6 +1150,23 @@ def test_check_refuses_what_only_the_plan_freezes() -> None:
         solve_case(case, BUDGET, options=CHECKED)
 
 
+class AsksItsInput(Net):
+    """Decides by what a tensor says of itself, whatever its values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        is_parameter, is_leaf = isinstance(x, nn.Parameter), x.is_leaf and self.head.bias.is_leaf
+        return super().forward(x) * (2 if is_parameter else 3) + (x.mean() if is_leaf else 1)
+
+
+@pytest.mark.parametrize("given", ["a leaf", "computed", "a parameter", "frozen", "a view"])
+def test_a_check_gives_inputs_that_answer_as_the_callers(given: str) -> None:
+    torch.manual_seed(0)
+    own = SAMPLE.clone().requires_grad_(given != "frozen")
+    x = {"computed": own * 2, "a parameter": nn.Parameter(own), "a view": own[:]}.get(given, own)
+    planned = rockplan.solve(AsksItsInput(), x, BUDGET, options=CHECKED)
+    assert planned.plan.checked == "equal to eager bit for bit on the sample"
+
+
 class Follows(Net):
     """A second layer that follows the first under no_grad, a table that it keeps in a dictionary,
     and an input written in place."""
