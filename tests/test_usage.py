@@ -1159,7 +1159,7 @@ class AsksItsInput(Net):
 
 
 @pytest.mark.parametrize("given", ["a leaf", "computed", "a parameter", "frozen", "a view"])
-def test_a_check_gives_inputs_that_answer_as_the_callers(given: str) -> None:
+def test_a_check_gives_inputs_like_the_callers(given: str) -> None:
     torch.manual_seed(0)
     own = SAMPLE.clone().requires_grad_(given != "frozen")
     x = {"computed": own * 2, "a parameter": nn.Parameter(own), "a view": own[:]}.get(given, own)
