@@ -1091,6 +1091,12 @@ class _Cubed(torch.autograd.Function):
         return gradient * (2 * square * cosine + square.sin())
 
 
+def _with_a_look(h: torch.Tensor) -> torch.Tensor:
+    spread = torch.cat([h, h]).sin()
+    spread = spread.abs().mean(0)
+    return h.sin() if spread.dim() else h
+
+
 FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mean of squares": lambda h: h.pow(2).mean(),
     "erf": lambda h: (h * torch.erf(h / 1.4)).sum(),
@@ -1109,6 +1115,9 @@ FORMULAS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "divergence": lambda h: functional.kl_div(
         h.log_softmax(-1), h.detach().softmax(-1), reduction="sum"
     ),
+    # What the forward computes and nobody reads, in a variable and in none.
+    "unused": lambda h: (torch.cat([h, h, h]).exp(), h.sin().sum())[1],
+    "unused in the middle": lambda h: _with_a_look(h.exp()).cos().sum(),
     "a function": lambda h: _Cubed.apply(h.exp()).sum(),
 }
 

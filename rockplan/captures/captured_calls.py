@@ -202,12 +202,13 @@ def captured_call(
     may_run: bool = True,
     earlier: CallSizes | None = None,
     kept: frozenset[int] = frozenset(),
+    with_dead: bool = False,
 ) -> CapturedCall:
     """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
     Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
     may_run: the module may be called for real if its first call stores tables (`first_call`).
     earlier: as for `capture`; sizes become symbols (`open_sizes`); kept: positions of leaves that
-    are taken as if something read them.
+    are taken as if something read them; with_dead: what nobody needs is in the graph, too.
     Raises CaptureError, InvalidInput."""
     report("capturing the model")
     checked(options)
@@ -224,7 +225,7 @@ def captured_call(
         in_parts = None
         if options.tile:
             in_parts = _in_parts(run, state_bytes, hooked, options, is_asked)
-        whole = lower(run, state_bytes, replace(options, tile=False))
+        whole = lower(run, state_bytes, replace(options, tile=False), with_dead)
         return CapturedCall(whole, hooked, in_parts)
 
 

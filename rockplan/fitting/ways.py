@@ -64,6 +64,9 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
     for data, maker in makers.items():
         if maker < len(forward) and eager.nodes[maker].recomputable:
             inside[path_of[maker]].add(data)
+    for node in eager.forward:
+        if node.is_dead:
+            read[path_of[node.index]] += node.writes
     order: list[int] = []
     begun = {""}
     held = defaultdict[int, list[str]](list)

@@ -132,16 +132,24 @@ def _named(*passes: Callable[..., object]) -> tuple[str, ...]:
 NAMES = _named(*RUN_PASSES, *GRAPH_PASSES)
 
 
-def lower(run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS) -> Lowered:
+def lower(
+    run: Capture,
+    rng_state_bytes: int,
+    options: Options = DEFAULT_OPTIONS,
+    with_dead: bool = False,
+) -> Lowered:
     """Return the graph of a recorded run, after all passes.
 
-    rng_state_bytes: size of one saved generator state on the device. Raises HeadStaysWhole if
+    rng_state_bytes: size of one saved generator state on the device; with_dead: as for `assembled`.
+    Raises HeadStaysWhole if
     `options.tile` finds no head, InvalidInput for options that do not fit the run, UnsupportedModel
     for a run that no graph can represent.
     """
     run, before = _passed(RUN_PASSES, run, options)
     since = time.perf_counter()
-    lowered = assembled(run, rng_state_bytes, options.released, options.rerun_collectives)
+    lowered = assembled(
+        run, rng_state_bytes, options.released, options.rerun_collectives, with_dead
+    )
     built = _checked(lowered.graph, "lower", time.perf_counter() - since)
     graph, after = _passed(GRAPH_PASSES, lowered.graph, options)
     check_layouts(graph, lowered.samples)

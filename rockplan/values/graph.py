@@ -273,7 +273,7 @@ class ComputeNode:
     module, source: where it came from in the user's model ('transformer.h.0.attn', 'file.py:12').
     function: of autograd, which eager runs at once (`RecordedCall`); ends: data that eager lets go
     after it, which nothing but Python or a kernel in C++ may hold; was_in_place: eager changes an
-    operand in place; all unknown to plan files.
+    operand in place; is_dead: eager runs it, and nobody needs it; all unknown to plan files.
     """
 
     index: int
@@ -295,6 +295,7 @@ class ComputeNode:
     function: int = field(default=0, compare=False, repr=False)
     ends: tuple[int, ...] = field(default=(), compare=False, repr=False)
     was_in_place: bool = field(default=False, compare=False, repr=False)
+    is_dead: bool = field(default=False, compare=False, repr=False)
 
     def called(self, again: bool, takeover: Takeover | None) -> tuple[Call, ...]:
         """Return the calls of one execution. again: a re-execution; takeover: if it uses one."""
@@ -420,6 +421,14 @@ def in_eager_order(graph: CDGraph) -> CDGraph:
     nodes = [graph.nodes[i] for i in order]
     placed = tuple(replace(n, index=i) for i, n in enumerate(nodes))
     return replace(graph, nodes=placed, eager_order=())
+
+
+def without_dead(graph: CDGraph) -> CDGraph:
+    """Return `graph`, in eager's order, without nodes that nobody needs; itself if it has none."""
+    nodes = [n for n in graph.nodes if not n.is_dead]
+    if len(nodes) == len(graph.nodes):
+        return graph
+    return replace(graph, nodes=tuple(replace(n, index=i) for i, n in enumerate(nodes)))
 
 
 def without_takes(graph: CDGraph) -> CDGraph:

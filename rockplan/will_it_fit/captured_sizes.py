@@ -37,7 +37,7 @@ from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
-from rockplan.values.graph import CDGraph
+from rockplan.values.graph import CDGraph, without_dead
 from rockplan.values.interface import Interface
 from rockplan.values.plan import format_bytes
 from rockplan.values.profile import Profile
@@ -64,15 +64,20 @@ these tensors have memory."""
 
 @dataclass(frozen=True, slots=True)
 class PricedCall:
-    """One captured call. graph: in eager's order, with times by the rates of a device; input_sizes:
-    bytes of the storages of inputs; form: equal for calls at other sizes whose schedules carry
-    over."""
+    """One captured call. graph: in eager's order, with what nobody needs, and with times by the
+    rates of a device; input_sizes: bytes of the storages of inputs; form: equal for calls at other
+    sizes whose schedules carry over."""
 
     graph: CDGraph
     interface: Interface
     profile: Profile
     input_sizes: tuple[int, ...]
     form: int = 0
+
+    @property
+    def planned(self) -> CDGraph:
+        """The graph that a plan is of."""
+        return without_dead(self.graph)
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -220,7 +225,8 @@ def _lowered(
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
         call = ModuleCall(module, *arguments)
-        source = captured_call(call, options, may_run=False, earlier=earlier)
+        is_eager = not options.compile
+        source = captured_call(call, options, may_run=False, earlier=earlier, with_dead=is_eager)
     return (source.in_parts or source).lowered
 
 
@@ -382,7 +388,7 @@ class SizedCalls:
 def form_of(graph: CDGraph) -> object:
     """Return everything that a schedule depends on but sizes and times."""
     nodes = tuple(
-        (n.name, n.reads, n.writes, n.random, n.recomputable, frozenset(n.ends))
+        (n.name, n.reads, n.writes, n.random, n.recomputable, n.is_dead, frozenset(n.ends))
         for n in graph.nodes
     )
     takes = tuple((t.operands, t.results) for n in graph.nodes for t in n.takes)

@@ -287,7 +287,7 @@ class FitQuestion:
         if not self.has_smallest(call):
             self.find_smallest(call)
         storages, schedule = self._smallest[call.form]
-        return self._with_copies(call.graph, storages), schedule
+        return self._with_copies(call.planned, storages), schedule
 
     def _with_copies(self, graph: CDGraph, storages: Iterable[int]) -> CDGraph:
         return with_copies(graph, storages, self.host.link.share(SHARE)) if self.host else graph
@@ -345,7 +345,9 @@ class FitQuestion:
 
     def problem(self, call: PricedCall) -> Problem:
         """Return the problem of a call."""
-        graph = call.graph if "reorder" in self.options.without else reordered(call.graph)
+        graph = call.planned
+        if "reorder" not in self.options.without:
+            graph = reordered(graph)
         problem = problem_of_priced(graph, call.profile, self.options)
         waits = waits_of(graph, call.interface) if self.step.in_backward else ()
         return replace(problem, waits=waits, host=self.host)
@@ -415,7 +417,7 @@ class FitQuestion:
             except InfeasibleBudget:
                 break
             storages, schedule = _in_eager_order(plan)
-            graph = self._with_copies(call.graph, storages)
+            graph = self._with_copies(call.planned, storages)
             timeline = self.timeline(call, graph, schedule)
             if self.fits(timeline):
                 return graph, schedule

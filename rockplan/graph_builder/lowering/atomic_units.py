@@ -2,7 +2,7 @@
 
 takes: the view of a run. returns: units in execution order. guarantees: the allocation of a storage
 and all its mutations are one unit, with every call that reads an intermediate state of it; dead
-calls without side effects are in no unit (docs/model.md, Capture and lowering).
+calls without side effects are in none of `needed_calls` (docs/model.md, Capture and lowering).
 """
 
 from __future__ import annotations
@@ -21,18 +21,22 @@ from rockplan.graph_builder.recorded.view import RunView, own_kind
 from rockplan.values.graph import DataKind
 
 
-def divided(view: RunView) -> tuple[tuple[int, ...], ...]:
-    """Return the units of a recorded run, groups of calls that become one node, in execution order;
-    each as positions of its calls in program order. Calls that nobody needs are in none. Raises
-    UnsupportedModel for a change in place that no order of units allows."""
+def needed_calls(view: RunView) -> tuple[int, ...]:
+    """Return the positions of the calls whose results somebody needs, or which act."""
+    # The additions of contributions are left out: the engine of autograd makes them.
+    roots = [gradient for _, several in view.contributions for gradient in several]
+    return view.needed_for(view.storages((*view.outputs, *roots, *view.copies)))
+
+
+def divided(view: RunView, taken: Sequence[int]) -> tuple[tuple[int, ...], ...]:
+    """Return the units of the calls `taken` of a recorded run (positions, ascending), groups of
+    calls that become one node, in execution order; each as positions of its calls in program order.
+    Raises UnsupportedModel for a change in place that no order of units allows."""
     for recorded in view.calls:
         for storage in sorted(view.storages(recorded.writes)):
             if not view.kinds[storage].resident:
                 check_mutation(view.kinds[storage], own_kind(recorded), recorded)
-    # The additions of contributions are left out: the engine of autograd makes them.
-    roots = [gradient for _, several in view.contributions for gradient in several]
-    live = view.needed_for(view.storages((*view.outputs, *roots, *view.copies)))
-    return _units(view, live)
+    return _units(view, taken)
 
 
 def check_mutation(kind: DataKind, own: DataKind, recorded: RecordedCall) -> None:

@@ -18,7 +18,7 @@ from dataclasses import replace
 import networkx
 from torch._prims_common import make_contiguous_strides_for
 
-from rockplan.graph_builder.lowering.atomic_units import divided
+from rockplan.graph_builder.lowering.atomic_units import divided, needed_calls
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.recorded.view import RunView
@@ -67,7 +67,7 @@ def _buffers_to_copy(view: RunView) -> list[int]:
     copied is left out."""
     together = networkx.utils.UnionFind(view.changed_outside)
     wanted: set[int] = set()
-    for unit in divided(view):
+    for unit in divided(view, needed_calls(view)):
         recorded = [view.calls[p] for p in unit]
         touched = sorted(frozenset[int]().union(*map(view.touched_outside, recorded)))
         together.union(*touched)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.lowering.atomic_units import check_mutation, divided
+from rockplan.graph_builder.lowering.atomic_units import check_mutation, divided, needed_calls
 from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
 from rockplan.graph_builder.operators.facts import without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
@@ -55,14 +55,19 @@ class Lowered:
 
 
 def assembled(
-    capture: Capture, rng_state_bytes: int, released: Sequence[int] = (), reruns: bool = False
+    capture: Capture,
+    rng_state_bytes: int,
+    released: Sequence[int] = (),
+    reruns: bool = False,
+    with_dead: bool = False,
 ) -> Lowered:
     """Build the graph of a recorded run, forward nodes first. Returned with it: which of its values
     are parameters, inputs, results and so on, and the real tensors of the sample by value.
 
     rng_state_bytes: size of one saved generator state on the device. released: positions of leaves
     of the result that the caller does not hold in the backward phase. reruns: collectives may run
-    again. Raises InvalidInput if a released leaf is not a tensor made by the forward,
+    again. with_dead: what the forward computes and nobody needs is in the graph, too. Raises
+    InvalidInput if a released leaf is not a tensor made by the forward,
     UnsupportedModel for changes in place that cannot be planned.
     """
     view = capture.view
@@ -74,7 +79,13 @@ def assembled(
     for number, (value, _) in enumerate(capture.constants):
         numbering.value(value, f"constant_{number}")
     nodes: list[ComputeNode] = []
-    units = sorted(divided(view), key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD)
+    needed = frozenset(needed_calls(view))
+    forward = [p for p, c in enumerate(capture.calls) if c.phase is Phase.FORWARD]
+    dead = {p for p in forward if not view.is_view(p)} - needed if with_dead else set()
+    units = sorted(
+        divided(view, sorted(needed | dead)),
+        key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD,
+    )
     for unit in units:
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
@@ -93,7 +104,10 @@ def assembled(
     for position, call in enumerate(capture.calls):
         index = node_of.get(position, index)
         ends[index] += (numbering.data_of[s] for s in call.ends if s in numbering.data_of)
-    nodes = [replace(node, ends=tuple(ends[node.index])) for node in nodes]
+    nodes = [
+        replace(node, ends=tuple(ends[node.index]), is_dead=dead.issuperset(unit))
+        for node, unit in zip(nodes, units, strict=True)
+    ]
     held_tangents = _held_tangents(capture, numbering)
     of_outputs = {numbering.values[o.value].data for o in interface.outputs if o.value is not None}
     # Gradients of inputs are alive to the end of the backward pass: as `.grad` of a leaf, or in the
