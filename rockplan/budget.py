@@ -90,7 +90,10 @@ def _parse_text(text: str) -> Budget:
         return Budget(is_auto=True)
     automatic = re.fullmatch(r"\s*auto\s*-(.+)", text, re.IGNORECASE)
     if automatic is not None:
-        return Budget(is_auto=True, reserve_bytes=_reserve_bytes(automatic[1], text))
+        reserve_bytes = _parse_text(automatic[1]).size_bytes
+        if reserve_bytes is None:
+            raise InvalidBudget(f"budget {text!r} does not parse; {_EXAMPLES}")
+        return Budget(is_auto=True, reserve_bytes=reserve_bytes)
     match = re.fullmatch(r"\s*([+-]?[\d_]*\.?\d+(?:[eE][+-]?\d+)?)\s*(%|[A-Za-z]*)\s*", text)
     if match is None or (match[2] != "%" and match[2].upper() not in _UNITS):
         raise InvalidBudget(f"budget {text!r} does not parse; {_EXAMPLES}")
@@ -112,13 +115,6 @@ def _parse_text(text: str) -> Budget:
     is_usual = 1 <= number * unit <= 2 * MOST_BYTES
     exact = Fraction(digits) * unit if is_usual else number * unit
     return Budget(size_bytes=_size_bytes(exact, text))
-
-
-def _reserve_bytes(text: str, whole: str) -> int:
-    reserve = _parse_text(text).size_bytes
-    if reserve is None:
-        raise InvalidBudget(f"budget {whole!r} does not parse; {_EXAMPLES}")
-    return reserve
 
 
 def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:

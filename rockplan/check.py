@@ -10,7 +10,6 @@ they were, and no hook of the caller's on a parameter or an input sees the gradi
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import math
 import warnings
@@ -189,7 +188,7 @@ def distance(
         with given.restored(), _alone(call):
             if is_rounded:
                 round_otherwise([content.tensor for _, content in given.tensors], dtypes)
-            return dict(_run(given, forward, starts, _drawn).tensors)
+            return dict(_run(given, forward, starts, _drawn_numbers).tensors)
 
     expected = step(original)
     shares = shares_of(step(planned), expected)
@@ -268,8 +267,8 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
     """Return, for 'results', 'gradients' and 'buffers', the norm of the difference as a share of
     the norm of `expected`; for 'generator states' infinity if they differ, else 0."""
     shares = {what: _share(actual, expected, start) for what, start in _GROUPS.items()}
-    states = [n for n in expected if n.startswith("generator state")]
-    is_same = all(_is_equal(actual[n], expected[n]) for n in states)
+    states = [(actual[n], expected[n]) for n in expected if n.startswith("generator state")]
+    is_same = all(a is not None and b is not None and torch.equal(a, b) for a, b in states)
     return shares | {"generator states": 0.0 if is_same else math.inf}
 
 
@@ -283,17 +282,13 @@ def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
         if one is None or other is None:
             if one is not other:
                 return math.inf
-        elif not _is_unmade(one) and (one.is_floating_point() or one.is_complex()):
+        elif not isinstance(one, UnmadeResult) and (one.is_floating_point() or one.is_complex()):
             wide = torch.complex128 if one.is_complex() else torch.float64
             a, b = one.to(wide), other.to(wide)
             is_same = (a == b) | ((a != a) & (b != b))
             error += float((a - b).masked_fill(is_same, 0).abs().square().sum())
             norm += float(b.masked_fill(~b.isfinite(), 0).abs().square().sum())
     return math.sqrt(error / (norm or 1.0))
-
-
-def _is_equal(one: torch.Tensor | None, other: torch.Tensor | None) -> bool:
-    return one is not None and other is not None and torch.equal(one, other)
 
 
 def _furthest(shares: Mapping[str, float]) -> float:
@@ -340,12 +335,12 @@ def _run(
     given: _Given,
     forward: Callable[..., Any],
     starts: Mapping[int, Strides],
-    tangent: Callable[[torch.Tensor, Strides], torch.Tensor] | None = None,
+    numbers: Callable[[int], torch.Tensor] = torch.ones,
 ) -> _StepResult:
     """Run one forward and backward of `forward` on the tensors of the call, and return all results,
     gradients, states of generators and what changed in Python, by name. starts: position of a
-    result that gets a gradient -> strides of this gradient. tangent: makes the gradient of a result
-    in given strides; None: all ones."""
+    result that gets a gradient -> strides of this gradient; numbers: makes that many numbers of
+    it."""
     call = given.call
     arguments = with_stand_ins(call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
@@ -361,7 +356,7 @@ def _run(
     with torch.enable_grad(), patches.patched(_NOT_OF_A_STEP):
         outputs = trees.tree_leaves(held.with_contents(forward(*args, **kwargs)))
     roots = [outputs[i] for i in starts]
-    tangents = [(tangent or _ones)(o, s) for o, s in zip(roots, starts.values(), strict=True)]
+    tangents = [_laid_out(numbers, o, s) for o, s in zip(roots, starts.values(), strict=True)]
     with under_autocast(OFF):  # the caller may call the module under autocast
         gradients = torch.autograd.grad(
             roots, list(differentiated.values()), tangents, allow_unused=True
@@ -386,22 +381,16 @@ def _run(
 _NOT_OF_A_STEP = (eager_paths.REENTRANT_CHECKPOINT,)
 
 
-def _ones(like: torch.Tensor, strides: Strides) -> torch.Tensor:
-    return _laid_out(torch.ones, like, strides)
-
-
-def _drawn(like: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return random numbers, as `_ones`. (For ones, gradients of softmax and normalizations are
-    zero up to rounding.)"""
-    numbers = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0))
-    return _laid_out(numbers, like, strides)
+def _drawn_numbers(count: int) -> torch.Tensor:
+    # For ones, gradients of softmax and normalizations are zero up to rounding.
+    return torch.randn(count, generator=torch.Generator().manual_seed(0))
 
 
 def _laid_out(
     make: Callable[[int], torch.Tensor], like: torch.Tensor, strides: Strides
 ) -> torch.Tensor:
-    """Return a tensor of the shape, dtype and device of `like` with these strides. make: number of
-    elements -> that many numbers, which fill its memory in order."""
+    """Return a tensor of the shape, dtype and device of `like` with these strides, whose memory
+    numbers of `make` fill in order."""
     spec = strides.spec if isinstance(strides, PlacedStrides) else None
     own = strides.strides if isinstance(strides, PlacedStrides) else strides
     shape = like.shape if spec is None else local_shape(spec)
@@ -423,18 +412,12 @@ def _difference(actual: _StepResult, expected: _StepResult) -> str | None:
         if a is None or b is None:
             if a is not b:
                 return f"{name} exists in one of them only"
-        elif not (_is_unmade(a) or is_same_content(a, b)):
-            return f"{name} by up to {_largest_difference(local_of(a), local_of(b))}"
+        elif not (isinstance(a, UnmadeResult) or is_same_content(a, b)):
+            one_part, other_part = local_of(a).double(), local_of(b).double()
+            furthest = (one_part - other_part).abs().max().item() if a.is_floating_point() else ""
+            return f"{name} by up to {furthest}"
     one, other = dict(actual.data), dict(expected.data)
     for name in {**other, **one}:
         if one.get(name, ABSENT) != other.get(name, ABSENT):
             return f"{name} is {one.get(name, 'unchanged')}, not {other.get(name, 'unchanged')}"
     return None
-
-
-def _largest_difference(a: torch.Tensor, b: torch.Tensor) -> float | str:
-    return (a.double() - b.double()).abs().max().item() if a.is_floating_point() else ""
-
-
-def _is_unmade(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, UnmadeResult)

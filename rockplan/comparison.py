@@ -210,11 +210,9 @@ def measured_timelines(
 def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
     """Return one or several budgets as a tuple, as the user wrote them. Raises InvalidBudget if one
     cannot be parsed, or is 'auto' and the model's device does not say what is free."""
-    several: tuple[Any, ...]
-    if isinstance(budgets, Iterable) and not isinstance(budgets, str):
-        several = tuple(budgets)
-    else:
-        several = (budgets,)
+    given: Any = budgets
+    is_one = isinstance(given, str) or not isinstance(given, Iterable)
+    several: tuple[OneBudget, ...] = (given,) if is_one else tuple(given)
     for budget in several:
         in_bytes(parse_budget(budget), model)
     return several
@@ -272,12 +270,8 @@ def _written(
     return watched.written
 
 
-@dataclass(frozen=True, slots=True)
-class _StepOutcome:
-    """Gradients and changed tensors after a step."""
-
-    gradients: tuple[torch.Tensor | None, ...]
-    buffers: tuple[torch.Tensor, ...]
+_StepOutcome = Mapping[str, tuple[torch.Tensor | None, ...]]
+"""'gradients' of parameters and 'buffers', all else that a step writes to, after it."""
 
 
 def _state_after(
@@ -289,10 +283,11 @@ def _state_after(
         parameter.grad = None
     torch.manual_seed(SEED)
     run()
-    return _StepOutcome(
-        tuple(None if p.grad is None else p.grad.clone() for p in model.parameters()),
-        tuple(t.detach().clone() for t in changing if t.layout is torch.strided),
-    )
+    gradients = (parameter.grad for parameter in model.parameters())
+    return {
+        "gradients": tuple(None if g is None else g.clone() for g in gradients),
+        "buffers": tuple(t.detach().clone() for t in changing if t.layout is torch.strided),
+    }
 
 
 def _difference(
@@ -315,12 +310,8 @@ def _difference(
 def _row(
     name: str, module: nn.Module, peak_bytes: int, outcome: _StepOutcome, expected: _StepOutcome
 ) -> Row:
-    row = Row(
-        name,
-        peak_bytes=peak_bytes,
-        gradients=_difference("gradients", outcome.gradients, expected.gradients),
-        buffers=_difference("buffers", outcome.buffers, expected.buffers),
-    )
+    gradients, buffers = (_difference(k, outcome[k], expected[k]) for k in ("gradients", "buffers"))
+    row = Row(name, peak_bytes=peak_bytes, gradients=gradients, buffers=buffers)
     if not name.startswith("rockplan"):
         return row
     plan = plan_of(module)

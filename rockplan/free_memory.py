@@ -140,7 +140,9 @@ class Room:
         for _ in range(PLANS):
             made = make(replace(careful, size_bytes=size_bytes))
             plan, interface = plan_of(made)
-            own_bytes = self._step_bytes(plan, interface) - self.usable_bytes
+            changes = self.timeline(plan, interface).changes
+            blocks = (c._replace(size_bytes=rounded(c.size_bytes)) for c in changes)
+            own_bytes = peak_of(blocks).size_bytes - self.usable_bytes
             excess_bytes = max(agreed.gathered(("step", size_bytes), own_bytes).values())
             if excess_bytes <= 0 or size_bytes <= careful.size_bytes:
                 return made
@@ -157,12 +159,6 @@ class Room:
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
         )
-
-    def _step_bytes(self, plan: Plan, interface: Interface) -> int:
-        """Return the peak of these steps, in blocks of the allocator."""
-        changes = self.timeline(plan, interface).changes
-        blocks = (c._replace(size_bytes=rounded(c.size_bytes)) for c in changes)
-        return peak_of(blocks).size_bytes
 
 
 def room_of(

@@ -145,17 +145,13 @@ def _told(call: _FailedCall, on: torch.device, frames: list[FrameType]) -> str:
     question = FitQuestion(model, model, (args, kwargs), gpu(on), None, USUAL, Options(cache=False))
     whole = question.whole((size_of((args, kwargs), BATCH), None))
     ways = fit(model, args, on, sample_kwargs=kwargs, optimizer=steps, options=OPTIONS)
+    of_others = ""
+    if on.type == "cuda":
+        free_bytes, all_bytes = torch.cuda.mem_get_info(on)
+        others_bytes = max(all_bytes - free_bytes - torch.cuda.memory_reserved(on), 0)
+        of_others = f" (of contexts and other processes are {format_bytes(others_bytes)} now)"
     return (
         f"rockplan: who owns what {type(call.module).__name__} needs beyond its parameters and "
         f"gradients, with everything kept:\n{explain_schedule(*kept_whole(whole.graph))}\n"
-        f"which ways of running it fit{_of_others(on)}:\n{ways}"
+        f"which ways of running it fit{of_others}:\n{ways}"
     )
-
-
-def _of_others(on: torch.device) -> str:
-    """Return what else is on the device, which the ways do not count."""
-    if on.type != "cuda":
-        return ""
-    free_bytes, all_bytes = torch.cuda.mem_get_info(on)
-    others_bytes = all_bytes - free_bytes - torch.cuda.memory_reserved(on)
-    return f" (of contexts and other processes are {format_bytes(max(others_bytes, 0))} now)"

@@ -564,13 +564,6 @@ def built_program(
     return _checked(call, program, dtypes)
 
 
-def _keep_all(program: PlannedProgram) -> PlannedProgram:
-    graph = as_eager(program.plan.graph)
-    plan = replace(program.plan, graph=graph, schedule=keep_all(graph))
-    executable = build(graph, program.interface, plan.schedule, f"{plan.graph_digest[:8]} kept")
-    return replace(program, plan=plan, executable=executable)
-
-
 def _checked(
     call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
 ) -> PlannedProgram:
@@ -581,12 +574,18 @@ def _checked(
     starts = program.incoming
     original = original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)
+    plan = program.plan
     with key_value_cache.switched_off(call.module):
-        if program.plan.compiled or program.plan.graph.tiles:
-            kept = planned_modules.bound_forward(call.module, _keep_all(program))
+        if plan.compiled or plan.graph.tiles:
+            graph = as_eager(plan.graph)
+            everything = replace(plan, graph=graph, schedule=keep_all(graph))
+            name = f"{plan.graph_digest[:8]} kept"
+            executable = build(graph, program.interface, everything.schedule, name)
+            keeping = replace(program, plan=everything, executable=executable)
+            kept = planned_modules.bound_forward(call.module, keeping)
             difference = check(call, kept, planned, starts, NOTHING_RUNS_AGAIN)
             share = distance(call, original, planned, starts, dtypes)
             difference += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
             difference = check(call, original, planned, starts)
-    return replace(program, plan=replace(program.plan, checked=difference))
+    return replace(program, plan=replace(plan, checked=difference))

@@ -176,6 +176,10 @@ class BlockSequence:
         most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
         own_bytes = most.own_bytes(chosen)
         kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
+        by_others = ""
+        if self.others.count:
+            held = format_bytes(self.others.needed_bytes(chosen))
+            by_others = f", {held} by {self.others.count} more calls in flight"
         inside = "the loss, or what else runs between blocks"
         if most.running is not None:
             phase = "backward" if most.is_backward else "forward"
@@ -184,16 +188,9 @@ class BlockSequence:
             budget_bytes,
             least_bytes,
             f"{inside} ({format_bytes(most.outside_bytes)} is alive beside the blocks, measured, "
-            f"and {format_bytes(kept_bytes)} is kept by blocks"
-            f"{self._by_others(chosen)})",
+            f"and {format_bytes(kept_bytes)} is kept by blocks{by_others})",
             unplanned_bytes=self.eager_peak_bytes,
         )
-
-    def _by_others(self, chosen: Sequence[BoundedOption]) -> str:
-        if not self.others.count:
-            return ""
-        held = format_bytes(self.others.needed_bytes(chosen))
-        return f", {held} by {self.others.count} more calls in flight"
 
 
 WORTH_A_SECOND_LOOK = 0.05

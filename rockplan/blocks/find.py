@@ -39,7 +39,13 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     the model. Raises InvalidInput for none, the whole model, overlaps, and blocks that `solve`
     planned."""
     if blocks is None:
-        paths: Iterable[str] = _found(model)
+        paths: Iterable[str] = repeated_blocks(model)
+        if not paths:
+            raise InvalidInput(
+                "no blocks are found: no list of modules (ModuleList, Sequential, ModuleDict) of "
+                "this model holds two of one class that have parameters and submodules. Name them "
+                "(blocks='encoder.stage*'), or plan the whole (rockplan.solve)"
+            )
     else:
         several = [blocks] if isinstance(blocks, str | nn.Module) else blocks
         if not isinstance(several, Iterable):
@@ -50,7 +56,8 @@ def named_blocks(model: nn.Module, blocks: Blocks) -> dict[str, nn.Module]:
     chosen = {path: m for path, m in model.named_modules() if id(m) in identities}
     if not chosen:
         raise InvalidInput(f"blocks is empty; {_REMEDY}")
-    _refuse_whole(chosen)
+    if "" in chosen:
+        raise InvalidInput("the block is the whole model; plan it with rockplan.solve")
     _refuse_overlap(chosen)
     for path, module in chosen.items():
         if any(isinstance(m, Planned) and not is_own(m) for m in module.modules()):
@@ -88,18 +95,6 @@ def _outermost(
             yield from _outermost(f"{path}.{name}", child, called)
 
 
-def _found(model: nn.Module) -> tuple[str, ...]:
-    """Return the paths of the repeated blocks. Raises InvalidInput if there are none."""
-    paths = repeated_blocks(model)
-    if not paths:
-        raise InvalidInput(
-            "no blocks are found: no list of modules (ModuleList, Sequential, ModuleDict) of this "
-            "model holds two of one class that have parameters and submodules. Name them "
-            "(blocks='encoder.stage*'), or plan the whole (rockplan.solve)"
-        )
-    return paths
-
-
 def _paths(model: nn.Module, one: object) -> list[str]:
     """Return the paths that a pattern, path or module stands for. Raises InvalidInput for none."""
     if isinstance(one, nn.Module):
@@ -112,23 +107,19 @@ def _paths(model: nn.Module, one: object) -> list[str]:
     if not isinstance(one, str):
         raise InvalidInput(f"a block is a {type(one).__name__}; {_REMEDY}")
     known = [path for path, _ in model.named_modules(remove_duplicate=False) if path]
-    paths = [path for path in known if _matches(path, one)]
+    pattern = one.split(".")
+    split = ((path, path.split(".")) for path in known)
+    paths = [
+        path
+        for path, parts in split
+        if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
+    ]
     if not paths:
         stems = dict.fromkeys(re.sub(r"\d+", "*", path) for path in known)
         nearest = difflib.get_close_matches(re.sub(r"\d+", "*", one), stems, _NEAREST, 0.0)
         hint = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
         raise InvalidInput(f"blocks={one!r} names no module of this model{hint}")
     return paths
-
-
-def _matches(path: str, pattern: str) -> bool:
-    parts, patterns = path.split("."), pattern.split(".")
-    return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
-
-
-def _refuse_whole(chosen: dict[str, nn.Module]) -> None:
-    if "" in chosen:
-        raise InvalidInput("the block is the whole model; plan it with rockplan.solve")
 
 
 def _refuse_overlap(chosen: dict[str, nn.Module]) -> None:

@@ -82,8 +82,6 @@ def sample_run(
     shared: dict[Any, SampleCall] = {}
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a function in place of `forward`, of the block at `path`: `note`."""
-
         def note(*given: Any, **named_given: Any) -> Any:
             """Run the block's forward, of which autograd saves nothing, and return its result. Note
             the call in `run.calls[path]`, or a further one by adding `path` to `run.repeated`;
@@ -148,16 +146,11 @@ def without_history(
     """Return (args, kwargs) with computed tensors replaced by leaves that require a gradient, at
     which a backward pass ends; such a leaf shares the tensor's memory."""
     leaves, spec = trees.tree_flatten((args, kwargs))
+    made = [isinstance(leaf, torch.Tensor) and not leaf.is_leaf for leaf in leaves]
     detached: tuple[tuple[Any, ...], dict[str, Any]] = trees.tree_unflatten(
-        [_without_history(leaf) for leaf in leaves], spec
+        [leaf_like(x, x) if is_made else x for x, is_made in zip(leaves, made, strict=True)], spec
     )
     return detached
-
-
-def _without_history(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor) or leaf.is_leaf:
-        return leaf
-    return leaf_like(leaf, leaf)
 
 
 def _reshard(model: nn.Module) -> None:

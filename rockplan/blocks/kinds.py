@@ -128,19 +128,6 @@ def built_block(
     return built_program(block.call, made, block.source, options)
 
 
-def _shared(program: PlannedProgram, block: CapturedBlock) -> PlannedProgram:
-    source = block.source
-    call = block.call
-    forward = original_forward(call.module)
-    return replace(
-        program,
-        interface=source.lowered.interface,
-        constants=tuple(t for _, t in source.run.constants),
-        output_spec=source.run.output_spec,
-        call=described_call(forward, call.args, call.kwargs),
-    )
-
-
 @dataclass(eq=False)
 class BlockPrograms:
     """The programs of the blocks of a model, by kind and allowance. plan: of the whole step;
@@ -170,11 +157,17 @@ class BlockPrograms:
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
         """Return the program of a block of the same kind under this allowance, made for this block;
         None if there is none, or if interfaces differ."""
-        known = self.known.get((*block.kind, allowance))
-        interface = block.source.lowered.interface
+        known, call = self.known.get((*block.kind, allowance)), block.call
+        interface, run = block.source.lowered.interface, block.source.run
         if known is None or known.interface != interface:
             return None
-        return _shared(known, block)
+        return replace(
+            known,
+            interface=interface,
+            constants=tuple(t for _, t in run.constants),
+            output_spec=run.output_spec,
+            call=described_call(original_forward(call.module), call.args, call.kwargs),
+        )
 
 
 def name_block_in(error: CaptureError, path: str, *, are_others_planned: bool = True) -> None:
@@ -211,24 +204,23 @@ class BlockMaker:
         if (rung := self._another_rung(call, options)) is not None:
             return rung
         block = captured_block(call, options)
-        program = self.programs.find(block, self.allowance)
-        if program is None:
-            source = with_sizes_open(call, block.source, options, _of_a_step)
-            block = replace(block, source=source)
-        if program is None:
-            if self.allowance != UNLIMITED:  # of a measured step, which all processes run
-                refuse_apart([block.source.lowered.graph])
-            problem = block_problem(block, options)
-            # Whether one is adapted depends on times, which differ between processes.
-            known = () if options.rerun_collectives else self.programs.of(self.allowance)
-            option = self.programs.chosen.get((block.digest, self.allowance))
-            option = option or _adapted(problem, self.allowance, known)
-            is_taken_over = option is not None
-            option = option or block_option(problem, self.allowance, options)
-            self.programs.chosen[block.digest, self.allowance] = option
-            program = built_block(block, problem, option, options)
-            program = replace(program, is_taken_over=is_taken_over)
-            self.programs.keep(block, self.allowance, program)
+        if (program := self.programs.find(block, self.allowance)) is not None:
+            return program
+        source = with_sizes_open(call, block.source, options, _of_a_step)
+        block = replace(block, source=source)
+        if self.allowance != UNLIMITED:  # of a measured step, which all processes run
+            refuse_apart([block.source.lowered.graph])
+        problem = block_problem(block, options)
+        # Whether one is adapted depends on times, which differ between processes.
+        known = () if options.rerun_collectives else self.programs.of(self.allowance)
+        option = self.programs.chosen.get((block.digest, self.allowance))
+        option = option or _adapted(problem, self.allowance, known)
+        is_taken_over = option is not None
+        option = option or block_option(problem, self.allowance, options)
+        self.programs.chosen[block.digest, self.allowance] = option
+        program = built_block(block, problem, option, options)
+        program = replace(program, is_taken_over=is_taken_over)
+        self.programs.keep(block, self.allowance, program)
         return program
 
     def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:

@@ -66,9 +66,11 @@ def measured_step(
             if waits:
                 run(step, exchanges=False)
             for exchanges in (False, True) if waits else (True,):
-                waiting = waiting_bytes(model)
+                more = waiting_bytes(model)
                 seen = run(lambda: stretches(marked, device), exchanges)
-                courses.append(tuple(_with_more(stretch, waiting) for stretch in seen))
+                courses.append(
+                    tuple(Stretch(s.mark, s.start_bytes + more, s.peak_bytes + more) for s in seen)
+                )
     most = _most(courses)
     returned = next((s.start_bytes for s in most if s.mark == RETURNED), 0)
     kept_bytes = sum(option.saved_bytes for option in options)
@@ -90,11 +92,6 @@ RETURNED = "returned"
 STEPS_OF_SEVERAL = 3
 """Steps that are measured if processes exchange parameters: a collective of gloo frees memory at
 another moment in each step."""
-
-
-def _with_more(stretch: Stretch, more_bytes: int) -> Stretch:
-    start_bytes, peak_bytes = stretch.start_bytes + more_bytes, stretch.peak_bytes + more_bytes
-    return stretch._replace(start_bytes=start_bytes, peak_bytes=peak_bytes)
 
 
 def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:

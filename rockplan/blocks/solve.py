@@ -67,11 +67,11 @@ from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
 from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of, make_program_of
-from rockplan.runtime.program import ModuleCall, PlannedProgram
+from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
 from rockplan.side_by_side import device_of, step_of
-from rockplan.values.block_sequence import BoundedOption, StepMoment, held_like
+from rockplan.values.block_sequence import BoundedOption, held_like
 from rockplan.values.graph import DataKind
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import format_bytes
@@ -278,16 +278,6 @@ def restore_blocks(model: nn.Module) -> nn.Module:
 
 
 @dataclass(frozen=True, slots=True)
-class _Measured:
-    """A measured step. others: path -> program that ran, of blocks whose backward started from
-    other results than assumed."""
-
-    step: MeasuredStep
-    kinds: dict[Any, BlockKind]
-    others: dict[str, PlannedProgram]
-
-
-@dataclass(frozen=True, slots=True)
 class _Job:
     """One call of `solve_blocks`. written: tensors beside buffers that a step writes to; are_found:
     the user has not named the blocks; agreed: processes that plan together."""
@@ -439,30 +429,20 @@ class _Job:
         """Measure a step; return (it, path -> captured block, key of a kind -> kind). If backward
         starts from other results of a block than assumed, that block is captured again, and the
         step measured once more."""
-        first = self._measured_once(captured, calls)
-        if not first.others:
-            return first.step, captured, first.kinds
-        recaptured = {
-            path: self._capture(captured[path].call.module, calls[path], program.incoming)
-            for path, program in first.others.items()
-        }
-        captured = {**captured, **recaptured}
-        second = self._measured_once(captured, calls)
-        return second.step, captured, second.kinds
-
-    def _measured_once(
-        self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
-    ) -> _Measured:
-        kinds = self._kinds(captured.values())
-        step = self._step_of(captured, calls, kinds)
-        latest = {path: latest_of(block.call.module) for path, block in captured.items()}
-        others = {
-            path: program
-            for path, program in latest.items()
-            if program.plan.graph_digest != captured[path].digest
-        }
-        restore_blocks(self.model)
-        return _Measured(step, kinds, others)
+        for is_second in (False, True):
+            kinds = self._kinds(captured.values())
+            step = self._step_of(captured, calls, kinds)
+            latest = {path: latest_of(block.call.module) for path, block in captured.items()}
+            restore_blocks(self.model)
+            recaptured = {
+                path: self._capture(captured[path].call.module, calls[path], program.incoming)
+                for path, program in latest.items()
+                if not is_second and program.plan.graph_digest != captured[path].digest
+            }
+            if not recaptured:
+                break
+            captured = {**captured, **recaptured}
+        return step, captured, kinds
 
     def _step_of(
         self,
@@ -487,10 +467,11 @@ class _Job:
             self.written,
             device_of(self.model),
         )
-        _refuse_unreached([*captured], step.moments)
-        return self._most_of_all(step)
-
-    def _most_of_all(self, step: MeasuredStep) -> MeasuredStep:
+        reached = {m.running for m in step.moments if m.is_backward}
+        missing = [path for number, path in enumerate(captured) if number not in reached]
+        if missing:  # the prediction would miss what they need in the backward phase
+            raise _Unreached(missing)
+        # Processes that plan together count the most bytes of any.
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
         own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
         every = self.agreed.gathered(("moments", courses), own).values()
@@ -610,12 +591,3 @@ class _Unreached(InvalidInput):
 
 
 _UNREACHED = "no gradient reaches it in the measured step"
-
-
-def _refuse_unreached(paths: Sequence[str], moments: Sequence[StepMoment]) -> None:
-    """Raise `_Unreached` if a block has not run backward in the measured step: the prediction would
-    miss what it needs there. paths: of the blocks, by number."""
-    reached = {m.running for m in moments if m.is_backward}
-    missing = [path for number, path in enumerate(paths) if number not in reached]
-    if missing:
-        raise _Unreached(missing)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -48,7 +47,14 @@ def blocks(
         options = shared.planning_options(context.params)
         with shared.under_autocast(subject, autocast):
             chosen = {"blocks": pattern or None, "optimizer": optimizer, "options": options}
-            solved = _solve_each(budget, subject.call | chosen)
+            solved: list[SolvedBlocks | InfeasibleBudget] = []
+            for asked in budget:
+                try:
+                    solved.append(_solved(asked, subject.call | chosen))
+                except InfeasibleBudget as error:
+                    solved.append(error)
+                finally:
+                    rockplan.restore_blocks(subject.model)
     if as_json:
         rows = [
             one.row if isinstance(one, SolvedBlocks) else display.infeasible_row(asked, one)
@@ -103,20 +109,6 @@ def _placed_row(block: PlacedBlock) -> display.Row:
         ),
         "eager_time_ns": block.eager.time_ns,
     }
-
-
-def _solve_each(
-    budgets: Sequence[str], call: dict[str, Any]
-) -> tuple[SolvedBlocks | InfeasibleBudget, ...]:
-    solved: list[SolvedBlocks | InfeasibleBudget] = []
-    for asked in budgets:
-        try:
-            solved.append(_solved(asked, call))
-        except InfeasibleBudget as error:
-            solved.append(error)
-        finally:
-            rockplan.restore_blocks(call["model"])
-    return tuple(solved)
 
 
 def _solved(asked: str, call: dict[str, Any]) -> SolvedBlocks:

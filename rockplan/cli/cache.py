@@ -43,11 +43,8 @@ def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
         f"{format_bytes(sum(e.size_bytes for e in entries))}"
     )
     if entries:
-        rows = [
-            [e.name[:16], e.kind, format_bytes(e.size_bytes), _age(e), e.problem or _key_facts(e)]
-            for e in entries
-        ]
-        display.show_table(["name", "kind", "size", "age", "made for"], rows, words=(0, 1, 4))
+        columns = ["name", "kind", "size", "age", "made for"]
+        display.show_table(columns, map(_facts, entries), words=(0, 1, 4))
 
 
 @app.command("show", epilog="Example: rockplan cache show all")
@@ -131,20 +128,16 @@ def _entry_row(entry: Entry) -> display.Row:
     }
 
 
-def _age(entry: Entry) -> str:
+def _facts(entry: Entry) -> list[str]:
     hours = (time.time_ns() - entry.modified_ns) / 3.6e12
-    return f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
-
-
-def _key_facts(entry: Entry) -> str:
-    facts = {
+    age = f"{hours:.1f} h" if hours < 48 else f"{hours / 24:.0f} days"
+    names = {
         "profile": ("profile",),
         "options": ("block",),
         "plan": ("graph", "budget"),
         "answer": ("device", "optimizer", "sizes"),
     }
-    return ", ".join(f"{n} {_short(entry.key.get(n, '?'))}" for n in facts[entry.kind])
-
-
-def _short(fact: str) -> str:
-    return fact[:12] if len(fact) == 64 else fact
+    found = {name: entry.key.get(name, "?") for name in names[entry.kind]}
+    of = ", ".join(f"{n} {fact[:12] if len(fact) == 64 else fact}" for n, fact in found.items())
+    size = format_bytes(entry.size_bytes)
+    return [entry.name[:16], entry.kind, size, age, entry.problem or of]

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from enum import IntEnum
-from typing import Any
 
 import typer
 
@@ -95,7 +94,9 @@ def ending(as_json: bool) -> Iterator[None]:
     own code inside goes to stderr: stdout is for the result."""
     try:
         with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
-            warnings.showwarning = _show_warning
+            warnings.showwarning = lambda message, *_, **__: typer.echo(
+                printable(f"warning: {message}"), err=True
+            )
             yield
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing was left half-written", err=True)
@@ -133,7 +134,3 @@ def end_with_errors(solved: Iterable[object]) -> None:
         typer.echo(f"rockplan: {error}", err=True)
     if errors:
         raise typer.Exit(ExitCode.INFEASIBLE)
-
-
-def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:
-    typer.echo(printable(f"warning: {message}"), err=True)

@@ -43,7 +43,19 @@ class Subject:
 def make_subject(name: str) -> Subject:
     """Return the model and sample that the factory `name` makes, as `made_by` finds it. Raises
     InvalidInput, with an exception of the factory as its cause."""
-    return _subject(name, made_by(name))
+    made = made_by(name)
+    if not isinstance(made, tuple) or len(made) not in (2, 3):
+        what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
+        raise InvalidInput(f"{name} returned {what}; {_RESULT}")
+    if len(made) == 2:
+        return Subject(name, made[0], made[1], {})
+    model, args, kwargs = made
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise InvalidInput(
+            f"{name} returned a {type(args).__name__} and a {type(kwargs).__name__} after the "
+            f"model; args is a tuple, kwargs a dictionary: {_RESULT}"
+        )
+    return Subject(name, model, tuple(args), kwargs)
 
 
 def made_by(name: str) -> object:
@@ -61,23 +73,6 @@ def made_by(name: str) -> object:
             f"{name} {_failed(error)}. A factory takes no arguments; call it by itself to see "
             "where it fails"
         ) from error
-
-
-def _subject(name: str, made: object) -> Subject:
-    """Return what the factory `name` made, (model, sample) or (model, args, kwargs), as a Subject.
-    Raises InvalidInput for anything else."""
-    if not isinstance(made, tuple) or len(made) not in (2, 3):
-        what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
-        raise InvalidInput(f"{name} returned {what}; {_RESULT}")
-    if len(made) == 2:
-        return Subject(name, made[0], made[1], {})
-    model, args, kwargs = made
-    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
-        raise InvalidInput(
-            f"{name} returned a {type(args).__name__} and a {type(kwargs).__name__} after the "
-            f"model; args is a tuple, kwargs a dictionary: {_RESULT}"
-        )
-    return Subject(name, model, tuple(args), kwargs)
 
 
 def _file(name: str) -> ModuleType:

@@ -99,8 +99,14 @@ def fit(
                 "sizes": sizes,
                 "step": step,
                 "options": options,
-                **_process_arguments(gpus, shard),
+                "gpus": gpus,
+                **({"shard": shard} if shard is not None else {}),
             }
+            if shard is not None and gpus == 1:
+                raise InvalidInput(
+                    f"--shard {shard} says how several processes share the model: write --gpus N, "
+                    "too, at least 2"
+                )
             answer = _answer(model, gpu, autocast, asked)
             if html is not None:
                 from rockplan.will_it_fit.page import fit_page
@@ -123,19 +129,6 @@ def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -
     subject = make_subject(model)
     with shared.under_autocast(subject, autocast):
         return rockplan.fit(**subject.call, device=device, **asked)
-
-
-def _process_arguments(gpus: int, shard: str | None) -> dict[str, Any]:
-    """Return the arguments of rockplan.fit for so many processes, a GPU each. shard: how they share
-    the model, None for the default. Raises InvalidInput if it is given for one process."""
-    if shard is None:
-        return {"gpus": gpus}
-    if gpus == 1:
-        raise InvalidInput(
-            f"--shard {shard} says how several processes share the model: write --gpus N, too, at "
-            "least 2"
-        )
-    return {"gpus": gpus, "shard": shard}
 
 
 def _range(option: str, text: str | None) -> tuple[int, int] | None:

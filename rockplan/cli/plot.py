@@ -81,8 +81,12 @@ def plot(
             raise InvalidInput("a MODEL needs a --budget")
         else:
             subject = make_subject(source)
+            shown = {
+                ".html": frozenset({PictureKind.MEMORY, PictureKind.CURVE}),
+                ".json": frozenset({PictureKind.MEMORY}),
+                ".dot": frozenset[PictureKind](),
+            }.get(suffix, frozenset({chosen}))
             with shared.under_autocast(subject, autocast):
-                shown = _shown(suffix, chosen)
                 options = shared.planning_options(context.params)
                 drawing = _drawn(subject, budget, shown, measure, options)
         path, note = _draw(drawing, Path(output), chosen)
@@ -106,17 +110,6 @@ class _Drawing:
     series: tuple[pictures.Series, ...] = ()
     measured: MeasuredTimeline | None = None
     eager_measured: MeasuredTimeline | None = None
-
-
-def _shown(suffix: str, picture: PictureKind) -> frozenset[PictureKind]:
-    match suffix:
-        case ".html":
-            return frozenset({PictureKind.MEMORY, PictureKind.CURVE})
-        case ".json":
-            return frozenset({PictureKind.MEMORY})
-        case ".dot":
-            return frozenset()
-    return frozenset({picture})
 
 
 def _drawn(
@@ -155,22 +148,17 @@ def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, st
         case ".dot":
             content = pictures.graph_dot(drawing.plan)
         case suffix:
-            drawn = _picture(drawing, picture, "png" if suffix == ".png" else "svg")
-            content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
+            kind: pictures.Format = "png" if suffix == ".png" else "svg"
+            match picture:
+                case PictureKind.MEMORY:
+                    content = pictures.draw_memory(drawing.plan, **lines, format=kind)
+                case PictureKind.CURVE:
+                    series = (*drawing.series, pictures.plan_series(drawing.plan))
+                    content = pictures.draw_curve(series, format=kind)
+                case PictureKind.SCHEDULE:
+                    content = pictures.draw_schedule(drawing.plan, format=kind)
+                case PictureKind.GRAPH:
+                    drawn = pictures.draw_graph(drawing.plan, format=kind)
+                    content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
     write_whole(path, content)
     return path, note
-
-
-def _picture(drawing: _Drawing, picture: PictureKind, kind: pictures.Format) -> pictures.Picture:
-    plan = drawing.plan
-    match picture:
-        case PictureKind.MEMORY:
-            lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
-            data = pictures.draw_memory(plan, **lines, format=kind)
-        case PictureKind.CURVE:
-            data = pictures.draw_curve([*drawing.series, pictures.plan_series(plan)], format=kind)
-        case PictureKind.SCHEDULE:
-            data = pictures.draw_schedule(plan, format=kind)
-        case PictureKind.GRAPH:
-            return pictures.draw_graph(plan, format=kind)
-    return pictures.Picture(data, f".{kind}")

@@ -108,7 +108,14 @@ def solve(
 
         files = [_written(save, asked, plan, rockplan.save_plan) for asked, plan in pairs]
         exported = [_written(export, asked, plan, write_code) for asked, plan in pairs]
-        programs = [path for asked, plan in pairs for path in _write_lp(write_lp, asked, plan)]
+        programs: list[Path] = []
+        if write_lp is not None:
+            from rockplan.search.block_programs import write_programs
+
+            for asked, plan in pairs:
+                if isinstance(plan, Plan):
+                    suffix = f"-{asked.replace('%', 'pct')}"
+                    programs += write_programs(plan, Path(write_lp), suffix)
     if curve is not None:
         if as_json:
             display.print_json({"model": model, "curve": display.curve_row(curve)})
@@ -175,22 +182,9 @@ def _written(
     no file is wanted or the budget is too small."""
     if name is None or isinstance(plan, InfeasibleBudget):
         return None
-    path = _file_name(name, asked)
+    path = name.replace("{budget}", asked.replace("%", "pct"))
     write(plan, path)
     return path
-
-
-def _write_lp(folder: str | None, asked: str, plan: Plan | InfeasibleBudget) -> list[str]:
-    from rockplan.search.block_programs import write_programs
-
-    if folder is None or isinstance(plan, InfeasibleBudget):
-        return []
-    suffix = f"-{_file_name('{budget}', asked)}"
-    return [str(path) for path in write_programs(plan, Path(folder), suffix)]
-
-
-def _file_name(name: str, asked: str) -> str:
-    return name.replace("{budget}", asked.replace("%", "pct"))
 
 
 def _show_solved(

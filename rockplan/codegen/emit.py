@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import keyword
+import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -155,7 +156,8 @@ class _Emitter:
             for call in (*graph.nodes[event.node].calls, *graph.nodes[event.node].recalls)
             for ref in refs(call)
         }
-        self._acting = _acting_results(graph)
+        acting = (_results(graph, node) for node in graph.forward if _acts(node))
+        self._acting = dict(row for results in acting for row in results.items())
         self._names_after_forward: dict[int, str] = {}
         self._handed: list[tuple[int, ...]] = []
         self._checked: set[int] = set()
@@ -175,7 +177,9 @@ class _Emitter:
             self._begin(f"backward_{number}")
             self._read.append(set())
             if number == 0:
-                self._take_tangents()
+                tangents = [o.tangent for o in self._interface.outputs if o.tangent is not None]
+                self._line(f"{_tuple(map(self._name, tangents))} = frame.take_tangents()")
+                self._note_made(tangents)
             for position in range(first, last):
                 self._event(position)
             frees = [e for e in events[first:last] if isinstance(e, Free)]
@@ -248,11 +252,9 @@ class _Emitter:
         else:
             self._lines.append(_INDENT + text)
 
-    def _take_tangents(self) -> None:
-        tangents = [o.tangent for o in self._interface.outputs if o.tangent is not None]
-        self._line(f"{_tuple(map(self._name, tangents))} = frame.take_tangents()")
-        for tangent in tangents:
-            self._live[self._graph.values[tangent].data].append(tangent)
+    def _note_made(self, values: Iterable[int]) -> None:
+        for value in values:
+            self._live[self._graph.values[value].data].append(value)
 
     def _save(self, position: int) -> None:
         """Write that variables which later slices need go into the frame: those of storages that
@@ -375,7 +377,11 @@ class _Emitter:
         if repeats and not self._copies.isdisjoint(node.writes):
             return  # `frame.copies` has its result
         if repeats and _acts(node):
-            self._take_results(node)
+            places = {value: place for place, value in enumerate(self._acting)}
+            results = _results(self._graph, node)
+            for value in results:
+                self._line(f"{self._name(value)} = frame.first[{places[value]}]")
+            self._note_made(results)
             return
         if repeats and not (node.recomputable or on_copies):
             self._skip(node)
@@ -393,12 +399,6 @@ class _Emitter:
             self._line("frame.end_replay()")
         if replayed and self._done[node.index] == self._executions[node.index]:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
-
-    def _take_results(self, node: ComputeNode) -> None:
-        places = {value: place for place, value in enumerate(self._acting)}
-        for value in _results(self._graph, node):
-            self._line(f"{self._name(value)} = frame.first[{places[value]}]")
-            self._live[self._graph.values[value].data].append(value)
 
     @staticmethod
     def _skip(node: ComputeNode) -> None:
@@ -450,8 +450,7 @@ class _Emitter:
         self._line(f"{_pattern(call.op, targets)} = {expression}")
         if "_" in targets:
             self._line("del _")
-        for result in dict.fromkeys(fresh):  # an operator may return one tensor twice
-            self._live[self._graph.values[result].data].append(result)
+        self._note_made(dict.fromkeys(fresh))  # an operator may return one tensor twice
 
     def _need(self, value: int) -> None:
         """Write what makes the variable of `value` available, if it is not (in `_live`): take it
@@ -494,13 +493,6 @@ def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
         for r, op in made
         if graph.values[r].data in node.writes and graph.values[r].view is None
     }
-
-
-def _acting_results(graph: CDGraph) -> dict[int, str]:
-    results: dict[int, str] = {}
-    for node in filter(_acts, graph.forward):
-        results |= _results(graph, node)
-    return results
 
 
 def _unpacked(names: Iterable[str]) -> str:
@@ -571,11 +563,7 @@ def _literal(argument: object, name: Callable[[int], str]) -> str:
     if isinstance(argument, Size | Real):
         return argument.text
     if isinstance(argument, float):
-        return (
-            repr(argument)
-            if argument == argument and abs(argument) != float("inf")
-            else (f'float("{argument}")')
-        )
+        return repr(argument) if math.isfinite(argument) else f'float("{argument}")'
     if isinstance(argument, torch.device):
         return f'torch.device("{argument}")'
     if argument is None or isinstance(argument, bool | int | complex | str):

@@ -145,8 +145,8 @@ class CachingAllocator:
             block = self._new(pool, size)
         if block is None:
             return False
-        if self._is_split(block, size):
-            self._split(block, size)
+        if self._is_split(block, size):  # the rest is free (`alloc_found_block`)
+            block.pool.add(self._cut(block, size))
         block.key = key
         self._blocks[key] = block
         self.allocated_bytes += block.size
@@ -208,7 +208,11 @@ class CachingAllocator:
         has none (`alloc_block`)."""
         if self._expandable:
             return self._expanded(pool, size)
-        size = _segment_bytes(size)
+        # `get_allocation_size`
+        if size < MIN_LARGE_BYTES:
+            size = SMALL_SEGMENT_BYTES if size <= SMALL_BYTES else LARGE_SEGMENT_BYTES
+        else:
+            size = _rounded_up(size, ROUND_LARGE_BYTES)
         if not self._reserve(size):
             return None
         block = _Piece(pool, self._address_of(size), size)
@@ -300,10 +304,6 @@ class CachingAllocator:
         if block.pool.is_small or self._expandable:
             return block.size - size >= MIN_BLOCK_BYTES
         return block.size - size > SMALL_BYTES
-
-    def _split(self, block: _Piece, size: int) -> None:
-        """Split a block; the rest beyond `size` bytes is free (`alloc_found_block`)."""
-        block.pool.add(self._cut(block, size))
 
     def _cut(self, block: _Piece, size: int) -> _Piece:
         """Shorten `block` to `size` bytes and return the rest as a block of its own, which is in no
@@ -412,15 +412,6 @@ class _Pool:
             if found_bytes >= size:
                 return first
         return None
-
-
-def _segment_bytes(size: int) -> int:
-    """Return the size of a segment for a request (`get_allocation_size`)."""
-    if size <= SMALL_BYTES:
-        return SMALL_SEGMENT_BYTES
-    if size < MIN_LARGE_BYTES:
-        return LARGE_SEGMENT_BYTES
-    return _rounded_up(size, ROUND_LARGE_BYTES)
 
 
 def _rounded_up(size: int, unit: int) -> int:

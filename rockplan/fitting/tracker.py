@@ -69,7 +69,12 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
         try:
             result = func(*args, **kwargs)
         except DataDependentOutputException:
-            return _assumed(func, args)
+            # A number that nobody knows: sizes of an optimizer's tensors do not depend on it, as
+            # they may on booleans.
+            is_number = func is torch.ops.aten._local_scalar_dense.default
+            if not is_number or args[0].dtype is torch.bool:
+                raise
+            return 1.0 if args[0].dtype.is_floating_point else 1
         if func.namespace not in _NO_KERNELS and not func.is_view:
             self.calls += 1
             places = zip(func._schema.arguments, args, strict=False)
@@ -83,26 +88,15 @@ class Tracker(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.changes.append(change)
                 self._watch(storage, change)
         if self._metered and (size_bytes := workspace_bytes(func, args, kwargs)):
-            inside = MemoryChange(next(_numbers), size_bytes, _inside(self.owner))
+            is_optimizer = self.owner is Holding.OPTIMIZER_TEMPORARIES
+            owner = self.owner if is_optimizer else Holding.WORKSPACES
+            inside = MemoryChange(next(_numbers), size_bytes, owner)
             self.changes += (inside, inside.freed)
         return result
 
 
-def _inside(owner: Holding) -> Holding:
-    return owner if owner is Holding.OPTIMIZER_TEMPORARIES else Holding.WORKSPACES
-
-
 def _bytes_of(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage().nbytes())
-
-
-def _assumed(func: Any, args: tuple[Any, ...]) -> float | int:
-    """Return a made-up number that Python asks for and nobody knows: sizes of an optimizer's
-    tensors do not depend on it. Raises for booleans, on which they may."""
-    tensor = args[0]
-    if func is not torch.ops.aten._local_scalar_dense.default or tensor.dtype is torch.bool:
-        raise DataDependentOutputException(func)
-    return 1.0 if tensor.dtype.is_floating_point else 1
 
 
 _measured: dict[Hashable, int] = {}

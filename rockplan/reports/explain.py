@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import textwrap
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
@@ -146,7 +146,8 @@ def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
     to drop, and what each recomputation buys."""
     scene = _Scene(graph, schedule)
     replay = scene.replay
-    tenants = tuple(sorted(scene.tenants(), key=lambda t: (-t.size_bytes, t.name, t.kind)))
+    alive = map(scene.tenant, alive_at(scene.lifetimes, scene.peak_event))
+    tenants = tuple(sorted(alive, key=lambda t: (-t.size_bytes, t.name, t.kind)))
     event = schedule.events[replay.peak_event]
     node = graph.nodes[event.node] if isinstance(event, Compute) else None
     return Explanation(
@@ -189,6 +190,9 @@ class _Scene:
         assert isinstance(event, Compute)
         return event.node
 
+    def _operation_at(self, position: int) -> str:
+        return self.operations[self.node_at(position)]
+
     def queue_at(self, position: int) -> Queue | None:
         """Return the queue that the event runs on, None for a free."""
         event = self.schedule.events[position]
@@ -200,13 +204,11 @@ class _Scene:
         at = bisect_left(reads, position)
         return reads[at] if at < len(reads) and reads[at] < stop else None
 
-    def tenants(self) -> Iterator[Tenant]:
-        for lifetime in alive_at(self.lifetimes, self.peak_event):
-            yield self.tenant(lifetime)
-
     def tenant(self, lifetime: Lifetime) -> Tenant:
         made_by = lifetime.maker(self.graph)
-        reading = self._next_reader(lifetime)
+        reading = None
+        if lifetime.owner is Owner.STORAGE:
+            reading = self.next_read(lifetime.index, self.peak_event, lifetime.stop)
         reason = self._reason(lifetime, reading)
         undroppable = self._undroppable(lifetime, reading)
         price = None
@@ -221,16 +223,11 @@ class _Scene:
             kind=lifetime.kind(self.graph),
             size_bytes=lifetime.size_bytes,
             reason=reason,
-            next_reader="" if reading is None else self.operations[self.node_at(reading)],
+            next_reader="" if reading is None else self._operation_at(reading),
             next_phase="" if reading is None else _phase(self.schedule, reading).value,
             price=price,
             undroppable=undroppable,
         )
-
-    def _next_reader(self, lifetime: Lifetime) -> int | None:
-        if lifetime.owner is not Owner.STORAGE:
-            return None
-        return self.next_read(lifetime.index, self.peak_event, lifetime.stop)
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
         """Return in words why these bytes are alive at the peak. reading: position in the schedule
@@ -251,18 +248,14 @@ class _Scene:
         if reading is not None:
             phase = _phase(self.schedule, reading).value
             how = ", which runs again" if self.positions[self.node_at(reading)][0] < reading else ""
-            reader = self.operations[self.node_at(reading)]
             came = self.queue_at(lifetime.start) is Queue.IN
             back = "back from the host, " if came else ""
-            return f"{back}read next by {reader}{how} in the {phase} phase"
-        return self._reason_unread(lifetime.index)
-
-    def _reason_unread(self, data: int) -> str:
-        if self.graph.data[data].kind is DataKind.TANGENT:
+            return f"{back}read next by {self._operation_at(reading)}{how} in the {phase} phase"
+        if self.graph.data[lifetime.index].kind is DataKind.TANGENT:
             return "incoming gradient that the caller holds"
-        if data in self.graph.held or data in self.graph.outputs:
+        if lifetime.index in (*self.graph.held, *self.graph.outputs):
             return "output that the caller holds"
-        if data in self.graph.handed:
+        if lifetime.index in self.graph.handed:
             return "gradient that waits to be handed to autograd"
         return "alive to the end of its phase"
 
@@ -329,27 +322,21 @@ class _Scene:
             self.graph, *_orders(self.schedule, leave_out=frozenset(again))
         )
         peak_without_bytes = simulate(self.graph, schedule_without).peak_bytes
-        readers = [self._first_reader(node.writes, position) for position in again]
+        stop = len(self.schedule.events)
+        reads = ([self.next_read(d, p + 1, stop) for d in node.writes] for p in again)
+        first_reads = [min(filter(None, read), default=None) for read in reads]
         return Recomputation(
             name=self.operations[index],
             module=node.module,
             operator=operator_of(node),
             times=len(again),
             at_ns=tuple(self.times_ns[p] for p in again),
-            readers=tuple(readers),
+            readers=tuple("" if r is None else self._operation_at(r) for r in first_reads),
             time_ns=node.time_ns * len(again),
             results_bytes=sum(self.graph.data[d].size_bytes for d in node.writes),
             peak_without_bytes=peak_without_bytes,
             buys_bytes=peak_without_bytes - self.replay.peak_bytes,
         )
-
-    def _first_reader(self, written: Iterable[int], position: int) -> str:
-        """Return the name of the operation that first reads what is written at `position`, '' if
-        none does."""
-        stop = len(self.schedule.events)
-        reads = [self.next_read(data, position + 1, stop) for data in written]
-        first = min((r for r in reads if r is not None), default=None)
-        return "" if first is None else self.operations[self.node_at(first)]
 
 
 def _phase(schedule: Schedule, position: int) -> Phase:
@@ -391,16 +378,12 @@ def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
     number, bytes, name of the largest; most bytes first."""
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
-        groups.setdefault(_tenant_pattern(tenant), []).append(tenant)
+        groups.setdefault(marked(pattern_of(tenant.name), tenant.kind), []).append(tenant)
     shares = [
         Share(pattern, len(group), sum(t.size_bytes for t in group), group[0].name)
         for pattern, group in groups.items()
     ]
     return tuple(sorted(shares, key=lambda s: (-s.size_bytes, s.pattern)))
-
-
-def _tenant_pattern(tenant: Tenant) -> str:
-    return marked(pattern_of(tenant.name), tenant.kind)
 
 
 WIDTH = 80
@@ -472,7 +455,8 @@ def _headline(explanation: Explanation) -> list[str]:
 def _share_lines(explanation: Explanation, rows: int) -> list[str]:
     """Return the table of who owns the peak, as lines: of each of the first `rows` groups its
     bytes, and why the largest of it is alive and what freeing it would cost; and of the rest."""
-    by_name = {(_tenant_pattern(t), t.name): t for t in reversed(explanation.tenants)}
+    ascending = reversed(explanation.tenants)
+    by_name = {(marked(pattern_of(t.name), t.kind), t.name): t for t in ascending}
     lines = ["who owns the peak"]
     for share in explanation.shares[:rows]:
         largest = by_name[share.pattern, share.largest]

@@ -138,10 +138,14 @@ def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> s
         f'<div class="card"><b>{html.escape(figure)}</b><span>{html.escape(label)}</span></div>'
         for figure, label in cards
     )
+    basis = (
+        f"{len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks; profile "
+        f"{plan.profile_source}; captured with torch {plan.torch_version}."
+    ) + (f" Checked: {plan.checked}." if plan.checked else "")
     return (
         f'<section id="summary">\n{_lead("The plan", explanation)}\n'
         f"{_lead('Keeping everything', everything)}\n"
-        f'<div class="cards">\n{shown}\n</div>\n<p>{html.escape(_basis(plan))}</p>\n</section>'
+        f'<div class="cards">\n{shown}\n</div>\n<p>{html.escape(basis)}</p>\n</section>'
     )
 
 
@@ -153,14 +157,6 @@ def _lead(what: str, explanation: Explanation) -> str:
     return (
         f'<p class="lead">{html.escape(what)}: peak {format_bytes(explanation.peak_bytes)} in the '
         f"{explanation.peak_phase} phase, at {_code(explanation.peak_operation)}.{owner}</p>"
-    )
-
-
-def _basis(plan: Plan) -> str:
-    checked = f" Checked: {plan.checked}." if plan.checked else ""
-    return (
-        f"{len(plan.graph.nodes)} operations in {len(plan.blocks)} blocks; profile "
-        f"{plan.profile_source}; captured with torch {plan.torch_version}.{checked}"
     )
 
 

@@ -99,7 +99,11 @@ def draw_memory(
     is_measured = any(measurement for _, measurement, _ in rows)
     of_line = " (colours), measured time (line)" if is_measured else ""
     axes[1].set_xlabel(f"predicted time{of_line}, ms")
-    _legend_right(figure, axes)
+    legends = [axis.get_legend_handles_labels() for axis in axes]
+    entries = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
+    labels = [*entries][::-1]
+    handles = [entries[label] for label in labels]
+    figure.legend(handles, labels, loc="outside right upper", fontsize=9)
     return _image_bytes(figure, format)
 
 
@@ -142,15 +146,6 @@ def _draw_lines(
     )
     axis.set_title(predicted.title(measurement, budget_bytes), fontsize=10, loc="left")
     axis.set_ylabel("MiB")
-
-
-def _legend_right(figure: Any, axes: Any) -> None:
-    entries: dict[str, Any] = {}
-    for axis in axes:
-        for handle, label in zip(*axis.get_legend_handles_labels(), strict=True):
-            entries.setdefault(label, handle)
-    labels = list(entries)[::-1]
-    figure.legend([entries[n] for n in labels], labels, loc="outside right upper", fontsize=9)
 
 
 def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "svg") -> bytes:

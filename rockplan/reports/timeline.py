@@ -375,13 +375,14 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         owner = block_of_name.get(stay.name) if stay.kind in _KEPT_KINDS else None
         if owner is not None:
             own[owner].append(stay)
+    boundary = bisect_left(predicted.moments, predicted.backward_ns, key=lambda m: m.start_ns)
     rows = (
         BlockRow(
             name=title,
             digest=block.digest,
             runs=tuple(_runs(predicted, block_of, index)),
             alive=tuple(_alive_steps(own[index], predicted)),
-            saved_bytes=_saved_bytes(own[index], predicted),
+            saved_bytes=sum(s.size_bytes for s in own[index] if s.first < boundary <= s.last),
         )
         for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
     )
@@ -399,14 +400,6 @@ def block_titles(plan: Plan) -> tuple[str, ...]:
     """Return the module of each block; if it has none, its first operation."""
     names = operation_names(plan.graph)
     return tuple(b.name or names[(*b.forward, *b.backward)[0]] for b in plan.blocks)
-
-
-def _saved_bytes(stays: Sequence[Stay], predicted: MemoryTimeline) -> int:
-    boundary = next(
-        (i for i, m in enumerate(predicted.moments) if m.start_ns >= predicted.backward_ns),
-        len(predicted.moments),
-    )
-    return sum(s.size_bytes for s in stays if s.first < boundary <= s.last)
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:

@@ -94,7 +94,10 @@ class _Outputs(torch.autograd.Function):
         _save(ctx, kept)
         ctx.set_materialize_grads(False)
         leaves = call.executable.outputs
-        outputs = tuple(_returned(t, o.spec) for t, o in zip(tensors, leaves, strict=True))
+        outputs = tuple(
+            t.detach() if o.spec is None else distributed(t.detach(), o.spec)
+            for t, o in zip(tensors, leaves, strict=True)
+        )
         constant = [t for t, o in zip(outputs, leaves, strict=True) if not o.requires_grad]
         ctx.mark_non_differentiable(*constant)
         return outputs
@@ -119,16 +122,17 @@ class _Outputs(torch.autograd.Function):
                 "the original module"
             )
         call: PlannedCall = ctx.call
-        _check_autocast(call.executable)
+        executable = call.executable
+        under_autocast = any(map(torch.is_autocast_enabled, executable.device_types))
+        if under_autocast and not executable.backward_ignores_autocast:
+            raise BackwardError(
+                "backward of this module runs other operations under autocast than without, and "
+                "was planned without, as PyTorch recommends: call backward() after the autocast "
+                "block"
+            )
         call.returned.check_memory(gradients)
         call.begin_backward(ctx.kept or saved[0].kept, gradients)
         return None, None, None, torch.empty(0, device=ctx.device)
-
-
-def _returned(tensor: torch.Tensor, spec: Any) -> torch.Tensor:
-    """Return a result without history. spec: of the DTensor whose local tensor `tensor` is; None
-    for none."""
-    return tensor.detach() if spec is None else distributed(tensor.detach(), spec)
 
 
 def _save(ctx: Any, kept: SavedForBackward) -> None:
@@ -147,17 +151,6 @@ def _save(ctx: Any, kept: SavedForBackward) -> None:
         carrier: Any = torch.empty(0)
         carrier.kept = kept
         ctx.save_for_backward(carrier)
-
-
-def _check_autocast(executable: Executable) -> None:
-    """Raise BackwardError if backward runs under autocast and eager's would execute other operators
-    there than the plan does."""
-    under_autocast = any(map(torch.is_autocast_enabled, executable.device_types))
-    if under_autocast and not executable.backward_ignores_autocast:
-        raise BackwardError(
-            "backward of this module runs other operations under autocast than without, and was "
-            "planned without, as PyTorch recommends: call backward() after the autocast block"
-        )
 
 
 def _apply(function: type[torch.autograd.Function], *args: Any) -> Any:

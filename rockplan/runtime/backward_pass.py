@@ -140,7 +140,12 @@ class SavedForBackward:
         """Run a second forward, by the plan for incoming gradients of `pattern`; return (that plan,
         its frame). planned: the plan of the call. Raises BackwardError if eager would do something
         else."""
-        kept = self._kept_results()
+        # Saved results of operators that may act outside of the step (exchange data, count), unless
+        # they were modified.
+        saved = {} if self._is_used else self._frame.saved
+        is_as_it_was = bool(saved) and self._saved_versions == _versions(saved.values())
+        acting = self._executable.code.acting
+        kept = tuple(saved.get(name) if is_as_it_was else None for _, name in acting)
         # The rest of what the forward kept is freed: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
         is_own = pattern == self._executable.pattern
@@ -165,30 +170,15 @@ class SavedForBackward:
             )
         self.check_residents(running.code.checked, _MODIFIED)
         frame = Frame(self._as_before(running.code.copied), running.sizes)
-        self._refuse_second_calls(running, kept)
+        first, second = ([op for op, _ in e.code.acting] for e in (self._executable, running))
+        missing = [second[i] for i in running.code.reused if first != second or kept[i] is None]
+        if missing:
+            raise BackwardError(_ACTS.format(op=missing[0]))
         frame.first = kept
         with rng_replay.restarted(self._starts):
             run_forward(running, frame)
         frame.residents = self.residents  # eager's backward pass reads these, not the copies
         return running, frame
-
-    def _kept_results(self) -> tuple[torch.Tensor | None, ...]:
-        """Return the saved results of operators that may act outside of the step (exchange data,
-        count), in order; None for each that was not saved, and for all if one was modified."""
-        saved = {} if self._is_used else self._frame.saved
-        is_as_it_was = bool(saved) and self._saved_versions == _versions(saved.values())
-        acting = self._executable.code.acting
-        return tuple(saved.get(name) if is_as_it_was else None for _, name in acting)
-
-    def _refuse_second_calls(
-        self, running: Executable, kept: tuple[torch.Tensor | None, ...]
-    ) -> None:
-        """Raise BackwardError if the second forward by `running` would call an operator that may
-        act outside of the step. kept: results that stand in for such calls, None for none."""
-        first, second = ([op for op, _ in e.code.acting] for e in (self._executable, running))
-        missing = [second[i] for i in running.code.reused if first != second or kept[i] is None]
-        if missing:
-            raise BackwardError(_ACTS.format(op=missing[0]))
 
     def _as_before(self, positions: Iterable[int]) -> tuple[torch.Tensor, ...]:
         residents = list(self.residents)

@@ -73,7 +73,7 @@ class BoundProgram:
             signature_holds(self.signature)
             and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
-            and self._answers_hold(leaves)
+            and all(self._is_answered(q, leaves) for q in self.program.interface.questions)
         )
 
     def sizes_of(self, leaves: Sequence[Any]) -> tuple[int, ...] | None:
@@ -108,10 +108,6 @@ class BoundProgram:
                 with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
                     value = check(leaves, program.constants, buffers, sizes)
                 yield guard, value
-
-    def _answers_hold(self, leaves: Sequence[Any]) -> bool:
-        questions = self.program.interface.questions
-        return not questions or all(self._is_answered(q, leaves) for q in questions)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
         """True if the tensor of this question (an input, parameter or buffer) answers now as when
@@ -195,7 +191,7 @@ def bind(
 ) -> BoundProgram:
     """Return `program` bound to the tensors that `module` has now. forward: the module's unplanned
     one; signature: of the module now, with the constants of `program`; None: it is computed."""
-    interface = program.interface
+    interface, values = program.interface, program.plan.graph.values
     parameters = dict(parts_of(module.named_parameters(remove_duplicate=False)))
     buffers = dict(parts_of(module.named_buffers(remove_duplicate=False)))
     tensors = (
@@ -209,7 +205,13 @@ def bind(
     inner = ((wrapper, parts) for entry in signature.entries for wrapper, parts in entry.inner)
     of = {id(part): wrapper for wrapper, parts in inner for part in parts}
     wrappers = {i: of[id(tensor)] for i, tensor in enumerate(tensors) if id(tensor) in of}
-    sharing = _sharing(program, len(tensors))
+    residents = interface.residents
+    sharing = Sharing.of(
+        residents,
+        [values[v].data for v in residents],
+        range(len(tensors), len(tensors) + len(interface.inputs)),
+        tuple(residents.index(v) for v in interface.mutated),
+    )
     return BoundProgram(program, signature, tensors, wrappers, sharing, unhooked)
 
 
@@ -226,19 +228,6 @@ def known_signature(
     )
     latest = {id(signature): signature for signature in same}
     return next(filter(signature_holds, reversed(latest.values())), None)
-
-
-def _sharing(program: PlannedProgram, first_input: int) -> Sharing:
-    """Return which residents (tensors passed to the code) were the same or shared memory when
-    `program` was captured. first_input: position of the first input among them."""
-    interface, values = program.interface, program.plan.graph.values
-    residents = interface.residents
-    return Sharing.of(
-        residents,
-        [values[v].data for v in residents],
-        range(first_input, first_input + len(interface.inputs)),
-        tuple(residents.index(v) for v in interface.mutated),
-    )
 
 
 def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> BoundProgram | None:

@@ -29,7 +29,6 @@ from rockplan.search.local.exchange import ExchangeLimits
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
-from rockplan.store.cache import Cache
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
 from rockplan.values.graph import CDGraph, ComputeNode, Phase, as_eager
@@ -235,8 +234,11 @@ def _options(
     limit cut the search short); if one did, they are stored under that time limit only."""
     graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
-    schedules = _cached_schedules(graph, keys, cache) if cache else None
-    if schedules is None:
+    families = (cache.family(key, functools.partial(is_legal, graph)) for key in keys if cache)
+    known = next((family for family in families if family is not None), None)
+    if known is not None:
+        schedules = [with_frees(graph, o.forward, o.backward) for o in known.options]
+    else:
         schedules, is_complete = solve()
         if cache and schedules:
             priced = tuple(option_of(graph, Orders(*s.phases)) for s in schedules)
@@ -249,18 +251,6 @@ def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, s
     without = " ".join(sorted(options.without))
     settings = f"of a step, {what}, {SHARES}, within {limit}, without {without}"
     return family_key(problem_digest(graph), settings)
-
-
-def _cached_schedules(
-    graph: CDGraph, keys: Iterable[dict[str, str]], cache: Cache
-) -> list[Schedule] | None:
-    """Return the schedules stored in the cache under the first of `keys` that it has; None if it
-    has none of them."""
-    for key in keys:
-        known = cache.family(key, functools.partial(is_legal, graph))
-        if known is not None:
-            return [with_frees(graph, o.forward, o.backward) for o in known.options]
-    return None
 
 
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:

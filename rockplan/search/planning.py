@@ -258,7 +258,12 @@ def _too_small(
     assert schedule is not None
     peak = simulate(graph, schedule)
     event = schedule.events[peak.peak_event]
-    where = _operation(graph, event.node) if isinstance(event, schedules.Compute) else "a free"
+    where = "a free"
+    if isinstance(event, schedules.Compute):
+        node = graph.nodes[event.node]
+        place = f" in '{node.module}'" if node.module else ""
+        line = f" ({node.source})" if node.source else ""
+        where = f"{node.phase.value} operation {node.name}{place}{line}"
     if event == schedules.Compute(len(graph.forward) - 1):
         # The peak that a plan states leaves this room out, and may be less.
         where += ", with room for the loss of the caller"
@@ -276,13 +281,6 @@ def _too_small(
         module_path=owner.module if owner else None,
         source=owner.source if owner else None,
     )
-
-
-def _operation(graph: CDGraph, node: int) -> str:
-    operation = graph.nodes[node]
-    place = f" in '{operation.module}'" if operation.module else ""
-    line = f" ({operation.source})" if operation.source else ""
-    return f"{operation.phase.value} operation {operation.name}{place}{line}"
 
 
 @paused_collection()
@@ -314,6 +312,7 @@ def _finish(
     verify(constrained, merged)
     simulation = simulate(graph, merged)
     certificate = _certificate(constrained, simulation, bound_ns)
+    compiled = "" if not graph.kernels else "near" if graph.kernels[0].keeps_roundings else "yes"
     return Plan(
         graph=graph,
         schedule=merged,
@@ -329,7 +328,7 @@ def _finish(
         profile_digest=problem.profile_digest,
         profile_source=profile_source(problem.profile),
         torch_version=str(torch.__version__),
-        compiled=_compiled(problem.graph),
+        compiled=compiled,
         trips=trips(graph, merged),
         passes=problem.passes,
     )
@@ -341,9 +340,3 @@ def _certificate(graph: CDGraph, simulation: Simulation, bound_ns: int) -> Certi
     bound = min(max(bound_ns, graph.time_ns), simulation.time_ns)
     status = Status.OPTIMAL if bound == simulation.time_ns else Status.FEASIBLE
     return Certificate(status, simulation.time_ns, bound)
-
-
-def _compiled(graph: CDGraph) -> str:
-    if not graph.kernels:
-        return ""
-    return "near" if graph.kernels[0].keeps_roundings else "yes"

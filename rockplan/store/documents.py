@@ -177,8 +177,6 @@ def parse_profile(text: str, key: Key | None = None) -> Profile:
 
 
 def _read_profile(document: dict[str, Any]) -> Profile:
-    """Return the profile that `document` describes. Raises KeyError, TypeError or ValueError for
-    fields that are missing or of another form."""
     names = [f.name for f in fields(OpCost)]
     rows = {c: dict(zip(names, list_of(r), strict=True)) for c, r in document["costs"].items()}
     costs = tuple((call, OpCost(**read_fields(OpCost, row))) for call, row in rows.items())
@@ -198,8 +196,6 @@ def parse_family(text: str, key: Key | None = None) -> OptionFamily:
 
 
 def _read_family(document: dict[str, Any]) -> OptionFamily:
-    """Return the options of one block that `document` describes. Raises KeyError, TypeError or
-    ValueError for fields that are missing or of another form."""
     options = tuple(BlockOption(**read_fields(BlockOption, row)) for row in document["options"])
     return OptionFamily(options, **read_fields(OptionFamily, document))
 

@@ -313,7 +313,6 @@ def parse_plans(text: str, key: documents.Key | None = None) -> tuple[Plan, ...]
 
 
 def _plan_row(plan: Plan) -> dict[str, object]:
-    """Return what a plan file stores of one plan, as JSON values; `_read_plan` reads it."""
     return {
         **{name: getattr(plan, name) for name in _OF_PLAN},
         **({"compiled": plan.compiled} if plan.compiled else {}),
@@ -330,7 +329,6 @@ def _plan_row(plan: Plan) -> dict[str, object]:
 
 
 def _graph_row(graph: CDGraph) -> dict[str, object]:
-    """Return what a plan file stores of a graph, as JSON values; `_read_graph` reads it."""
     return {
         **{name: getattr(graph, name) for name in (*_OF_GRAPH, "eager_order")},
         "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
@@ -356,10 +354,13 @@ def _read_plans(document: dict[str, Any]) -> tuple[Plan, ...]:
 
 
 def _read_plan(row: Mapping[str, Any]) -> Plan:
-    """Return the plan that `row` describes. Raises KeyError, TypeError or ValueError for another
-    form, and if its schedule is illegal or does not keep the stated bytes and times."""
+    """Raises KeyError, TypeError or ValueError for another form, and if its schedule is illegal or
+    does not keep the stated bytes and times."""
     graph = _read_graph(row["graph"])
     certificate = row["certificate"]
+    compiled = text_of(row.get("compiled", ""))
+    if compiled not in ("", *COMPILED):
+        raise ValueError(f"kernels that are compiled in an unknown way: {compiled!r:.40}")
     plan = Plan(
         graph=graph,
         schedule=_read_schedule(row, graph),
@@ -367,7 +368,7 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
         certificate=Certificate(
             Status(certificate["status"]), **read_fields(Certificate, certificate)
         ),
-        compiled=_read_compiled(row),
+        compiled=compiled,
         in_flight=natural(row.get("in_flight", 1)),
         **read_fields(Plan, row, *_OF_PLAN),
     )
@@ -375,17 +376,8 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
     return replace(plan, trips=trips(graph, plan.schedule))
 
 
-def _read_compiled(row: Mapping[str, Any]) -> str:
-    """Read how kernels are compiled; plans of eager operators do not state it."""
-    compiled = text_of(row.get("compiled", ""))
-    if compiled not in ("", *COMPILED):
-        raise ValueError(f"kernels that are compiled in an unknown way: {compiled!r:.40}")
-    return compiled
-
-
 def _read_graph(row: Mapping[str, Any]) -> CDGraph:
-    """Return the outline of a graph that `row` describes. Raises KeyError, TypeError or ValueError
-    for another form, or where it contradicts itself."""
+    """Raises KeyError, TypeError or ValueError for another form, or where it contradicts itself."""
     data = tuple(
         DataNode(i, text_of(name), DataKind(kind), natural(size_bytes))
         for i, (name, kind, size_bytes) in enumerate(list_of(row["data"]))
@@ -419,8 +411,8 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
 
 
 def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
-    """Return the node number `index` that `row` describes. data: number of storages of the graph.
-    Raises KeyError, TypeError or ValueError for another form."""
+    """data: number of storages of the graph. Raises KeyError, TypeError or ValueError for another
+    form."""
     node = ComputeNode(
         index=index,
         phase=Phase(row["phase"]),

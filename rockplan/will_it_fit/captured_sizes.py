@@ -380,8 +380,6 @@ class SizedCalls:
             SEEN.reset(token)
 
     def _with_form(self, call: PricedCall) -> PricedCall:
-        """Return the call with the number of its form: equal for graphs that differ in sizes
-        only."""
         return replace(call, form=self._forms.setdefault(form_of(call.graph), next(_numbers)))
 
 

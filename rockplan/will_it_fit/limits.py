@@ -19,7 +19,6 @@ from rockplan.fitting.training_step import TrainingStep
 from rockplan.options import FSDP2, Options, without_effect
 from rockplan.search.paging import SHARE
 from rockplan.values.plan import format_bytes
-from rockplan.will_it_fit.captured_sizes import Size
 from rockplan.will_it_fit.question import FitQuestion
 
 OF_GPU = (
@@ -79,7 +78,12 @@ def notes_of(question: FitQuestion) -> tuple[str, ...]:
         notes.append(f"paging: over a link of {rate}/s each way, planned for {SHARE:.0%} of it")
     if question.shards.count > 1:
         notes.append(OF_SEVERAL)
-    notes += map(_not_tried, sorted(question.untried, key=str))
+    for batch, length in sorted(question.untried, key=str):
+        of_length = "" if length is None else f" of length {length}"
+        notes.append(
+            f"batches from {batch} on{of_length} may fit, too: they count as too large, since an "
+            "operation of them takes more than half of the memory that is left here to try it in"
+        )
     return tuple(notes)
 
 
@@ -96,15 +100,6 @@ def _of_gpu(on: Gpu) -> Iterator[str]:
         return
     facts = {"tflops": on.tflops, "bandwidth": on.bandwidth_gb_s, "host": on.host_us}
     yield OF_RATES.format(**facts, share=OF_PRODUCTS, rates=RATES_SEEN)
-
-
-def _not_tried(size: Size) -> str:
-    batch, length = size
-    of_length = "" if length is None else f" of length {length}"
-    return (
-        f"batches from {batch} on{of_length} may fit, too: they count as too large, since an "
-        "operation of them takes more than half of the memory that is left here to try it in"
-    )
 
 
 def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:

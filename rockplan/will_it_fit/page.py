@@ -37,9 +37,14 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
     rows = table(_HEADS, map(_cells, fit.rows), words=(1, 7))
     lengths = dict.fromkeys(row.length for row in fit.rows)
     drawings = "".join(_drawing(fit, length) for length in lengths)
+    entries = (
+        f'<span><i style="background:{colour}"></i>{html.escape(way)}</span>'
+        for way, colour in _colours(fit.rows).items()
+    )
+    legend = f'<div class="legend">{"".join(entries)}</div>'
     sections = (
         f'<p class="lead">{html.escape(fit.headline)}.</p>',
-        section("batches", "Bytes and batch", _TEXT, drawings, _legend(fit)),
+        section("batches", "Bytes and batch", _TEXT, drawings, legend),
         section("rows", "What each way needs", "", rows, notes),
     )
     return page(title, sections)
@@ -74,9 +79,12 @@ def _drawing(fit: Fit, length: int | None) -> str:
         parts.append(f'<polyline points="{points}" fill="none" stroke="{colour}"/>')
         if row.batch:
             at = y(dict(row.peaks).get(row.batch, row.allocated_bytes))
+            of_length = "" if length is None else f" of length {length}"
+            reserved = f"{format_bytes(row.reserved_bytes)} reserved, {row.overhead:+.1%}"
+            said = f"{row.way}: batch {row.samples}{of_length}, {reserved}"
             parts.append(
                 f'<circle class="mark" cx="{x(row.batch):.1f}" cy="{at:.1f}" r="5" fill="{colour}">'
-                f"<title>{html.escape(_row_text(row))}</title></circle>"
+                f"<title>{html.escape(said)}</title></circle>"
             )
     name = "batch" if length is None else f"batch, at length {length}"
     parts.append(_label(_WIDTH - _RIGHT, _HEIGHT - 4, "end", name))
@@ -91,20 +99,6 @@ def _label(x: float, y: float, anchor: str, text: object) -> str:
 def _colours(rows: Sequence[FitRow]) -> dict[str, str]:
     ways = dict.fromkeys(row.way for row in rows)
     return {way: COLOURS[number % len(COLOURS)] for number, way in enumerate(ways)}
-
-
-def _legend(fit: Fit) -> str:
-    entries = (
-        f'<span><i style="background:{colour}"></i>{html.escape(way)}</span>'
-        for way, colour in _colours(fit.rows).items()
-    )
-    return f'<div class="legend">{"".join(entries)}</div>'
-
-
-def _row_text(row: FitRow) -> str:
-    length = "" if row.length is None else f" of length {row.length}"
-    reserved = format_bytes(row.reserved_bytes)
-    return f"{row.way}: batch {row.samples}{length}, {reserved} reserved, {row.overhead:+.1%}"
 
 
 def _cells(row: FitRow) -> tuple[str, ...]:

@@ -209,13 +209,6 @@ class FitQuestion:
         compiled kernels of any device at hand."""
         return self.on.is_cpu or bool(self.on.at_hand and self.options.compile)
 
-    @property
-    def _tried_bytes(self) -> int | None:
-        """The most bytes that one operation may touch where it runs: half of what is left, as its
-        results are there twice for a moment."""
-        left_bytes = available_bytes() if self.on.is_cpu else None
-        return min(self.on.usable_bytes, left_bytes or MOST_BYTES) // 2 if self.is_tried else None
-
     def key(self, calls: SizedCalls) -> dict[str, str]:
         """Return all that the answer depends on, by name, as its key in the cache. calls: those to
         examine, of which the small one stands for the model's graph."""
@@ -240,10 +233,14 @@ class FitQuestion:
         """Capture and price the call of one (batch, length); length None for that of the sample. An
         error names the size, and what is known without a capture."""
         batch, length = size
+        tried_bytes = None
+        if self.is_tried:  # an operation's results are there twice for a moment
+            left_bytes = (available_bytes() if self.on.is_cpu else None) or MOST_BYTES
+            tried_bytes = min(self.on.usable_bytes, left_bytes) // 2
         try:
             with self._on_device():
                 call = self._resized(size)
-                return priced_call(self.model, call, options, rates_of(self.on), self._tried_bytes)
+                return priced_call(self.model, call, options, rates_of(self.on), tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
             error.args = (

@@ -180,7 +180,11 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     with its largest batch and what it takes. Raises InvalidInput for an unknown optimizer."""
     # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
-    ways = _ways(question)
+    ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
+    if question.options.compile:
+        ways = {KEPT: _once_a_form(compiled_whole, in_eager_order)}
+    elif blocks := question.blocks:
+        ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
     planned = _planned(question, calls)
     usual = question.unpaged or question
     rows = [
@@ -191,17 +195,6 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
     return Fit(*facts, tuple(rows), notes_of(question), str(question.shards))
-
-
-def _ways(question: FitQuestion) -> dict[str, Way]:
-    """Return name of a row -> way (call -> graph and schedule) of running the model without a plan:
-    kept whole, checkpointed; of compiled kernels only the former."""
-    if question.options.compile:
-        return {KEPT: _once_a_form(compiled_whole, in_eager_order)}
-    ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
-    if blocks := question.blocks:
-        ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
-    return ways
 
 
 Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]

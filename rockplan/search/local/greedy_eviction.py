@@ -19,7 +19,6 @@ the first one first, and alive inputs kept meanwhile, least peaks (of `testing.p
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from bisect import bisect_left
@@ -126,13 +125,10 @@ def thriftiest(
     if is_over and all(schedule == everything for schedule in least):
         hasty = _Effort(limits.effort)
         least = [_thriftiest_by(graph, everything, RULES[0], hasty, limits.effort, limits)]
-    least.sort(key=functools.partial(_peak_and_time, graph))
-    return Thriftiest(tuple(least), is_exhausted=is_over or effort.left <= 0)
-
-
-def _peak_and_time(graph: CDGraph, schedule: Schedule) -> tuple[int, int]:
-    simulation = simulate(graph, schedule)
-    return simulation.peak_bytes, simulation.time_ns
+    rows = [(simulate(graph, schedule), schedule) for schedule in least]
+    rows.sort(key=lambda row: (row[0].peak_bytes, row[0].time_ns))
+    schedules = tuple(schedule for _, schedule in rows)
+    return Thriftiest(schedules, is_exhausted=is_over or effort.left <= 0)
 
 
 def _thriftiest_by(
@@ -249,7 +245,11 @@ class _Run:
         for node in self.graph.nodes:
             self.position = node.index
             if node.index == self.n_forward:
-                self._start_backward()
+                for d in self.dropped:
+                    self._remove(d)
+                for d in self.tangents:
+                    self._add(d)
+                self._make_room(0)
             if node.optional:
                 continue
             self._execute(node.index)
@@ -257,13 +257,6 @@ class _Run:
             for d in sorted(self.handed.intersection((*node.reads, *node.writes))):
                 if d not in self.stay and self._next_use(d) is None:
                     self._remove(d)
-
-    def _start_backward(self) -> None:
-        for d in self.dropped:
-            self._remove(d)
-        for d in self.tangents:
-            self._add(d)
-        self._make_room(0)
 
     def _execute(self, index: int) -> None:
         """Run the node `index`, and before it, in turn, the makers of missing inputs. Raises
@@ -312,7 +305,11 @@ class _Run:
             if d not in missing:
                 d = self._most_needed(missing)
             try:
-                yield self._maker_of(d)
+                if (maker := self.maker[d]) is None:
+                    raise _Failed
+                if len(self._order) >= self.limits.executions * len(self.graph.nodes):
+                    raise _GaveUp
+                yield maker
             except _Failed:
                 if not locked or (node.index, d) in self.tried:
                     raise
@@ -337,16 +334,6 @@ class _Run:
         best = min(missing, key=lambda d: (self.sizes[d] - needed_bytes(d, is_alive, known), d))
         self.effort.spend(len(known))
         return best
-
-    def _maker_of(self, d: int) -> int:
-        """Return the index of the node that makes storage d again. Raises _Failed if none does,
-        _GaveUp if this attempt has run too many nodes."""
-        maker = self.maker[d]
-        if maker is None:
-            raise _Failed
-        if len(self._order) >= self.limits.executions * len(self.graph.nodes):
-            raise _GaveUp
-        return maker
 
     @property
     def _order(self) -> list[int]:
@@ -379,9 +366,12 @@ class _Run:
         def is_free(d: int) -> bool:
             return self.locks[d] == 1 and d not in self.stay
 
+        def is_read_last(d: int) -> bool:  # by nodes in order: re-executions may read it later
+            return all(u < self.position or u == node.index for u in self.readers[d])
+
         taken: frozenset[int] = frozenset()
         if self.live_bytes + needed_bytes > self.budget_bytes:
-            taken = self._taken(node, lambda d: is_free(d) and self._is_read_last(d, node))
+            taken = self._taken(node, lambda d: is_free(d) and is_read_last(d))
             self._take(taken)
         try:
             self._make_room(needed_bytes)
@@ -403,10 +393,6 @@ class _Run:
     def _take(self, operands: Iterable[int]) -> None:
         for d in operands:
             self._remove(d)
-
-    def _is_read_last(self, d: int, node: ComputeNode) -> bool:
-        """True if no later node reads d (re-executions may)."""
-        return all(u < self.position or u == node.index for u in self.readers[d])
 
     def _add(self, d: int) -> None:
         if d not in self.alive:
