@@ -188,7 +188,7 @@ class Agreement:
                 self._store.delete_key(place)
 
     def _send(self, message: object) -> int:
-        """Post a message that all others read in this step; begin the next step. Returns the former
+        """Post a message that all others read in this step, and begin the next; return the former
         step."""
         step = self._step
         self._post(f"{step} by {self._rank}", message)
@@ -211,9 +211,8 @@ class Agreement:
             return bool(self._store.check([place]))
 
     def _awaited(self, places: Mapping[int, str]) -> dict[int, Any]:
-        """Wait for the messages of several ranks, and return rank -> message. places: rank -> its
-        key in the store. Raises the error that one of them sent; OtherRankFailed if one does not
-        answer in time."""
+        """places: rank -> its key in the store. Raises the error that one of them sent;
+        OtherRankFailed if one does not answer in time."""
         found: dict[int, Any] = {}
         allowed: datetime.timedelta = self._store.timeout
         began, pause_s = time.monotonic(), 0.001
@@ -330,8 +329,8 @@ def agreement(group: dist.ProcessGroup | None, model: nn.Module) -> Iterator[Agr
 
 
 def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks that plan together, ascending: of `group`, or, if it is None, of the largest
-    mesh of the model's DTensors; () if there is none, or no processes. Raises InvalidInput."""
+    """Ascending; with no group those of the largest mesh of the model's DTensors; () if there is
+    none. Raises InvalidInput."""
     if group is not None and not isinstance(group, dist.ProcessGroup):
         raise InvalidInput(
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "
@@ -349,8 +348,8 @@ def _has_others() -> bool:
 
 
 def _largest_of(meshes: Iterable[Any]) -> tuple[int, ...]:
-    """Return the ranks of the largest mesh, ascending; () without one. Raises InvalidInput if there
-    are several: another process may take another one of them, and nobody would answer."""
+    """() without one. Raises InvalidInput if there are several: another process may take another
+    one, and nobody would answer."""
     ranks = {tuple(sorted(mesh.mesh.flatten().tolist())) for mesh in set(meshes)}
     most = max(map(len, ranks), default=0)
     largest = sorted(r for r in ranks if len(r) == most)

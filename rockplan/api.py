@@ -181,8 +181,7 @@ def _first_program(
 def _measured(
     loss: Loss | None, call: ModuleCall, options: Options, agreed: Agreement
 ) -> tuple[MeasuredLoss, CapturedCall | None]:
-    """Return what is known of the loss, and the captured call, None if it has to be captured for
-    this loss."""
+    """The captured call is None if it has to be captured for this loss."""
     if loss is None:
         return NO_LOSS, None
     source = captured_call(call, replace(options, tile=False))
@@ -267,9 +266,8 @@ def _program_in(
     given: MeasuredLoss = NO_LOSS,
     source: CapturedCall | None = None,
 ) -> PlannedProgram:
-    """Return the program of a call under the largest budget with which a step stays within `room`.
-    least: autocast state -> bytes of the first such budget, which is added; a budget given as a
-    share never means less; given: the caller's loss; source: the call as captured, if it was."""
+    """least: autocast state -> bytes of the first budget, which is added: a share never means less.
+    source: the call as captured, if it was."""
 
     call = given.of(call)
 
@@ -453,8 +451,8 @@ def load(
 
 
 def _in_flight_as(plans: Sequence[Plan], options: Options) -> Options:
-    """Return the options with the number of calls in flight that plans of a file are for (their
-    budget is that of all these calls). Raises InvalidInput if the options have another."""
+    """The budget of a plan is that of all its calls in flight. Raises InvalidInput for another
+    number."""
     count = max(p.in_flight for p in plans)
     if options.in_flight not in (1, count):
         raise InvalidInput(
@@ -490,8 +488,7 @@ def needed_bytes_with(
 
 
 def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
-    """Return the bytes that a call needs at its peak with everything kept, under these options;
-    None if it cannot be captured or tiled so."""
+    """None if the call cannot be captured or tiled so."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)

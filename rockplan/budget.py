@@ -80,8 +80,6 @@ def parse_budget(budget: object) -> Budget:
 
 
 def _parse_text(text: str) -> Budget:
-    """Convert a budget written as text, such as '2GB', '40%', 'min', 'auto' or 'auto-4GB'. Raises
-    InvalidBudget."""
     if len(text) > _LONGEST:
         raise InvalidBudget(f"budget {text[:40]!r}... is too long; {_EXAMPLES}")
     if text.strip().lower() == "min":
@@ -118,8 +116,7 @@ def _parse_text(text: str) -> Budget:
 
 
 def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:
-    """Round `number` of bytes down to an integer. Raises InvalidBudget if it is below 1 or above
-    MOST_BYTES. budget: as the user wrote it, for the message."""
+    """Rounded down. budget: as the user wrote it, for the message."""
     if number <= 0:
         raise _not_positive(budget)
     if number < 1:

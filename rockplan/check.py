@@ -273,9 +273,8 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
 
 
 def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
-    """Return the norm of the difference as a share of the norm of `expected`, over all tensors
-    whose names begin with `start`; infinity if one is in one of them only. Equal infinities and
-    NaNs do not count as a difference."""
+    """Infinity if a tensor is in one of them only. Equal infinities and NaNs do not count as a
+    difference."""
     error = norm = 0.0
     for name in (n for n in {**expected, **actual} if n.startswith(start)):
         one, other = actual.get(name), expected.get(name)
@@ -292,7 +291,7 @@ def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
 
 
 def _furthest(shares: Mapping[str, float]) -> float:
-    """Return the largest share; NaN counts as infinity."""
+    """NaN counts as infinity."""
     return max(math.inf if math.isnan(share) else share for share in shares.values())
 
 
@@ -312,9 +311,8 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return a function from a tensor to another one over the same memory, the same one each time,
-    of the same class, and a leaf if that is one. Autograd history, later in-place results and hooks
-    stay with the caller's tensor."""
+    """A tensor over the same memory, the same one each time, of the same class, and a leaf if that is
+    one. Autograd history, later in-place results and hooks stay with the caller's tensor."""
     own: dict[int, torch.Tensor] = {}
 
     def of(tensor: torch.Tensor) -> torch.Tensor:
@@ -337,10 +335,8 @@ def _run(
     starts: Mapping[int, Strides],
     numbers: Callable[[int], torch.Tensor] = torch.ones,
 ) -> _StepResult:
-    """Run one forward and backward of `forward` on the tensors of the call, and return all results,
-    gradients, states of generators and what changed in Python, by name. starts: position of a
-    result that gets a gradient -> strides of this gradient; numbers: makes that many numbers of
-    it."""
+    """starts: position of a result that gets a gradient -> strides of this gradient; numbers: makes
+    that many numbers of it."""
     call = given.call
     arguments = with_stand_ins(call.args, call.kwargs, _detached())
     args, kwargs = arguments.args, arguments.kwargs
@@ -389,8 +385,7 @@ def _drawn_numbers(count: int) -> torch.Tensor:
 def _laid_out(
     make: Callable[[int], torch.Tensor], like: torch.Tensor, strides: Strides
 ) -> torch.Tensor:
-    """Return a tensor of the shape, dtype and device of `like` with these strides, whose memory
-    numbers of `make` fill in order."""
+    """Numbers of `make` fill the memory in order."""
     spec = strides.spec if isinstance(strides, PlacedStrides) else None
     own = strides.strides if isinstance(strides, PlacedStrides) else strides
     shape = like.shape if spec is None else local_shape(spec)

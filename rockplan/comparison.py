@@ -208,8 +208,6 @@ def measured_timelines(
 
 
 def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:
-    """Return one or several budgets as a tuple, as the user wrote them. Raises InvalidBudget if one
-    cannot be parsed, or is 'auto' and the model's device does not say what is free."""
     given: Any = budgets
     is_one = isinstance(given, str) or not isinstance(given, Iterable)
     several: tuple[OneBudget, ...] = (given,) if is_one else tuple(given)
@@ -262,8 +260,7 @@ def _compiled(model: nn.Module, ratio: float) -> nn.Module:
 def _written(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], loss: Loss | None
 ) -> tuple[torch.Tensor, ...]:
-    """Return the tensors that a step writes to besides buffers (codebooks, momentum encoders),
-    found by a step of its own, which leaves everything as it was; () if that step fails."""
+    """Codebooks, momentum encoders: found by a step of its own; () if that step fails."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
         copied = wrap.sharing_copy(model)
         step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming={})
@@ -277,8 +274,7 @@ _StepOutcome = Mapping[str, tuple[torch.Tensor | None, ...]]
 def _state_after(
     model: nn.Module, changing: Iterable[torch.Tensor], run: Callable[[], object]
 ) -> _StepOutcome:
-    """Run one step from a fixed seed and return copies of its gradients and of `changing`, the
-    tensors that it writes to. The gradients stay in `.grad`, so that their memory exists."""
+    """The gradients stay in `.grad`, so that their memory exists."""
     for parameter in model.parameters():
         parameter.grad = None
     torch.manual_seed(SEED)
@@ -325,9 +321,7 @@ def _row(
 
 
 def _timed(row: Row, seconds: Sequence[float] | None, eager_seconds: Sequence[float]) -> Row:
-    """Return the row with its times and its overhead over eager (median and quartiles of the
-    rounds). seconds, eager_seconds: of each round; None if the variant did not run: the row is
-    unchanged."""
+    """None if the variant did not run: the row is unchanged."""
     if seconds is None:
         return row
     ratios = [a / b - 1 for a, b in zip(seconds, eager_seconds, strict=True)]

@@ -159,8 +159,7 @@ class InfeasibleBudget(RockplanError):
         return 0 < self.unplanned_bytes <= self.minimum_bytes
 
     def _percent(self, size_bytes: int) -> str:
-        """Write bytes as a share of what is needed with everything kept, rounded up so that it
-        works as a budget; '' if that need is unknown."""
+        """Rounded up so that it works as a budget; '' if what everything needs is unknown."""
         if not self.unplanned_bytes:
             return ""
         return f"{-(-1000 * size_bytes // self.unplanned_bytes) / 10:g}%"

@@ -190,8 +190,6 @@ def room_of(
 
 
 def _device(model: nn.Module) -> torch.device:
-    """Return the one device that all parameters and buffers are on. Raises InvalidBudget if there
-    are several, or it is neither CUDA nor CPU."""
     devices = {t.device for t in (*model.parameters(), *model.buffers())}
     if len(devices) != 1 or next(iter(devices)).type not in ("cuda", "cpu"):
         names = ", ".join(sorted(map(str, devices))) or "no device"
@@ -203,8 +201,7 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """Return the bytes that are free on a device, with those that PyTorch's allocator holds
-    unused."""
+    """With those that PyTorch's allocator holds unused."""
     if device.type == "cuda":
         unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused_bytes
@@ -236,8 +233,7 @@ class _Coming:
 
 
 def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep) -> _Coming:
-    """Return the bytes that the optimizer will take beyond the state that it holds already: of its
-    state, of a step, of steps inside backward; all 0 without one."""
+    """Beyond the state that it holds already; all 0 without one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer is None or not trained:
         return _Coming()

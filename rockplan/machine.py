@@ -34,9 +34,8 @@ def _by_the_machine(root: Path, line: str) -> Iterator[int]:
 
 
 def _groups(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield (bytes that it allows, bytes that it leaves) for the memory limit of this process's
-    control group and of each group above it; nothing where there is no limit. (A container may see
-    only its own.) root: of the file system."""
+    """(Bytes that it allows, bytes that it leaves) of this process's control group and of each
+    above it that has a limit. (A container may see only its own.)"""
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = " ".join(line).split(":", 2)
         for controller, folder, limit, usage, given_back in _CGROUPS:

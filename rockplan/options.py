@@ -180,9 +180,7 @@ class Options:
 
 
 def _bytes(name: str, given: object, per: str) -> int:
-    """Convert bytes as users write them (8_000_000_000, '8GiB') to an integer. name: of the option,
-    for the message; per: '/s' for bytes a second, which text must end with, '' for bytes. Raises
-    InvalidInput."""
+    """per: '/s' for bytes a second, which text must end with, '' for bytes."""
     is_text = isinstance(given, str)
     text = given.removesuffix(per) if isinstance(given, str) else given
     try:
@@ -199,8 +197,6 @@ def _bytes(name: str, given: object, per: str) -> int:
 
 
 def _size_ranges(given: object) -> Iterator[SizeRange]:
-    """Yield the ranges that the option `sizes` gives: SizeRanges, {dimension: (least, most)} for
-    all tensors, or {name of a tensor: {dimension: (least, most)}}. Raises InvalidInput."""
     if isinstance(given, tuple) and all(isinstance(one, SizeRange) for one in given):
         yield from given
         return
@@ -220,8 +216,7 @@ _SIZES = (
 
 
 def _size_range(argument: str, dimension: object, given: object) -> SizeRange:
-    """Return the range (least, most) `given` for one dimension. argument: name of the tensor, ''
-    for all. Raises InvalidInput unless both are sizes of at least 1, in order."""
+    """argument: name of the tensor, '' for all."""
     place = f"sizes[{argument!r}]" if argument else "sizes"
     if type(dimension) is not int or dimension < 0:
         raise InvalidInput(

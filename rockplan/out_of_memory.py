@@ -86,8 +86,7 @@ def _shapes(arguments: Any) -> Any:
 
 
 def _calls(frames: list[FrameType]) -> Iterator[_FailedCall]:
-    """Yield the calls of modules among the frames. Autocast has ended by now; tensors of 16 bits
-    of a module that has none tell of it."""
+    """Autocast has ended by now: tensors of 16 bits of a module that has none tell of it."""
     for number, frame in enumerate(frames):
         if frame.f_code is nn.Module._call_impl.__code__:
             module = frame.f_locals["self"]
@@ -101,8 +100,8 @@ def _calls(frames: list[FrameType]) -> Iterator[_FailedCall]:
 
 
 def _note(error: BaseException, last: list[_FailedCall]) -> str:
-    """Return what is known of the call that failed, as text. last: what the hook of a model has
-    seen. (Nothing but this function may hold frames, which hold the memory of the device.)"""
+    """last: what the hook of a model has seen. (Nothing but this function may hold frames, which
+    hold the memory of the device.)"""
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = [*_calls(frames)]
     modules = [call.module for call in calls]
@@ -124,8 +123,6 @@ def _note(error: BaseException, last: list[_FailedCall]) -> str:
 
 
 def _optimizers(frames: list[FrameType], model: nn.Module) -> Iterator[Factory]:
-    """Yield functions that make optimizers like those of the model that variables of the frames
-    hold."""
     owned = {id(p) for p in model.parameters()}
     for space in (space for frame in frames for space in (frame.f_locals, frame.f_globals)):
         for value in [*space.values()]:

@@ -214,8 +214,7 @@ def new_or_known_program(
 
 
 def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> PlannedProgram | None:
-    """Return a known program for calls of many sizes in a schedule for this call's; None if there
-    is no such program."""
+    """None if there is no program for calls of many sizes."""
     known = sized_problem(call, options)
     if known is None:
         return None
@@ -325,8 +324,8 @@ TRIES = 3
 def _alike_but_for_sizes(
     state: PlannedState, source: CapturedCall, key: Any
 ) -> Iterator[PlannedProgram]:
-    """Yield programs for calls that differ from the captured one, whose kind is `key`, in sizes
-    alone, the latest first, as long as nothing speaks against leaving these sizes open."""
+    """Of kind `key` but for sizes, the latest first, as long as nothing speaks against leaving
+    these sizes open."""
     kind = opened_key(key)
     now = source.lowered.interface.call_in(source.lowered.graph)
     alike = (
@@ -352,8 +351,8 @@ def _new_program(
     options: Options,
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
-    """Make the program of a new plan for a captured call. If processes plan together, the one that
-    plans for all adapts a plan it knows where it can."""
+    """If processes plan together, the one that plans for all adapts a plan it knows where it
+    can."""
 
     def make() -> Plan:
         for variant in () if agreed is ALONE else source.variants:
@@ -398,8 +397,8 @@ def agreed_plan(
 
 
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
-    """Return the plans of a planned module for calls whose gradients have the same hooks, and whose
-    head is tiled or whole as in `source`."""
+    """For calls whose gradients have the same hooks, and whose head is tiled or whole as in
+    `source`."""
     plans = (p.plan for p in programs_of(module) if p.hooked == source.hooked)
     return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
 
@@ -407,8 +406,7 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
 def _adapted(
     known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
 ) -> Plan | None:
-    """Return one of the plans `known` adapted to this call, None if none can be. (Where
-    collectives run again none is: one process may meet this call alone.)"""
+    """None where collectives run again, too: one process may meet this call alone."""
     if options.rerun_collectives:
         return None
     with PLANNING:
@@ -431,8 +429,7 @@ def advise(program: PlannedProgram, options: Options) -> None:
 
 
 def _ambiguous_starts(program: PlannedProgram) -> tuple[int, ...]:
-    """Return the positions of the leaves of the result that backward is assumed to start from, if
-    users may mean others: several leaves require a gradient, and one of them is a scalar. () if
+    """Users may mean others if several leaves require a gradient and one of them is a scalar; () if
     they cannot."""
     values, outputs = program.plan.graph.values, program.interface.outputs
     starts = tuple(i for i, leaf in enumerate(outputs) if leaf.tangent is not None)
@@ -478,9 +475,8 @@ def least_bytes(call: ModuleCall, options: Options) -> int | None:
 
 
 def _known_for_graph(known: Sequence[Plan], source: CapturedCall) -> Plan | None:
-    """Return one of the plans `known` that is for the same graph, on the graph as captured; None if
-    there is none. (Trainers change attributes and configurations that the forward does not read:
-    then the call is new, but the graph is not.)"""
+    """None if there is none. (Trainers change attributes and configurations that the forward does
+    not read: then the call is new, but the graph is not.)"""
     graph = source.lowered.graph
     # Compare values first: a digest takes as long as a pass of lowering.
     known = [p for p in known if without_copies(p.graph).values == graph.values]
@@ -567,10 +563,8 @@ def built_program(
 def _checked(
     call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
 ) -> PlannedProgram:
-    """Run two steps of `program` and of eager, compare them, and return the program with a plan
-    that says what was found. Raises CheckFailed. If its kernels are compiled or its head is tiled,
-    the comparison is with the same graph without re-executions, and the distance from eager is
-    stated too. dtypes: in which it computes."""
+    """If its kernels are compiled or its head is tiled, the comparison is with the same graph
+    without re-executions, and the distance from eager is stated too. Raises CheckFailed."""
     starts = program.incoming
     original = original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)

@@ -129,9 +129,8 @@ class BlockSequence:
     def _extended(
         self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
     ) -> BlockSequence:
-        """Return the sequence in which kinds have, for each limit, one more option searched for,
-        unless a known one would beat it. limits: kind -> limits of the bytes that a block saves
-        between its phases; budget_bytes: for the blocks of the call that runs."""
+        """limits: kind -> limits of the bytes that a block saves between its phases; budget_bytes:
+        for the blocks of the call that runs. A known option may beat the one searched for."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(o.peak_bytes for o in kind.family)
@@ -203,8 +202,7 @@ def _kept(family: Iterable[BoundedOption]) -> list[int]:
 
 
 def _half_way(limits: Sequence[int], used: Iterable[int]) -> list[int]:
-    """Return the middles between each of `used` and its neighbours among `limits`, ascending.
-    limits: ascending; a value of `used` that is not among them has no neighbours."""
+    """limits: ascending; a value of `used` that is not among them has no neighbours."""
     positions = {
         (limits[i] + limits[j]) // 2
         for i in (limits.index(u) for u in used if u in limits)

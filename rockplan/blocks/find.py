@@ -96,7 +96,6 @@ def _outermost(
 
 
 def _paths(model: nn.Module, one: object) -> list[str]:
-    """Return the paths that a pattern, path or module stands for. Raises InvalidInput for none."""
     if isinstance(one, nn.Module):
         paths = [path for path, m in model.named_modules() if m is one]
         if not paths:

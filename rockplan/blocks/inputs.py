@@ -172,8 +172,7 @@ def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[No
 
 @contextlib.contextmanager
 def _saving_nothing(path: str) -> Iterator[None]:
-    """While active, tensors that autograd saves are dropped. A backward pass through them raises
-    _BackwardThroughBlock. path: of the block that runs."""
+    """A backward pass through what autograd should have saved raises _BackwardThroughBlock."""
 
     def refuse(saved: None) -> torch.Tensor:
         raise _BackwardThroughBlock(

@@ -101,8 +101,7 @@ def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
 
 
 def _of_a_step(graph: CDGraph) -> CDGraph:
-    """Return `graph` as a part of a step, which itself counts the bytes of the results and of the
-    loss that the caller computes: here results are not held, and that loss has 0 bytes."""
+    """A step itself counts the bytes of the results, and of the loss that the caller computes."""
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
@@ -224,8 +223,7 @@ class BlockMaker:
         return program
 
     def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:
-        """Return a known program for calls of many sizes in a schedule for this call's; None if
-        there is none."""
+        """None if there is no program for calls of many sizes."""
         known = sized_problem(call, options)
         if known is None:
             return None
@@ -247,9 +245,8 @@ class BlockMaker:
 def _adapted(
     problem: Problem, allowance: Allowance, known: Sequence[PlannedProgram]
 ) -> BoundedOption | None:
-    """Return the option of a known plan carried over to this problem, which differs in few
-    operations or none (a trainer passes its layers a number that they do not read); None if none
-    fits the allowance and is fast enough. Nothing is searched."""
+    """None if none fits the allowance and is fast enough; nothing is searched. (A trainer passes
+    its layers a number that they do not read.)"""
     peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
     for program in known:
         schedule = carried_over(program.plan, problem.graph)

@@ -95,8 +95,7 @@ another moment in each step."""
 
 
 def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    """Return for each stretch of the last step the largest bytes of any step that has the same
-    marks in the same order. courses: the stretches of each step."""
+    """Of the steps that have the marks of the last one in the same order."""
     marks = [stretch.mark for stretch in courses[-1]]
     alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
     return [
@@ -106,8 +105,7 @@ def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
 
 
 def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
-    """Run `step`, and call `mark` where the model returns and where blocks begin and end a phase.
-    The mark comes before other hooks on a block's result, since one may replace the result."""
+    """The mark comes before other hooks on a block's result, since one may replace the result."""
     returned = functools.partial(_returned, mark)
     handles: list[RemovableHandle] = [model.register_forward_hook(returned)]
     for number, block in enumerate(blocks):
@@ -145,8 +143,7 @@ def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
 def _after(
     mark: Mark, number: int, module: nn.Module, args: object, kwargs: object, result: object
 ) -> None:
-    """Mark the end of a block's forward, and register marks of begin and end of its backward.
-    Results that are arguments, or that no plan made, have no such marks."""
+    """Results that are arguments, or that no plan made, have no marks of their backward."""
     mark(Border(number, is_backward=False, begins=False))
     argument_ids = {id(leaf) for leaf in trees.tree_leaves((args, kwargs))}
     for leaf in trees.tree_leaves(result):

@@ -181,8 +181,6 @@ def _is_divided(model: nn.Module) -> bool:
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
-    """Raise InvalidInput if other processes have other parameters or other blocks (`named`):
-    exchanging what belongs to these would fail."""
     own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
     others = agreed.gathered("model", (own, [*named]))
     different = [rank for rank, (theirs, _) in others.items() if theirs != own]
@@ -202,8 +200,7 @@ def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Modu
 def _as_a_whole(
     model: nn.Module, call: SizedCall, options: Options, error: InfeasibleBudget
 ) -> str:
-    """Return a sentence with the bytes that `solve`, which plans the rest of the model as well,
-    would need; '' if these are no fewer than `error` says, or if that fails."""
+    """'' if `solve` would need no fewer bytes, or fails."""
     limited = replace(options, time_limit_s=min(options.time_limit_s, TIME_LIMIT_S))
     needed_bytes = least_bytes(call.of(model), limited)
     if needed_bytes is None or needed_bytes >= error.minimum_bytes:
@@ -225,13 +222,9 @@ def _blocks_called(
     loss: Loss | None,
     are_found: bool,
 ) -> tuple[dict[str, nn.Module], SampleRun, Left]:
-    """Run the sample; return (path -> block, the run, blocks that it shows cannot be planned).
-    are_found: the user has not named the blocks, so that they may be replaced by those that the
-    forward calls.
-
-    Raises InvalidInput for blocks that are not called, and for named ones that are called several
-    times.
-    """
+    """are_found: the user has not named the blocks, so that they may be replaced by those that the
+    forward calls. Raises InvalidInput for blocks that are not called, and for named ones that are
+    called several times."""
     run = sample_run(model, named, call.args, call.kwargs, loss)
     left: Left = ()
     if are_found and run.missing:
@@ -337,9 +330,7 @@ class _Job:
         budget: Budget,
         left: Left,
     ) -> None:
-        """Measure a step, choose an option for each block so that the step fits, and install the
-        programs. left: (path, why) of blocks without a plan, for the report. On any error the
-        blocks are restored."""
+        """On any error the blocks are restored."""
         try:
             step, captured, kinds = self._measured(captured, calls)
             moments = step.moments
@@ -366,8 +357,7 @@ class _Job:
             raise
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
-        """Return (path, why) of all blocks of the kinds that could be planned alone, but not as a
-        step calls them; log each. The refusals are taken out of `programs.refused`."""
+        """Of the blocks whose kinds could be planned alone, but not as a step calls them."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
@@ -378,8 +368,8 @@ class _Job:
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
     ) -> tuple[dict[str, CapturedBlock], Left]:
-        """Return (path -> captured block, (path, why) of those that cannot be captured). Raises
-        CaptureError for one of the latter if the options say so, after all blocks were gathered."""
+        """Raises CaptureError for one of those left out if the options say so, after all were
+        gathered."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         failure: tuple[CaptureError, str] | None = None
@@ -405,8 +395,8 @@ class _Job:
         return captured, tuple(left)
 
     def _refused_by_any(self, own: Left) -> Left:
-        """Return (path, why) of the blocks that any process leaves unplanned, if processes exchange
-        what belongs to a block; else of `own`, those of this one. Those of others are logged."""
+        """Those that any process leaves unplanned, if processes exchange what belongs to a
+        block."""
         others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
         left = dict(own)
         for rank, theirs in others.items():
@@ -419,16 +409,15 @@ class _Job:
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
-        """Capture one block. incoming: what its backward starts from, None if not known."""
+        """incoming: what its backward starts from, None if not known."""
         with under_autocast(call.autocast), gathered(block), call.as_called():
             return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
     ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
-        """Measure a step; return (it, path -> captured block, key of a kind -> kind). If backward
-        starts from other results of a block than assumed, that block is captured again, and the
-        step measured once more."""
+        """If backward starts from other results of a block than assumed, that block is captured
+        again, and the step measured once more."""
         for is_second in (False, True):
             kinds = self._kinds(captured.values())
             step = self._step_of(captured, calls, kinds)
@@ -450,9 +439,8 @@ class _Job:
         calls: dict[str, SampleCall],
         kinds: dict[Any, BlockKind],
     ) -> MeasuredStep:
-        """Measure a step in which each block runs with the option that saves least. Calls of
-        another kind than assumed have no limit; the caller measures them a second time. Raises
-        `_Unreached` for blocks that no gradient reaches."""
+        """Calls of another kind than assumed have no limit; the caller measures them a second time.
+        Raises `_Unreached`."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
         allowances = [UNLIMITED] * len(options)
         self._install(captured, calls, kinds, options, allowances)
@@ -480,16 +468,14 @@ class _Job:
         return MeasuredStep(tuple(replace(m, outside_bytes=b) for m, b in rows), returned)
 
     def _step(self, incoming: dict[int, torch.Tensor]) -> None:
-        """Run one step of the sample. incoming: gradients of its results, filled by the first step.
-        Gradients of scalars are made anew by each backward pass; others belong to the caller, and
+        """Gradients of scalars are made anew by each backward pass; others are the caller's, and
         stay."""
         step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=incoming)
         if all(gradient.dim() == 0 for gradient in incoming.values()):
             incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
-        """Return key of a kind -> measured and solved kind, for the kinds of these blocks; one
-        process decides for all with the same blocks."""
+        """One process decides for all with the same blocks."""
         blocks = {block.kind: block for block in captured}
 
         def key() -> object:
@@ -511,8 +497,7 @@ class _Job:
         return BlockKind(problem, eager_option(graph), family, sum(incoming))
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Return the option of each block, from the known ones and those searched for just this
-        budget; one process decides for all."""
+        """One process decides for all with the same blocks."""
 
         def key() -> object:
             kinds = [*sequence.kinds]
@@ -524,8 +509,7 @@ class _Job:
         return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes), graphs)
 
     def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Return the option of each block, chosen in this process. Raises InfeasibleBudget, or
-        warns and returns the smallest plan, as the options say."""
+        """Raises InfeasibleBudget, or warns and returns the smallest plan, as the options say."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is not None:

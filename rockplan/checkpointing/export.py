@@ -109,9 +109,7 @@ def as_checkpoint_code(model: nn.Module, plan: object = None) -> str:
 
 
 def _wrapped(plan: Plan, path: str) -> Wrapped | None:
-    """Return the module at `path` as it would be wrapped in a checkpoint: its forward nodes and,
-    for a selective policy, which calls of which operators keep their results. None if the plan
-    recomputes nothing of it."""
+    """None if the plan recomputes nothing of it."""
     again = recomputations(plan)
     nodes = [n for n in plan.graph.forward if _is_inside(n.module, path)]
     if not any(n.index in again for n in nodes):
@@ -163,8 +161,8 @@ def _changed_buffers(graph: CDGraph, nodes: Sequence[ComputeNode], path: str) ->
 
 
 def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
-    """Return those of `wrapped` without which the predicted peak would exceed the plan's budget,
-    or, where all of them exceed it, would be higher than with all. Tried from the last one back."""
+    """Those without which the predicted peak would exceed the budget of the plan, or the peak with
+    all of them; tried from the last one back."""
     needed = list(wrapped)
     limit_bytes = max(plan.budget_bytes, _simulated(plan.graph, needed).peak_bytes)
     for module in reversed(wrapped):
@@ -175,9 +173,7 @@ def _needed(plan: Plan, wrapped: Sequence[Wrapped]) -> list[Wrapped]:
 
 
 def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
-    """Return the storages that are alive between forward and backward if the modules `wrapped` are
-    checkpointed: results that their policies save, their inputs, and results outside of them that
-    the backward phase reads."""
+    """What policies save, inputs of modules, and results outside that the backward phase reads."""
     producer = producers(graph)
     inside = {n: module.path for module in wrapped for n in module.nodes}
     kept = {d for module in wrapped for n in module.saved for d in graph.nodes[n].writes}
@@ -191,8 +187,8 @@ def _kept_here(graph: CDGraph, wrapped: Sequence[Wrapped]) -> frozenset[int]:
 
 
 def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
-    """Return the schedule of a step with the modules `wrapped` checkpointed: each runs again, but
-    for what it keeps, directly before the first backward operation that reads a missing result."""
+    """Each module runs again, but for what it keeps, directly before the first backward operation
+    that reads a missing result."""
     kept = _kept_here(graph, wrapped)
     missing = [
         [n for n in module.nodes if not _is_there(graph.nodes[n], kept)] for module in wrapped

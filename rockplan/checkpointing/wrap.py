@@ -46,9 +46,7 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
-    """Return the paths of the modules that lists or Sequentials of `model` hold at least twice of
-    one class, outermost first found; none inside of another. may_be_containers: lists and
-    Sequentials count as such modules, too."""
+    """Outermost first; none inside of another."""
     paths: list[str] = []
     for path, container in model.named_modules():
         if not _is_container(container):
@@ -109,8 +107,6 @@ def selective(model: nn.Module) -> nn.Module:
 
 
 def _wrapped(model: nn.Module, checkpointing: Forward) -> nn.Module:
-    """Return a copy of `model`, with the same parameters, whose repeated blocks call their forward
-    through `checkpointing`. Raises NotApplicable if there are none."""
     other = sharing_copy(model)
     paths = repeated_blocks(other)
     if not paths:

@@ -164,8 +164,6 @@ def planning_options(given: Mapping[str, Any]) -> Options:
 
 
 def _size_ranges(texts: Sequence[str]) -> dict[Any, Any]:
-    """Convert texts such as '1=64:2048' (dimension 1 of all tensors) and 'input_ids.1=64:2048' to
-    the form of `Options.sizes`, which checks the numbers. Raises InvalidInput for other texts."""
     by_name: dict[Any, Any] = {}
     for text in texts:
         match = re.fullmatch(r"(?:(.+)\.)?(\d+)=(\d+):(\d+)", text)

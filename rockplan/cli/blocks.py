@@ -112,9 +112,7 @@ def _placed_row(block: PlacedBlock) -> display.Row:
 
 
 def _solved(asked: str, call: dict[str, Any]) -> SolvedBlocks:
-    """Plan the blocks of the model within the budget `asked`, and return the plan with a
-    description of each group of equal blocks. Leaves planned blocks in the model. Raises
-    InfeasibleBudget."""
+    """Leaves planned blocks in the model."""
     model = rockplan.solve_blocks(budget=asked, **call)
     plan = rockplan.blocks_of(model)
     alike: dict[object, list[PlacedBlock]] = {}

@@ -182,8 +182,7 @@ def shares_by_operator(plan: Plan) -> list[CostShare]:
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
-    """Return for each name how many operations have it, their time in ns, and the bytes of their
-    results that are kept for backward; most bytes first. names: node -> name."""
+    """names: node -> name. Those that keep most bytes come first."""
     kept = kept_data(plan.graph, plan.schedule)
     operations, times, sizes = Counter[str](), Counter[str](), Counter[str]()
     for node in plan.graph.nodes:

@@ -53,9 +53,8 @@ _RAISE_AGAIN_S = 0.5
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Let an interrupt (Ctrl-C) in the `with` block end in KeyboardInterrupt, even if Python drops
-    the first one, or turns it into another error (as before 3.12 in the body of a class). Only in
-    the main thread; signal handlers are put back."""
+    """Python may drop the first interrupt, or turn it into another error (as before 3.12 in the
+    body of a class): it comes again. Only in the main thread; signal handlers are put back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -110,8 +109,6 @@ def ending(as_json: bool) -> Iterator[None]:
 
 
 def _exit_code(error: Exception) -> ExitCode:
-    """Return the exit code of the command for `error`; raise `error` if it is of no known kind,
-    that is a bug."""
     match error:
         case InfeasibleBudget():
             return ExitCode.INFEASIBLE

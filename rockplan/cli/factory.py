@@ -76,8 +76,6 @@ def made_by(name: str) -> object:
 
 
 def _file(name: str) -> ModuleType:
-    """Import a Python file by its path; its folder is put on sys.path, as when Python runs it.
-    Raises InvalidInput if there is none or it fails."""
     path = Path(name)
     if not path.is_file():
         raise InvalidInput(f"there is no file {name}; {_FORM}")
@@ -98,8 +96,6 @@ def _module(name: str) -> ModuleType:
 
 
 def _imported(name: str, load: Callable[[], ModuleType]) -> ModuleType:
-    """Return the module that `load` imports. Raises InvalidInput, which names `name`, if that
-    raises or exits."""
     try:
         return load()
     except SystemExit as error:
@@ -123,8 +119,6 @@ def _failed(error: BaseException) -> str:
 
 
 def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], object]:
-    """Return the factory at the dotted `path` in a module. Raises InvalidInput, which lists what
-    the module has, if there is none or it cannot be called."""
     attribute: Any = module
     for part in path.split("."):
         if not hasattr(attribute, part):

@@ -117,8 +117,6 @@ def fit(
 
 
 def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -> rockplan.Fit:
-    """Return which sizes of the model fit on the GPU, for the texts of the command line. asked:
-    further arguments of rockplan.fit. Raises InvalidInput."""
     from rockplan.fitting.gpus import gpu as device_of
 
     if not gpu:
@@ -132,8 +130,6 @@ def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -
 
 
 def _range(option: str, text: str | None) -> tuple[int, int] | None:
-    """Return (least, most) of '1:64', or of one size '64'; None for None. Raises InvalidInput,
-    which names `option`, for other texts."""
     if text is None:
         return None
     match = re.fullmatch(r"(\d+)(?::(\d+))?", text)

@@ -100,9 +100,8 @@ def _planned(
     autocast: str | None,
     options: Options,
 ) -> tuple[tuple[Plan, ...], str, dict[str, int]]:
-    """Plan a model for `budget`. Returns (the plan, alone in a tuple; its generated code, '' unless
-    `code`; with `explain`: text of other options -> bytes needed with them). Raises InvalidInput
-    without a budget."""
+    """Returns (the plan, alone; its code, '' unless `code`; with `explain`, text of other options
+    -> bytes needed with them)."""
     from rockplan.api import needed_bytes_with
 
     if budget is None:

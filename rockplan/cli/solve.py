@@ -155,9 +155,7 @@ def _plans(
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
-    """Raise InvalidInput unless a file for each budget can be written to `name`: a budget is there,
-    the folder exists, and for several budgets the name has '{budget}' in it. None is fine. option:
-    name of the argument, for the message."""
+    """option: name of the argument, for the message."""
     if name is None:
         return
     if not budgets:
@@ -178,8 +176,7 @@ def _written(
     plan: Plan | InfeasibleBudget,
     write: Callable[[Plan, str], object],
 ) -> str | None:
-    """Write a plan to the file `name`, with the budget `asked` in it, and return the path; None if
-    no file is wanted or the budget is too small."""
+    """None if no file is wanted or the budget is too small."""
     if name is None or isinstance(plan, InfeasibleBudget):
         return None
     path = name.replace("{budget}", asked.replace("%", "pct"))
@@ -195,8 +192,7 @@ def _show_solved(
     exported: list[str | None],
     as_json: bool,
 ) -> None:
-    """Print the plans of all budgets, as text or as JSON, and to stderr the files written. files,
-    exported: of each plan, None for none."""
+    """files, exported: of each plan, None for none."""
     if as_json:
         rows = [
             display.infeasible_row(asked, plan)

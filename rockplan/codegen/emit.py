@@ -210,9 +210,7 @@ class _Emitter:
     # -- slices and what travels between them ----------------------------------------------
 
     def _slices(self) -> Iterator[tuple[int, int]]:
-        """Yield (first event, event after the last) of each slice of the backward phase, of which
-        there is at least one. It ends after a run of consecutive frees that hands over a
-        gradient."""
+        """At least one; each ends after a run of consecutive frees that hands over a gradient."""
         events = self._schedule.events
         start = self._schedule.forward_length
         hands = False
@@ -226,8 +224,7 @@ class _Emitter:
             yield start, len(events)
 
     def _merged_slices(self) -> list[tuple[int, int]]:
-        """Return the slices, the last two joined if the last one returns no gradient. Gradients
-        that stay alive to the end, such as those of inputs, are returned by the last slice."""
+        """Gradients that stay alive to the end, such as those of inputs, go with the last slice."""
         slices = list(self._slices())
         first, last = slices[-1]
         hands = any(self._is_handed(e) for e in self._schedule.events[first:last])
@@ -257,10 +254,8 @@ class _Emitter:
             self._live[self._graph.values[value].data].append(value)
 
     def _save(self, position: int) -> None:
-        """Write that variables which later slices need go into the frame: those of storages that
-        are not the caller's, without views. Move them from `_live` to `_saved`, and forget the
-        others. position: the next event; a storage that the caller holds is saved only if a later
-        event reads it."""
+        """Views, and what is the caller's, are not saved: a storage that the caller holds only if
+        an event from `position` on reads it."""
         held = {*self._graph.held, *self._graph.outputs}
         held -= {self._graph.values[g].data for _, g in self._unhanded}
         names: list[str] = []
@@ -292,10 +287,8 @@ class _Emitter:
         self._line(f"return {_tuple(map(self._name, outputs))}")
 
     def _end_slice(self, handed: Sequence[int], position: int, is_last: bool) -> None:
-        """Write the end of a slice: return gradients in the order in which autograd must sum
-        contributions. handed: gradient storages that the slice hands over; position: the next
-        event. A contribution is returned together with all earlier ones to the same target that no
-        slice has returned yet."""
+        """Autograd must sum contributions in order: one is returned together with all earlier ones
+        to the same target. position: the next event."""
         handed_pairs = {pair for d in handed for pair in self._targets[d]}
         last: dict[int, int] = {}
         for place, pair in enumerate(self._unhanded):
@@ -318,9 +311,7 @@ class _Emitter:
     # -- events ----------------------------------------------------------------------------
 
     def _event(self, position: int) -> None:
-        """Write the event at `position`: an execution, followed by the copies to the host that
-        begin there, or a free. A free of a gradient that autograd gets writes nothing: its slice
-        returns it."""
+        """A free of a gradient that autograd gets writes nothing: its slice returns it."""
         event = self._schedule.events[position]
         if isinstance(event, Compute):
             node = self._graph.nodes[event.node]
@@ -367,9 +358,7 @@ class _Emitter:
         self._live[data] = []
 
     def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
-        """Write the calls of one execution of a node, with its place in the model and replay of its
-        random draws. If the forward runs again, results that exist are taken, and effects left out.
-        taken: the takeover (result written over an operand) that the execution uses, if any."""
+        """If the forward runs again, results that exist are taken, and effects left out."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
         on_copies = not self._copied.isdisjoint(node.reads)
@@ -402,8 +391,7 @@ class _Emitter:
 
     @staticmethod
     def _skip(node: ComputeNode) -> None:
-        """Leave out a node that changes outside state, which must not happen twice. Raises
-        BackwardError if others read results of it."""
+        """What changes outside state must not happen twice."""
         if node.writes:
             raise BackwardError(
                 f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "
@@ -424,8 +412,8 @@ class _Emitter:
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
     def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
-        """Write the calls of one execution. If it makes a storage that is alive already, its copy
-        gets names of its own and is dropped at the end."""
+        """A copy of a storage that is alive already gets names of its own, and is dropped at the
+        end."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
@@ -453,8 +441,8 @@ class _Emitter:
         self._note_made(dict.fromkeys(fresh))  # an operator may return one tensor twice
 
     def _need(self, value: int) -> None:
-        """Write what makes the variable of `value` available, if it is not (in `_live`): take it
-        from frame or residents (a position is noted as read), or derive the view again."""
+        """Taken from frame or residents (a position is noted as read), or derived again as a
+        view."""
         needed = self._graph.values[value]
         for saved in self._saved.pop(needed.data, ()):
             name = self._name(saved)
@@ -534,8 +522,6 @@ def _pattern(op: str, targets: Sequence[str]) -> str:
 
 @functools.cache
 def _returns_one(op: str) -> bool:
-    """Return whether the operator's only result is a tensor, not several or a list. Raises
-    UnsupportedModel for nested lists."""
     returns = resolve(op)._schema.returns
     if len(returns) > 1 and any("List" in str(r.type) for r in returns):
         raise UnsupportedModel(f"operator {op} returns nested lists, which cannot be planned")
@@ -554,8 +540,6 @@ def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str]
 
 
 def _literal(argument: object, name: Callable[[int], str]) -> str:
-    """Return an argument of a call as a Python expression. name: gives the identifier of a value.
-    Raises UnsupportedModel for an unknown type."""
     if isinstance(argument, ValueRef):
         return name(argument.index)
     if isinstance(argument, tuple):

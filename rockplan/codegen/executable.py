@@ -129,7 +129,6 @@ def _strides(graph: CDGraph, output: OutputLeaf) -> Strides | None:
 
 
 def _layout(code: Code, host_path: str | None) -> Layout | None:
-    """Return the layout of what the code pages to the host, None if it pages nothing."""
     if not code.pages:
         return None
     (device,) = {device for _, _, device in code.pages}  # several were refused before the search
@@ -140,9 +139,8 @@ def _layout(code: Code, host_path: str | None) -> Layout | None:
 def _early(
     targets: Sequence[Sequence[int]], read: Sequence[Sequence[int]], storages: Sequence[int]
 ) -> tuple[int, ...]:
-    """Return the positions of targets whose storage a slice reads after the last slice that returns
-    a part of their gradient. targets: for each slice those whose gradients it returns; read: for
-    each slice the residents that it reads; storages: of each resident."""
+    """Those whose storage a slice reads after the last one that returns a part of their
+    gradient."""
     last_read = {storages[r]: number for number, reads in enumerate(read) for r in reads}
     last_handed = {t: number for number, reads in enumerate(targets) for t in reads}
     return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
@@ -209,9 +207,9 @@ def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.
 def _run(
     executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
 ) -> tuple[torch.Tensor, ...]:
-    """Run a generated function with the kernels of eager. guard: a context that skips autograd's
-    dispatch keys. Gradient mode is on (some kernels look at it), and autocast off, since its casts
-    are in the graph. If the function raises, copies to the host are ended first."""
+    """guard: skips autograd's dispatch keys. Gradient mode is on (some kernels look at it), and
+    autocast off, since its casts are in the graph. If the function raises, copies to the host are
+    ended first."""
     for device_type in executable.device_types:
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):

@@ -67,8 +67,7 @@ def _execute(
     filename: str,
     kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """Execute the text and return its namespace. operators: (identifier in the text, operator);
-    filename: its name in tracebacks; kernels: operator -> compiled function."""
+    """operators: (identifier in the text, operator); filename: its name in tracebacks."""
     known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch, "math": math}
     for identifier, op in operators:

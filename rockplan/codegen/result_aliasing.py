@@ -58,8 +58,7 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
 
 
 def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, ...]:
-    """Return those results among `made_from[made]` that `made` is computed from without another
-    result in between. made_from: position of a result -> all results that it is computed from."""
+    """Those without another result in between."""
     beyond = {i for between in made_from[made] for i in made_from[between]}
     return tuple(i for i in made_from[made] if i not in beyond)
 
@@ -163,8 +162,7 @@ class Returned:
 
 
 def _hooks(result: torch.Tensor) -> Mapping[int, object]:
-    """Return the live dictionary of hooks on the gradient of `result`, made if there is none.
-    Autograd calls these also after the tensor is deleted, or was changed in place and has new
+    """Autograd calls these also after the tensor is deleted, or was changed in place and has new
     ones."""
     result.register_hook(_no_hook).remove()
     hooks: Mapping[int, object] | None = result._backward_hooks

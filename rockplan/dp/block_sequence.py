@@ -94,8 +94,7 @@ def fastest_options(
 def _fastest(
     families: Families, moments: Sequence[StepMoment], budget_bytes: int
 ) -> tuple[BoundedOption, ...] | None:
-    """Return an option for each block, the fastest choice within the budget with one call in
-    flight; None if there is none. Exact up to LABELS useful sums of saved bytes."""
+    """Exact up to LABELS useful sums of saved bytes."""
     limits = _limits(families, moments, budget_bytes)
     labels = [_Label(0, 0)] if _fits_at_begin(moments, budget_bytes) else []
     for position, family in enumerate(families):
@@ -137,8 +136,8 @@ def least_budget(
 
 
 def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> bool:
-    """True if some choice of options fits: at each block, the one that saves least of those that
-    fit leaves most room to later blocks."""
+    """At each block, the one that saves least of those that fit leaves most room to later
+    blocks."""
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
     if not _fits_at_begin(moments, budget_bytes):
         return False

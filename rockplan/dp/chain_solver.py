@@ -98,9 +98,8 @@ class ChainSolver:
         return distinct
 
     def _around(self, budget_bytes: int, deadline: float) -> Iterator[Operations]:
-        """Yield sequences of operations on blocks for limits of the chain's own memory, which
-        differs a little from the simulated peak: the limits close in on the largest one whose
-        schedule fits into budget_bytes. The caller simulates each at once."""
+        """Limits of the chain's own memory, which differs a little from the simulated peak, close
+        in on the largest one whose schedule fits. The caller simulates each at once."""
         table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
             yield (operations := decode(table, table.grid.limit_bytes))
@@ -131,10 +130,9 @@ class ChainSolver:
         return simulate(self._graph, keep_all(self._graph))
 
     def _table(self, limit_bytes: int, deadline: float) -> Table:
-        """Return a table of the recurrence that reaches at least a quarter above limit_bytes, from
-        those kept or newly filled. Raises OutOfTime at the deadline. A table reaches to the limit
-        beyond which the chain gains nothing, divided by a power of two: so buckets are fine where
-        memory is short, and budgets near each other share a table."""
+        """A table reaches to the limit beyond which the chain gains nothing, divided by a power of
+        two: so buckets are fine where memory is short, and budgets near each other share a table.
+        Raises OutOfTime."""
         needed_bytes = max(self._least, limit_bytes) * 5 // 4
         reach_bytes = self._fastest
         while reach_bytes // 2 >= needed_bytes:

@@ -128,8 +128,6 @@ class _Role(Enum):
 
 
 def _link(block: Block, family: OptionFamily) -> Link:
-    """Simulate all options of a block, and its forward alone, in each role, and return the link.
-    Raises ValueError if the family has no options."""
     if not family.options:
         raise ValueError(f"block {block.index} ({block.name}) has no options")
     return Link(
@@ -198,9 +196,7 @@ def _order(
 
 
 def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
-    """Return `problem` with its input as an activation, which is freed after its last use; the same
-    if the block has no input. No node makes it, so bytes are counted relative to a held input, and
-    may be negative."""
+    """No node makes the input, so bytes are counted relative to a held one, and may be negative."""
     if block.input is None:
         return problem
     data = tuple(
@@ -227,8 +223,7 @@ def _repeatable(problem: CDGraph) -> frozenset[int]:
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    """Return the costs that no other equals or beats in all of time, saved bytes, both peaks and
-    not reading the output; fastest first. Of equal ones the option with the lower index stays."""
+    """Fastest first; of equal ones the option with the lower index stays."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
     return undominated(ordered, _demands)
 

@@ -150,8 +150,7 @@ def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
 
 
 def _fill(table: Table, segment: int) -> None:
-    """Compute the least times of `segment` at all buckets (limits of memory), and what they spare
-    of each limit, from the rows of its parts, which must be filled. Writes them into `table`."""
+    """The rows of its parts must be filled."""
     alternatives = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)
@@ -254,9 +253,8 @@ def _columns(table: Table, ids: Integers, limits_bytes: Integers) -> Integers:
 def _spare_bytes(
     table: Table, alternatives: Choices, best: Integers, chosen: npt.NDArray[np.int64], first: int
 ) -> Integers:
-    """Return for the buckets (limits of memory) from `first` on how many bytes of their limit the
-    chosen sequence leaves unused. best, chosen: as of `best_choices`; equal times share one
-    sequence."""
+    """Of the limits from bucket `first` on. best, chosen: as of `best_choices`; equal times share
+    one sequence."""
     unit_bytes = table.grid.unit_bytes
     is_new = np.concatenate([[True], best[first + 1 :] != best[first:-1]])
     limits = np.arange(first, len(best), dtype=np.int64) * unit_bytes

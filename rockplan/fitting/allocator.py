@@ -204,8 +204,8 @@ class CachingAllocator:
     # -- memory of the device ----------------------------------------------------------------------
 
     def _new(self, pool: _Pool, size: int) -> _Piece | None:
-        """Return a new free block of at least `size` bytes, reserved from the device; None if that
-        has none (`alloc_block`)."""
+        """A free block of at least `size` bytes (`alloc_block`); None if the device has no
+        memory."""
         if self._expandable:
             return self._expanded(pool, size)
         # `get_allocation_size`
@@ -224,7 +224,7 @@ class CachingAllocator:
         return self._next_address - size
 
     def _reserve(self, size: int) -> bool:
-        """Count `size` more reserved bytes. Returns False if the device has no more."""
+        """False if the device has no more."""
         if self._capacity_bytes is not None and self.reserved_bytes + size > self._capacity_bytes:
             return False
         self.reserved_bytes += size
@@ -234,9 +234,8 @@ class CachingAllocator:
     # -- segments that expand ----------------------------------------------------------------------
 
     def _expanded(self, pool: _Pool, size: int) -> _Piece | None:
-        """Return a block of `size` bytes of an expandable segment, at the lowest address where free
-        memory and addresses without memory suffice, which get some
-        (`try_allocate_expandable_block`); None if the device is full."""
+        """At the lowest address where free memory and addresses without memory suffice, which get
+        some (`try_allocate_expandable_block`); None if the device is full."""
         block = pool.room(size) or self._new_segment(pool)
         if not block.is_mapped and not self._map(block, min(block.size, size)):
             return None
@@ -251,7 +250,7 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: _Pool) -> _Piece:
-        """Return a segment of addresses without memory (the end of `find_expandable_block`)."""
+        """Addresses without memory (the end of `find_expandable_block`)."""
         block = _Piece(pool, self._following(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES)
         block.is_mapped = False
         self._heads[block.address] = block
@@ -259,8 +258,8 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Piece, size: int) -> bool:
-        """Give memory to whole pages at the beginning of an unmapped block of an expandable
-        segment, at least `size` bytes (`map_block`). Returns False if the device is full."""
+        """Whole pages at the beginning get memory, at least `size` bytes (`map_block`). Returns
+        False if the device is full."""
         pool = block.pool
         size = _rounded_up(size, pool.page_bytes)
         if not self._reserve(size):
@@ -274,8 +273,8 @@ class CachingAllocator:
         return True
 
     def _unmap(self, block: _Piece) -> None:
-        """Give the pages that lie wholly in a free block of an expandable segment back to the
-        device (`unmap_block`); its addresses stay."""
+        """Pages that lie wholly in a free block are given back (`unmap_block`); its addresses
+        stay."""
         pool = block.pool
         page = pool.page_bytes
         begin = _rounded_up(block.address, page)
@@ -300,14 +299,13 @@ class CachingAllocator:
     # -- blocks of a segment -----------------------------------------------------------------------
 
     def _is_split(self, block: _Piece, size: int) -> bool:
-        """True if a block is split for a request of `size` bytes (`should_split`)."""
+        """`should_split`"""
         if block.pool.is_small or self._expandable:
             return block.size - size >= MIN_BLOCK_BYTES
         return block.size - size > SMALL_BYTES
 
     def _cut(self, block: _Piece, size: int) -> _Piece:
-        """Shorten `block` to `size` bytes and return the rest as a block of its own, which is in no
-        free list yet."""
+        """The rest is a block of its own, which is in no free list yet."""
         rest = _Piece(block.pool, block.address + size, block.size - size)
         rest.is_mapped = block.is_mapped
         rest.previous, rest.next = block, block.next
@@ -318,8 +316,7 @@ class CachingAllocator:
         return rest
 
     def _merge(self, block: _Piece) -> None:
-        """Extend a block that is in no free list by its free neighbours, which are taken from
-        theirs (`try_merge_blocks`)."""
+        """Free neighbours are taken from their lists (`try_merge_blocks`)."""
         before, after = block.previous, block.next
         if before is not None and before.is_like(block):
             before.pool.remove(before)

@@ -227,8 +227,7 @@ def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
 
 
 def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, _Span]:
-    """Return path of a block -> span of positions in the schedule in which it runs in a phase, for
-    blocks that do. paths: the block of each node, '' for none; phase: positions."""
+    """paths: the block of each node, '' for none; phase: positions in the schedule."""
     runs = [i for i in phase if isinstance(schedule.events[i], Compute)]
     own = defaultdict[str, list[int]](list)
     for number, position in enumerate(runs):
@@ -239,9 +238,8 @@ def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, 
 
 
 def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) -> list[str]:
-    """Return for each node the path of the block that it runs in: that of its module, or of the
-    parameter whose gradient it makes; '' for the rest. handed: name of a parameter -> storages of
-    its gradients."""
+    """The block of the module, or of the parameter whose gradient the node makes; '' for the
+    rest."""
     path_of = {name: path for path, group in groups.items() for name in group.parts}
     of_data = {d: path_of[name] for name, data in handed.items() if name in path_of for d in data}
     return [
@@ -253,9 +251,7 @@ def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) 
 def _open_ended(
     graph: CDGraph, paths: Sequence[str], handed: Handed, groups: Mapping[str, GatheredGroup]
 ) -> set[str]:
-    """Return the paths of the blocks whose backward hands no gradient on, neither to another block
-    nor to the caller. paths: the block of each node; handed: name of a parameter -> storages of its
-    gradients."""
+    """Blocks whose backward hands no gradient on, neither to another block nor to the caller."""
     backward = [node for node in graph.nodes if node.phase is Phase.BACKWARD]
     maker = {data: paths[node.index] for node in backward for data in node.writes}
     read = {(data, paths[node.index]) for node in backward for data in node.reads}

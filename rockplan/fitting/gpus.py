@@ -134,8 +134,7 @@ def _words(name: str) -> frozenset[str]:
 
 
 def _named(name: str) -> tuple[Gpu, ...]:
-    """Return the known GPUs that a name may mean: those with just its words, else those with more.
-    A number alone ('80') means none."""
+    """Those with just its words, else those with more. A number alone ('80') means none."""
     asked = _words(name)
     if all(re.fullmatch(r"\d{1,3}", word) for word in asked):
         return ()
@@ -144,8 +143,6 @@ def _named(name: str) -> tuple[Gpu, ...]:
 
 
 def _of_bytes(text: str | int) -> Gpu:
-    """Return a GPU of which only the bytes are known, from a number or a text such as '80GiB'.
-    Raises InvalidInput for other texts."""
     if isinstance(text, str) and not _BYTES.fullmatch(text):
         _raise_unknown(text, GPUS)
     try:
@@ -157,7 +154,6 @@ def _of_bytes(text: str | int) -> Gpu:
 
 
 def _cpu(device: Any) -> Gpu:
-    """Return the CPU of this machine. Raises InvalidInput where nothing says what memory it has."""
     memory_bytes = total_bytes()
     if memory_bytes is None:
         raise InvalidInput(
@@ -167,8 +163,8 @@ def _cpu(device: Any) -> Gpu:
 
 
 def _cuda(device: Any) -> Gpu:
-    """Return a CUDA device of this machine, with the memory and capability that it reports, and the
-    rates of the known GPU of its name if there is one. Raises InvalidInput if there is none."""
+    """With the memory and capability that it reports, and the rates of the known GPU of its
+    name."""
     import torch
 
     try:
@@ -201,8 +197,7 @@ def _row(
     tflops: tuple[float, float, float] | None,
     link_gb_s: float,
 ) -> Gpu:
-    """Return one row of GPUS. tflops: Tflop/s in float32, float16, bfloat16, None if nobody has
-    published them."""
+    """tflops: in float32, float16, bfloat16, None if nobody has published them."""
     rates = tflops and Tflops(*tflops)
     return Gpu(name, int(memory_gib * _GIB), capability, bandwidth_gb_s, rates, link_gb_s)
 

@@ -146,8 +146,7 @@ def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
-    """Return a fake parameter like `parameter` (of a DTensor, like the part of this rank). One on
-    the meta device becomes one on the CPU."""
+    """Of a DTensor like the part of this rank; on the CPU for one on the meta device."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     device = torch.device("cpu") if own.is_meta else own.device
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)
@@ -155,7 +154,6 @@ def _fake(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def _made_by(make: Factory, fakes: Mapping[str, torch.Tensor]) -> torch.optim.Optimizer:
-    """Make the optimizer over the fake parameters. Raises InvalidInput if it cannot be made."""
     try:
         made = make([*fakes.values()])
     except Exception as error:  # the caller's function may raise anything
@@ -185,9 +183,8 @@ def _over_fakes(
     fakes: Mapping[str, torch.Tensor],
     mode: FakeTensorMode,
 ) -> tuple[torch.optim.Optimizer, list[torch.Tensor]]:
-    """Return (copy of the caller's optimizer, in which `fakes` stand for `parameters`, by name, and
-    fake tensors for all others; those of them that are no parameters). Raises InvalidInput if it
-    has none of the parameters, or cannot be copied."""
+    """Fake tensors stand for all others, too; those that are no parameters are returned beside.
+    Raises InvalidInput if the optimizer has none of the parameters, or cannot be copied."""
     parts = [optimizer]
     for part in parts:  # optimizers inside of it (SAM, Lookahead), which come last
         leaves = trees.tree_leaves(vars(part))
@@ -224,8 +221,7 @@ _IS_HOOK = re.compile("step$|_optimizer_").match
 
 
 def _choose_foreach(optimizer: torch.optim.Optimizer, on_cuda: bool) -> None:
-    """Set `foreach` in the optimizer's groups to what PyTorch chooses for plain tensors on CUDA;
-    for fake tensors it chooses otherwise. Groups that say what they want stay."""
+    """As PyTorch chooses for plain tensors on CUDA; for fake ones it chooses otherwise."""
     for group in optimizer.param_groups:
         if group.get("foreach", False) is not None or group.get("fused"):
             continue

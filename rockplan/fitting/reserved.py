@@ -89,8 +89,7 @@ def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]
 
 
 def _allocates(device: torch.device, size_bytes: int) -> bool:
-    """Allocate and free a block of size_bytes on the device, which PyTorch's allocator keeps.
-    Returns False if the device does not have them."""
+    """PyTorch's allocator keeps the block. Returns False if the device does not have the bytes."""
     try:
         torch.empty(size_bytes, dtype=torch.uint8, device=device)
     except torch.OutOfMemoryError:

@@ -121,8 +121,8 @@ def _end_of_frees(schedule: Schedule, moment: int) -> int:
 
 
 def _heirs(graph: CDGraph, schedule: Schedule, found: Sequence[Lifetime]) -> dict[int, int]:
-    """Return pairs of numbers in `found`, operand -> result: where a result takes over the storage
-    of an operand, the lifetime of that operand and the one of the result, one allocation."""
+    """Operand -> result, as numbers in `found`: both are one allocation where a result takes
+    over."""
     opens, closes = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
     for number, lifetime in enumerate(found):
         if lifetime.owner is Owner.STORAGE:

@@ -115,8 +115,7 @@ def workspace_bytes(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """Call `func` twice and return the bytes that the second call allocates at its peak beyond new
-    results; 0 if it fails."""
+    """Of the second of two calls, at its peak, beyond new results; 0 if it fails."""
     made: list[Any] = []
 
     def call() -> None:

@@ -90,10 +90,9 @@ def _freed_as_eager_does(
     path_of: Mapping[int, str],
     held: Mapping[int, Sequence[str]],
 ) -> Schedule:
-    """Return `schedule` with each storage freed only when eager lets it go (`ComputeNode.ends`), as
-    variables of Python and kernels in C++ hold it, and not before the blocks have run that it was
-    given to in the backward phase. path_of: node -> its block, '' for none; held: data -> these
-    blocks."""
+    """A storage is freed only when eager lets it go (`ComputeNode.ends`), as variables of Python
+    and kernels in C++ hold it, and not before the blocks have run that it was given to in the
+    backward phase. path_of: node -> its block, '' for none; held: data -> these blocks."""
     events, boundary = schedule.events, schedule.forward_length
     last = {d: node.index for node in graph.nodes for d in node.ends}
     maker, forward = producers(graph), len(graph.forward)

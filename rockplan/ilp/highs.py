@@ -196,9 +196,8 @@ def _solve(
     absolute_gap: float,
     node_limit: int,
 ) -> SolveReport:
-    """Minimise `program` in the calling thread, within time_limit_s of its CPU time and node_limit
-    nodes of the search tree. OPTIMAL means within `absolute_gap` (units of the objective) of the
-    bound. Raises SolverError when HiGHS neither solves nor refutes the program."""
+    """In the calling thread, within time_limit_s of its CPU time. Raises SolverError when HiGHS
+    neither solves nor refutes the program."""
     highs = highspy.Highs()
     options = {
         "output_flag": False,
@@ -226,9 +225,7 @@ def _solve(
 
 
 def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
-    """Return status, bound and solution of a HiGHS instance that has run. integral: for each
-    column, whether it is an integer; their values are rounded. Raises SolverError if HiGHS stopped
-    for anything but a limit."""
+    """Raises SolverError if HiGHS stopped for anything but a limit."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()

@@ -78,8 +78,8 @@ def in_units(problem: CDGraph, tiny_share: float = TINY_SHARE) -> Units:
 
 
 def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, int]:
-    """Return (storages that are tiny, whether the states of generators are too, the most bytes that
-    they need together). The smallest ones are taken, up to `tiny_share` of keep-all's peak."""
+    """(Storages, whether the states of generators are tiny too, the most bytes that they need
+    together.) The smallest ones, up to `tiny_share` of keep-all's peak."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     view = GraphView(problem)
     weights = [(_states_bytes(view), -1)]

@@ -82,9 +82,8 @@ def _is_whole() -> bool:
 def _with_state(
     given: fx.GraphModule, inputs: Sequence[Any]
 ) -> tuple[fx.GraphModule, dict[str, int], list[int]]:
-    """Copy a module of Dynamo: the copy holds parameters and buffers, and asks tensors for their
-    sizes, all of which Dynamo passes as arguments. Returns it, name -> position among Dynamo's
-    arguments of what it holds, and the positions of the arguments that remain."""
+    """The copy holds parameters and buffers, and asks tensors for their sizes, all of which Dynamo
+    passes as arguments. Returns also name -> position of what it holds, and remaining positions."""
     module = fx.GraphModule(given, copy.deepcopy(given.graph))  # Dynamo reads its own again
     type(module).__qualname__ = "graph of torch.compile"
     held: dict[str, int] = {}

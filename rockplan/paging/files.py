@@ -91,8 +91,6 @@ class FileArena:
         offset_bytes: int,
         storage: torch.UntypedStorage,
     ) -> FileCopy:
-        """Begin to copy the bytes of `storage` to or from the file, at offset_bytes, in a thread of
-        the direction ("out" or "in"). transfer: os.pwritev or os.preadv. Returns at once."""
         memory = (ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())
         view = memoryview(memory).cast("B")
         return FileCopy(submit(direction, partial(self._copy, transfer, offset_bytes, view)))
@@ -103,8 +101,6 @@ class FileArena:
         offset_bytes: int,
         memory: memoryview,
     ) -> None:
-        """Copy all bytes of `memory` to or from the file, at offset_bytes. Raises HostMemoryError,
-        which names the folder and says what to do."""
         done = 0
         try:
             while done < len(memory):

@@ -230,8 +230,7 @@ class _Scene:
         )
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
-        """Return in words why these bytes are alive at the peak. reading: position in the schedule
-        of their next read, None if there is none."""
+        """reading: position in the schedule of their next read, None if there is none."""
         match lifetime.owner:
             case Owner.WORKSPACE:
                 return "temporaries inside the operation at the peak"
@@ -260,8 +259,7 @@ class _Scene:
         return "alive to the end of its phase"
 
     def _undroppable(self, lifetime: Lifetime, reading: int | None) -> str:
-        """Return in words why these bytes cannot be freed at the peak, '' if they can. reading:
-        position of their next read, None if there is none."""
+        """'' if they can be freed. reading: position of their next read, None if there is none."""
         if lifetime.owner is not Owner.STORAGE:
             return "the operation needs it"
         if self.peak_event in (reading, lifetime.start):
@@ -271,9 +269,7 @@ class _Scene:
         return "" if reading is not None else "nothing reads it later"
 
     def _price(self, data: int, reading: int) -> Price | None:
-        """Return what it would cost to free the storage `data` and make it again just before
-        position `reading`: operations, time, and the peak of the whole schedule then. None if it
-        cannot be made again."""
+        """None if it cannot be made again just before position `reading`."""
         alive = {
             f.index
             for f in alive_at(self.lifetimes, reading)
@@ -349,9 +345,8 @@ def _orders(
     insert: dict[int, tuple[int, ...]] | None = None,
     leave_out: frozenset[int] = frozenset(),
 ) -> tuple[list[int], list[int]]:
-    """Return the nodes that `schedule` executes in the forward and in the backward phase, in order,
-    with changes. insert: position of an event -> nodes to run before it; leave_out: positions of
-    computations to leave out."""
+    """insert: position of an event -> nodes to run before it; leave_out: positions of
+    computations."""
     orders: tuple[list[int], list[int]] = ([], [])
     for position, event in enumerate(schedule.events):
         order = orders[position >= schedule.forward_length]
@@ -362,8 +357,7 @@ def _orders(
 
 
 def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
-    """Return the nodes, ascending, that make the storage `data` when only the storages `alive` are
-    there; None if one of them may not run again."""
+    """None if one of them may not run again."""
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
@@ -374,8 +368,7 @@ def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
-    """Return the tenants in groups, those whose names differ only in layer numbers together:
-    number, bytes, name of the largest; most bytes first."""
+    """Of tenants whose names differ only in layer numbers; most bytes first."""
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
         groups.setdefault(marked(pattern_of(tenant.name), tenant.kind), []).append(tenant)
@@ -453,8 +446,6 @@ def _headline(explanation: Explanation) -> list[str]:
 
 
 def _share_lines(explanation: Explanation, rows: int) -> list[str]:
-    """Return the table of who owns the peak, as lines: of each of the first `rows` groups its
-    bytes, and why the largest of it is alive and what freeing it would cost; and of the rest."""
     ascending = reversed(explanation.tenants)
     by_name = {(marked(pattern_of(t.name), t.kind), t.name): t for t in ascending}
     lines = ["who owns the peak"]
@@ -503,8 +494,6 @@ def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recom
 
 
 def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
-    """Return the table of recomputations, as lines: of each of the first `rows` groups (layers of a
-    stack together) time and what it buys, the costliest first; then a line for the rest."""
     total_ns = sum(r.time_ns for r in explanation.recomputations)
     costly = recomputation_groups(explanation)
     lines = [

@@ -124,8 +124,7 @@ def _draw_lines(
     measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
-    """Draw into `axis` the measured line, the budget (unless far above the peak), the start of the
-    backward phase and the title; None leaves a line out."""
+    """None leaves a line out; so does a budget far above the peak."""
     if measurement is not None:
         times_ms = [t / 1e6 for t in measurement.times_ns]
         live = [b / _MIB for b in measurement.live_bytes]
@@ -205,9 +204,7 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
 
 
 def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: int) -> None:
-    """Draw into `axis`, at row `position`, when a block runs and how many bytes of its activations
-    are alive; the number at the right is what it keeps for backward. highest_bytes: the largest of
-    any row, for the scale."""
+    """highest_bytes: the largest of any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
     for kind, colour in palette.RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
@@ -272,8 +269,8 @@ def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
 
 
 def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
-    """Return (block that makes, block that reads) -> bytes of the activations that the forward of
-    the second reads from the first; blocks by position in the plan."""
+    """(Block that makes, block that reads in its forward) -> bytes; blocks by position in the
+    plan."""
     block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
     made_by = producers(plan.graph)
     crossing: dict[tuple[int, int], set[int]] = {}
@@ -288,8 +285,7 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    """Add to `drawing` a node for each operation, clustered by block and with a bold frame if it
-    runs again, and edges from makers to readers. fills: colour of the forward of each block."""
+    """fills: colour of the forward of each block."""
     names = operation_names(plan.graph)
     again = recomputations(plan)
     made_by = producers(plan.graph)
@@ -329,8 +325,7 @@ def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg"
 
 
 def _figure(width: float, height: float) -> Any:
-    """Return an empty matplotlib figure of that many inches, on white so that it is legible on dark
-    pages too. Raises MissingLibrary without matplotlib."""
+    """In inches; on white so that it is legible on dark pages too. Raises MissingLibrary."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
@@ -342,8 +337,7 @@ def _figure(width: float, height: float) -> Any:
 
 
 def _image_bytes(figure: Any, format: Format) -> bytes:
-    """Return a matplotlib figure as the content of an image file; the same figure gives the same
-    bytes."""
+    """The same figure gives the same bytes."""
     matplotlib = importlib.import_module("matplotlib")
     file = io.BytesIO()
     settings = {"svg.hashsalt": "rockplan", "svg.fonttype": "none"}

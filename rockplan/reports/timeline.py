@@ -135,8 +135,7 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 
 
 def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
-    """Return the copies between device and host, with begin and end in ns; () if the graph has
-    none."""
+    """() if the graph has none."""
     if not view_of(graph).has_copies:
         return ()
     names = operation_names(graph)
@@ -150,9 +149,7 @@ def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
-    """Return for all that takes memory during some computation: its name, kind, group, bytes, and
-    the first and last computation (numbers) in which it is alive. group_of: of each node; caller:
-    the group of what no node makes."""
+    """group_of: of each node; caller: the group of what no node makes."""
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
@@ -172,7 +169,7 @@ def _stays(
 def _group_bytes(
     stays: Sequence[Stay], groups: int, schedule: Schedule
 ) -> Iterator[tuple[int, ...]]:
-    """Yield for each computation of `schedule` the bytes alive by group. groups: their number."""
+    """Of each computation. groups: their number."""
     count = len(schedule.computes)
     changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     for stay in stays:
@@ -224,8 +221,7 @@ def module_groups(graph: CDGraph) -> tuple[str, ...]:
 
 
 def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
-    """Return `labels` (of each node), in which all but the MOST_GROUPS - 1 groups that make most
-    bytes are replaced by OTHERS."""
+    """Others than the MOST_GROUPS - 1 that make most bytes become OTHERS."""
     made: dict[str, int] = defaultdict(int)
     for node, label in zip(graph.nodes, labels, strict=True):
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)
@@ -235,9 +231,8 @@ def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
 
 
 def _stack_patterns(graph: CDGraph) -> dict[str, str]:
-    """Return path of a layer -> text in place of its number: 'layers.3' -> '*' if all of layers.0,
-    layers.1, ... run the same kinds of operations, '{0,2,4}' if only these do, its number if none
-    else does."""
+    """'layers.3' -> '*' if all of layers.0, layers.1, ... run the same kinds of operations,
+    '{0,2,4}' if only these do, its number if none else does."""
     contents: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
     for node in graph.forward:
         parts = node.module.split(".")
@@ -308,8 +303,6 @@ _COPY_THREADS = {_OUT: 4, _IN: 5}
 
 
 def _process_events(process: int, name: str, threads: Mapping[str, int]) -> Iterator[Event]:
-    """Yield the events of Chromium's trace format that name the process `process` and its threads
-    (label -> number)."""
     common: Event = {"ph": "M", "pid": process, "ts": 0}
     yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
     for label, thread in threads.items():
@@ -403,7 +396,7 @@ def block_titles(plan: Plan) -> tuple[str, ...]:
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:
-    """Yield (ns, bytes alive from then on) whenever the bytes of `stays` change, ascending."""
+    """(ns, bytes alive from then on), ascending."""
     changes: dict[int, int] = defaultdict(int)
     for stay in stays:
         changes[predicted.moments[stay.first].start_ns] += stay.size_bytes
@@ -417,8 +410,8 @@ def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[t
 def _runs(
     predicted: MemoryTimeline, block_of: Mapping[int, int], block: int
 ) -> Iterator[tuple[int, int, str]]:
-    """Yield (start in ns, stop in ns, kind) for each stretch in which `block` runs computations of
-    one kind: "forward", "backward" or "again" (re-executions). block_of: node -> block."""
+    """(ns, ns, kind) of each stretch of one kind: "forward", "backward" or "again". block_of: node
+    -> block."""
     open_run: tuple[int, int, str] | None = None
     for moment in predicted.moments:
         kind = "again" if moment.again else moment.phase

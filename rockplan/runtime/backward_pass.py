@@ -137,9 +137,7 @@ class SavedForBackward:
         return running, frame
 
     def _forward_again(self, planned: Executable, pattern: Pattern) -> tuple[Executable, Frame]:
-        """Run a second forward, by the plan for incoming gradients of `pattern`; return (that plan,
-        its frame). planned: the plan of the call. Raises BackwardError if eager would do something
-        else."""
+        """planned: the plan of the call. Raises BackwardError if eager would do something else."""
         # Saved results of operators that may act outside of the step (exchange data, count), unless
         # they were modified.
         saved = {} if self._is_used else self._frame.saved
@@ -199,8 +197,8 @@ class SavedForBackward:
             raise BackwardError(message)
 
     def _versions_at(self, positions: Sequence[int]) -> list[int]:
-        """Return version counters of the residents at `positions`. Writes to one and to the wrapper
-        that it is inside of count apart; here they are added."""
+        """Writes to a tensor and to the wrapper that it is inside of count apart; here they are
+        added."""
         versions = _versions([self.residents[i] for i in positions])
         if not self._wrappers:
             return versions
@@ -228,8 +226,7 @@ class _Backward:
         return self._from_other_plan(number)
 
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
-        """Run the next slice of `running`; return its gradients, as DTensors where the plan says
-        so. Raises BackwardError if a hook changed what the slice reads."""
+        """Raises BackwardError if a hook changed what the slice reads."""
         number = self._next_slice
         self._next_slice += 1
         self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
@@ -242,13 +239,9 @@ class _Backward:
         )
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients of slice `number` of the plan of the call, None where none is left,
-        by running as many slices of the other plan as they need.
-
-        Autograd adds up what it is handed for a parameter, in order. If the other plan hands over
-        more contributions to a gradient than the plan of the call has places for, the first place
-        gets the sum of the first ones, in eager's order.
-        """
+        """None where none is left. Autograd adds up what it is handed for a parameter, in order: if
+        the other plan hands over more contributions than the plan of the call has places for, the
+        first place gets the sum of the first ones, in eager's order."""
         places, made = _counts(self._planned), _counts(self._running)
         taken = {t for targets in self._planned.targets[:number] for t in targets}
         gradients: list[torch.Tensor | None] = []
@@ -261,8 +254,7 @@ class _Backward:
         return tuple(gradients)
 
     def _contribution(self, target: int, count: int) -> torch.Tensor | None:
-        """Run slices until the next `count` contributions to the gradient of `target` are made, or
-        none is left; return their sum, None without any."""
+        """The sum of the next `count`, or of what is left; None without any."""
         waiting = self._waiting[target]
         self._run_until(lambda: len(waiting) >= count, target)
         taken = waiting[:count]
@@ -270,8 +262,7 @@ class _Backward:
         return functools.reduce(torch.add, taken) if taken else None
 
     def _run_until(self, done: Callable[[], bool], target: int | None = None) -> None:
-        """Run slices until `done()`, or until no remaining slice makes a gradient of `target`
-        (None: until none remains). The gradients wait in `_waiting`, by target."""
+        """Or until no remaining slice makes a gradient of `target` (None: until none remains)."""
         left = self._running.targets
         while not done() and any(
             target is None or target in targets for targets in left[self._next_slice :]
@@ -294,8 +285,7 @@ def _versions(tensors: Collection[torch.Tensor]) -> list[int]:
 
 
 def _storages(tensors: Sequence[torch.Tensor]) -> list[torch.UntypedStorage | None]:
-    """Return the storages of tensors: the same object for the same storage, as long as something
-    holds it."""
+    """The same object for the same storage, as long as something holds it."""
     try:
         return [*map(torch.Tensor.untyped_storage, tensors)]
     except (RuntimeError, NotImplementedError):  # some layouts have none

@@ -110,8 +110,7 @@ class BoundProgram:
                 yield guard, value
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
-        """True if the tensor of this question (an input, parameter or buffer) answers now as when
-        the program was captured; ABSENT, for an attribute that it does not have, is an answer."""
+        """ABSENT, for an attribute that the tensor does not have, is an answer."""
         if question.role == "input":
             tensor = leaves[int(question.key)]
         else:
@@ -157,8 +156,6 @@ _SHARED = (
 
 
 def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Difference]:
-    """Yield a difference for each value that the forward reads from tensors in Python and that is
-    not as expected now."""
     names = dict(enumerate(name for name, _ in bound.program.call.leaves))
     buffers = [f"the buffer '{name}'" for name, _ in bound.program.interface.buffers]
     for guard, value in bound.read(leaves):

@@ -93,9 +93,8 @@ def described_call(
 
 
 def _aspects(leaf: Any, name: str, first: dict[int, str]) -> Aspects:
-    """Return (aspect, text) pairs that describe a leaf of the arguments: shape, dtype and so on of
-    a tensor, the value of another object. first: identity of a tensor -> the name under which it
-    was met first; `name` is added for a new one."""
+    """first: identity of a tensor -> the name under which it was met first, to which it is
+    added."""
     if not isinstance(leaf, torch.Tensor):
         return (("value", _shown(leaf)),)
     shape = "x".join(map(str, leaf.shape)) or "a scalar"
@@ -206,8 +205,7 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """Yield a text for each parameter and buffer whose description differs, with its first
-    difference. paths: identity of a submodule -> its dotted name."""
+    """paths: identity of a submodule -> its dotted name."""
     root = signature.entries[0].module
     entries = {id(e.module): e for e in module_entries(root)}
     for entry in signature.entries:
@@ -240,8 +238,6 @@ def _key_texts(key: tuple[Any, ...] | None) -> tuple[str, ...]:
 
 
 def _changed_value(signature: ModuleSignature, paths: Mapping[int, str], name: str) -> str:
-    """Describe the change of the attribute with the dotted `name`, with its values before and now
-    if both are plain. paths: identity of a submodule -> its dotted name."""
     for entry in signature.entries:
         path = paths.get(id(entry.module), "")
         own = name.removeprefix(f"{path}." if path else "")

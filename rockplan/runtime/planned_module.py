@@ -165,7 +165,7 @@ def _called(state: PlannedState, args: tuple[Any, ...], kwargs: dict[str, Any]) 
 
 
 def _bound(planned: HasPlans, call: Called) -> BoundProgram | None:
-    """Return the program of a call, planned now if there is none; None to run the original."""
+    """None to run the original."""
     state, leaves = planned._rockplan, call.leaves
     with without_default_device():
         bound = state.known_at(call.key, leaves)
@@ -192,8 +192,7 @@ def planned_for(
 
 
 def _surround(copied: Any, planned: Planned) -> None:
-    """Replace the surroundings (user state beside the module) in the plans of a deep copy by the
-    copy's own, where those of `planned` are unchanged."""
+    """Where those of `planned` are unchanged."""
     surroundings = Surroundings.of(copied, original_forward(copied))
     for key, bounds in planned._rockplan.programs.items():
         own = copied._rockplan.programs[key]
@@ -317,8 +316,8 @@ def _start(planned: nn.Module, state: PlannedState, kind: Any, program: PlannedP
 
 
 def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
-    """Copy attributes without the one that `module.compile()` leaves: it calls that module, and a
-    copy would run it in place of itself. (PyTorch's copies leave it out, too.)"""
+    """Without the one that `module.compile()` leaves: it calls that module, and a copy would run it
+    in place of itself. (PyTorch's copies leave it out, too.)"""
     return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}
 
 
@@ -327,8 +326,7 @@ def _rebuild(
     programs: Sequence[tuple[Any, PlannedProgram]],
     *state: Any,
 ) -> nn.Module:
-    """Unpickle a planned module. attributes: those of the planned module; state: as `of_copies`;
-    programs: as in `_begin`."""
+    """programs, state: as in `_begin`, as `of_copies`."""
     own = PlannedState(*state)
     planned = nn.Module.__new__(_planned_class(own.original))
     planned.__dict__.update(attributes)

@@ -138,8 +138,8 @@ class PlannedState:
         return None
 
     def _limits(self, rungs: Sequence[BoundProgram], sizes: tuple[int, ...]) -> Limits:
-        """Return what a call may take: the budget of the smallest plan so far, since a share means
-        more bytes for larger calls only; for a block its part of a step."""
+        """The budget of the smallest plan so far, since a share means more bytes for larger calls
+        only; of a block its part of a step."""
         opened, settings = opened_in(rungs[-1]), self.settings
         peak_bytes, saved_bytes, _ = opened.least_bytes(opened.kept, sizes)
         if settings.allowance is not None:
@@ -260,7 +260,6 @@ def programs_of(module: nn.Module) -> tuple[PlannedProgram, ...]:
 
 
 def _state_of(planned: object) -> PlannedState:
-    """Return the state (plans, settings) of a planned module. Raises InvalidInput for others."""
     if not isinstance(planned, HasPlans):
         raise InvalidInput(
             f"a {type(planned).__name__} has no plan; pass what rockplan.solve or rockplan.load "

@@ -121,8 +121,7 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
 
 
 def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
-    """Plan the first call in training, of a module that was given no sample. Return None if it is
-    refused and the original is to run, now and later."""
+    """None if the call is refused and the original is to run, now and later."""
     state = planned._rockplan
     made, started = ModuleCall(planned, call.args, call.kwargs), time.monotonic()
     try:
@@ -157,9 +156,7 @@ def say_refused(call: ModuleCall, error: CaptureError) -> None:
 
 
 def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundProgram | None:
-    """Plan for calls like this one and add the program to the state; return None if no plan fits
-    the budget and the original is to run (else InfeasibleBudget is raised). changes: how the call
-    differs from the planned ones, for messages."""
+    """None if no plan fits the budget and the original is to run. changes: for messages."""
     state = planned._rockplan
     unread = _unread(planned, call)
     made = ModuleCall(planned, call.args, call.kwargs, state.precedent, unread)
@@ -191,9 +188,8 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
 
 
 def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
-    """Return the positions of leaves that the forward of this call may not read: those of its
-    structure that no planned call reads; and, once calls have differed in one of them, all plain
-    values, and tensors that no operator reads."""
+    """Leaves that no planned call of this structure reads; and, once calls have differed in one of
+    them, all plain values, and tensors that no operator reads."""
     state, (spec, now) = planned._rockplan, call.key
     unread, read = (of.get(spec, frozenset()) for of in (state.unread, state.read))
     if state.rungs(call.key, call.leaves)[0]:  # nothing will be recorded
@@ -231,9 +227,8 @@ _OTHER_STRIDES = Difference(
 
 
 def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
-    """Return a program for one more kind of call. The training waits meanwhile: that is logged,
-    with the time, `changes` and advice how to avoid them; as a warning where a user can change
-    that, or a plan was searched."""
+    """The training waits meanwhile: that is logged, as a warning where a user can change that, or a
+    plan was searched."""
     assert isinstance(call.module, HasPlans)
     state = call.module._rockplan
     known = [p.open.workspaces for p in programs_of(call.module) if p.open is not None]
@@ -342,9 +337,9 @@ class Situation:
             return self._replan(pattern)
 
     def _replan(self, pattern: Pattern) -> Executable:
-        """Return a plan for this pattern, known or new, and put it last (the preferred place) among
-        the programs of its kind if later calls are to start with it, else first. Raises
-        BackwardError if the module has changed since the forward."""
+        """The plan comes last among the programs of its kind, the preferred place, if later calls
+        are to start with it, else first. Raises BackwardError if the module has changed since the
+        forward."""
         module, state = self.planned, self.planned._rockplan
         # What the call itself wrote into Python objects is no change.
         own = state.programs.setdefault(self.call.key, [])
@@ -378,8 +373,8 @@ class Situation:
         return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:
-        """Plan this call anew for incoming gradients of `pattern`, under the switches it had.
-        Raises BackwardError where the options forbid it."""
+        """Under the switches that the call had. Raises BackwardError where the options forbid
+        it."""
         module, state = self.planned, self.planned._rockplan
         if state.settings.on_mismatch == "error":
             raise BackwardError(

@@ -96,8 +96,6 @@ def outside_of_initialization() -> contextlib.AbstractContextManager[None]:
 
 
 def _attention_kernels() -> tuple[bool, ...]:
-    """Return which kernels of scaled_dot_product_attention are enabled: flash, memory-efficient,
-    math, cudnn."""
     kernels = torch.backends.cuda
     return (
         kernels.flash_sdp_enabled(),

@@ -109,8 +109,8 @@ def _warn(module: nn.Module) -> None:
 
 
 def _by(function: Any) -> str:
-    """Return " (by NAME at FILE:LINE)" for the code of a function, looking through partials and
-    methods (its own name may be that of a function that it wraps); '' if unknown."""
+    """Partials and methods are looked through (the own name may be that of a function that it
+    wraps); '' if unknown."""
     while (inner := getattr(function, "func", getattr(function, "__func__", None))) is not None:
         function = inner
     code = getattr(function, "__code__", None)
@@ -120,8 +120,7 @@ def _by(function: Any) -> str:
 
 
 def _level_of_user() -> int:
-    """Return the `stacklevel` by which a warning names the innermost frame that is neither ours nor
-    PyTorch's; 2 if there is none."""
+    """Of the innermost frame that is neither ours nor PyTorch's; 2 if there is none."""
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None:
         if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "rockplan"):

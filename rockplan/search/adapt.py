@@ -104,8 +104,8 @@ def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | 
 
 
 def _by_overhead(known: Iterable[Plan]) -> list[Plan]:
-    """Return the plans that may be replayed, those first that recompute less. How much is paged
-    depends on the size; what other calls in flight keep is not considered here."""
+    """How much is paged depends on the size; what other calls in flight keep is not considered
+    here."""
     able = (p for p in known if not p.trips and p.in_flight == 1)
     return sorted(able, key=lambda p: p.overhead)
 
@@ -127,9 +127,8 @@ def _growth(plan: Plan, problem: Problem) -> float:
 
 
 def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None:
-    """Return a plan within limit_bytes that replays the known schedule. None if it is illegal here
-    or does not fit, or if it re-executes more than the known plan does though its share of eager's
-    peak is as large."""
+    """None if the known schedule is illegal here or does not fit, or re-executes more than in the
+    known plan though that has no larger share of eager's peak."""
     graph = problem.constrained
     known, _ = one
     needed_bytes = _growth(known, problem) * known.peak_bytes
@@ -148,9 +147,8 @@ def _transferred(one: _Alike, problem: Problem, limit_bytes: int) -> Plan | None
 
 
 def _within(graph: CDGraph, schedule: Schedule, limit_bytes: int) -> Schedule | None:
-    """Return a schedule within limit_bytes, from keep-all if that fits, else from `schedule`:
-    re-executions that the limit does not need are left out, others inserted. None if `schedule` is
-    illegal or no room is found."""
+    """Keep-all if that fits; else re-executions that the limit does not need are left out, others
+    inserted. None if `schedule` is illegal or no room is found."""
     everything = keep_all(graph)
     if simulate(graph, everything).peak_bytes <= limit_bytes:
         return everything
@@ -172,8 +170,7 @@ def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
-    """Translate the known plan's executions to `graph`, whose matching nodes `one` has, and free
-    each storage as early as possible. Executions whose results nothing reads are left out."""
+    """Executions whose results nothing reads are left out."""
     plan, matched = one
     forward, backward = plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
@@ -185,7 +182,7 @@ def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
 
 
 def _in_eager_order(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode]:
-    """Return `nodes` in eager's order. (The order of a graph depends on sizes.)"""
+    """The order of a graph depends on sizes."""
     if not graph.eager_order:
         return nodes
     place = {node: position for position, node in enumerate(graph.eager_order)}
@@ -193,7 +190,7 @@ def _in_eager_order(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[Co
 
 
 def _matched(before: CDGraph, after: CDGraph) -> dict[int, int] | None:
-    """Return node of `before` -> node of `after` that does the same; None if too many differ."""
+    """None if too many nodes differ."""
     forward = _pairs(before.forward, after.forward)
     backward = _pairs(
         _in_eager_order(before, before.backward), _in_eager_order(after, after.backward)
@@ -202,8 +199,8 @@ def _matched(before: CDGraph, after: CDGraph) -> dict[int, int] | None:
 
 
 def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, int] | None:
-    """Pair nodes of the same kind from both ends of two lists: index in `old` -> index in `new`.
-    Nodes in the middle stay unpaired; None if these are more than FEW, or all."""
+    """Nodes of one kind, from both ends of the lists; those in the middle stay unpaired. None if
+    these are more than FEW, or all."""
     if abs(len(old) - len(new)) > FEW:
         return None
     a, b = [*map(_kind, old)], [*map(_kind, new)]
@@ -226,9 +223,8 @@ def _kind(node: ComputeNode) -> tuple[object, ...]:
 def _order(
     known: Iterable[int], matched: Mapping[int, int], nodes: Sequence[ComputeNode]
 ) -> tuple[int, ...]:
-    """Translate the executions `known` (node indices) by `matched` (node there -> node here), and
-    leave out those without a match. Each of `nodes` that is not executed then is inserted before
-    the first execution of the next one that is, or at the end."""
+    """matched: node there -> node here. Each of `nodes` that is not executed so comes before the
+    first execution of the next one that is, or at the end."""
     runs = [matched[node] for node in known if node in matched]
     run = frozenset(runs)
     before: dict[int | None, list[int]] = defaultdict(list)

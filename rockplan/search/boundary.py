@@ -177,8 +177,8 @@ def thriftiest(graph: CDGraph, options: Options) -> Schedule:
 
 
 def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
-    """Search the schedule with the least peak in which nothing that forward nodes can make again is
-    kept for the backward phase, but for what the forward returns. Keep-all if none is found."""
+    """Nothing that forward nodes can make again is kept, but for what the forward returns. Keep-all
+    if no schedule is found."""
     returned = frozenset(graph.outputs)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))
@@ -201,8 +201,7 @@ def _within(
     effort: ExchangeLimits,
     options: Options,
 ) -> Incumbent:
-    """Search the fastest schedule of `graph` that keeps at most saved_bytes between the phases and
-    whose peak is at most peak_bytes. The incumbent has no schedule if none is found."""
+    """The incumbent has no schedule if none is found."""
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
     incumbent = run(STAGES, goal, _limits(effort, options))
     if incumbent.schedule is None:
@@ -211,9 +210,8 @@ def _within(
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
-    """Return the limits of one search: of the local search `effort`, of time and stages those of
-    `options`. The stage "blocks" is left out, since a block has no blocks inside. Raises
-    InvalidInput for unknown names."""
+    """Without the stage "blocks": a block has none inside. Raises InvalidInput for unknown
+    names."""
     check_names(options.without)
     return Limits(
         deadline=time.process_time() + options.time_limit_s,
@@ -229,9 +227,8 @@ _Found = tuple[list[Schedule], bool]
 def _options(
     problem: Problem, what: str, options: Options, solve: Callable[[], _Found]
 ) -> list[BoundedOption]:
-    """Return the schedules stored in the cache under `what`, each with its bytes and time; else
-    those that `solve` finds now, which the cache gets. `solve` returns (schedules, whether no time
-    limit cut the search short); if one did, they are stored under that time limit only."""
+    """From the cache, or found by `solve` and put there: under the time limit alone if that cut the
+    search."""
     graph, cache = problem.graph, cache_of(options)
     keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
     families = (cache.family(key, functools.partial(is_legal, graph)) for key in keys if cache)
@@ -259,8 +256,7 @@ def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
 
 
 def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
-    """Return the storages that the forward returns and `schedule` reads in the backward phase
-    without having made them again there."""
+    """Those that the backward phase reads without having made them again."""
     returned: set[int] = set()
     made: set[int] = set()
     for node in (graph.nodes[i] for i in schedule.phases[1]):

@@ -57,8 +57,8 @@ it needs. (On two layers of a transformer plans leave 1 to 3 %, and stay the sam
 def _settled(
     problem: Problem, budget_bytes: int, smallest: Plan, options: Options, least: LeastPeak
 ) -> Plan:
-    """Return the plan for budget_bytes. If it leaves more than SPARE of that unused, ask again for
-    the bytes it needs, and so on; `smallest`, the plan for the smallest budget, ends that."""
+    """As long as a plan leaves more than SPARE unused, ask again for the bytes that it needs;
+    `smallest`, the plan for the smallest budget, ends that."""
     while budget_bytes > smallest.budget_bytes:
         plan = plan_within(problem, Budget(size_bytes=budget_bytes), options, least)
         if plan.peak_bytes >= (1 - SPARE) * budget_bytes:

@@ -90,8 +90,8 @@ def plan_in_flight(
 
 
 def _smallest_plans(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan]:
-    """Yield the plan that keeps nothing, if it is legal, and the one that has the least peak; each
-    within a quarter of the time limit."""
+    """The one that keeps nothing, if it is legal, and the one of the least peak; each within a
+    quarter of the time limit."""
     quarter = replace(options, time_limit_s=options.time_limit_s / 4)
     thrifty = thriftiest(problem.constrained, quarter)
     if (plan := planning.plan_of(problem, thrifty, MOST_BYTES)) is not None:
@@ -102,9 +102,8 @@ def _smallest_plans(problem: Problem, options: Options, least: LeastPeak | None)
 def _within(
     problem: Problem, saved_bytes: int, shares: Sequence[float], size_bytes: int, options: Options
 ) -> dict[float, Plan]:
-    """Return share -> fastest plan, for those of `shares` for which one is found whose calls in
-    flight fit together into size_bytes: what a call saves is limited to that share of saved_bytes.
-    The time limit is that of all of them; each has an equal part of what is left."""
+    """Share of saved_bytes that a call may save -> fastest plan, if one is found whose calls in
+    flight fit together into size_bytes. Each share has an equal part of the time that is left."""
     constrained = replace(problem, graph=problem.constrained)
     graph = constrained.graph
     # The saved bytes of a plan include the returned results, those of an option do not.

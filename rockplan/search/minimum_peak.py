@@ -76,8 +76,7 @@ class LeastPeak:
         return family_key(problem_digest(self.goal.graph), settings)
 
     def _stored(self) -> Incumbent | None:
-        """Return the schedule with the least peak from the cache, as an incumbent; None if there is
-        none that is legal for this graph."""
+        """None if the cache has none that is legal for this graph."""
         graph, cache = self.goal.graph, self.goal.cache
         stored = cache.family(self._key(), functools.partial(is_legal, graph)) if cache else None
         if stored is None:

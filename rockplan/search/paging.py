@@ -117,9 +117,8 @@ class _Tries:
             self.best, self.most_ns = tried, tried.made.time_ns
 
     def _tried(self, ranked: Sequence[int], amount: float) -> _Tried | None:
-        """Plan with those of `wanted`, the best first, that `amount` of the link's rate carries.
-        None if none is carried, the effort is spent, or the plan takes most_ns or longer even
-        without its copies."""
+        """None if nothing is carried, the effort is spent, or the plan takes most_ns even without
+        copies."""
         goal, host = self.goal, self.goal.host
         assert host is not None
         link = host.link.share(SHARE)
@@ -200,8 +199,8 @@ def chosen(
 
 
 def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: float) -> bool:
-    """True if a link of `rate` bytes per ns carries all storages (storage -> bytes) one after the
-    other, each within the time that it has from the common start (storage -> ns)."""
+    """One after the other, each within the time that it has from the common start. rate: bytes per
+    ns."""
     carried = 0
     for d in sorted(sizes, key=left_ns.__getitem__):
         carried += sizes[d]
@@ -211,8 +210,8 @@ def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: floa
 
 
 def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Return, for a run without re-executions: storage -> ns from its making to the turn (the start
-    of the backward phase), and storage -> ns from the turn to its first read after it."""
+    """Storage -> ns from its making to the turn (the start of the backward phase), and -> ns from
+    the turn to its first read after it, without re-executions."""
     everything = keep_all(graph)
     starts_ns = clock(graph, everything).starts_ns
     turn = everything.forward_length

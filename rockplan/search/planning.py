@@ -115,9 +115,8 @@ def waiting(plan: Plan, waits: schedules.Waits) -> Plan:
 
 
 def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
-    """Return `plan`, which was made for another budget, with the certificate for this one. proven:
-    a plan made for this budget; its lower bound on the time holds for `plan` if both have their
-    first executions in the same order, else the bound is 0."""
+    """proven: a plan made for this budget; its lower bound on the time holds for `plan` if both
+    have their first executions in the same order, else the bound is 0."""
     orders = {schedules.first_executions(p.schedule) for p in (plan, proven)}
     bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
     simulation = simulate(plan.graph, plan.schedule)
@@ -134,8 +133,7 @@ def _stopped(plan: Plan) -> Plan:
 def _without_waits(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None
 ) -> Plan:
-    """Return the plan for `budget`, from the cache or made now and put there, in which every
-    gradient is handed over as soon as it is made. Raises InfeasibleBudget."""
+    """From the cache, or made now and put there. Raises InfeasibleBudget."""
     cache = cache_of(options)
     least = least or least_peak_of(problem, options)
     if cache is None:
@@ -173,8 +171,7 @@ def profile_source(profile: Profile) -> str:
 
 
 def _plan_key(problem: Problem, budget: Budget, options: Options) -> dict[str, str]:
-    """Return all that a plan depends on, by name, as the key of the cache. The graph's digest
-    stands for the model, shapes, dtypes, autocast and device."""
+    """The graph's digest stands for the model, shapes, dtypes, autocast and device."""
     deciding = (name for name, row in ROWS.items() if row.decides)
     return {
         "graph": problem.graph_digest,
@@ -239,8 +236,6 @@ def plan_anew(
 
 
 def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) -> Incumbent:
-    """Return `incumbent`, which has no schedule, with the schedule, completeness and trace of
-    `smallest`, the result of the search for the least peak."""
     goal = Goal(problem.constrained, problem.blocks, smallest.peak_bytes)
     return replace(
         incumbent.improved(goal, smallest.schedule),
@@ -252,8 +247,6 @@ def _from_smallest(problem: Problem, incumbent: Incumbent, smallest: Incumbent) 
 def _too_small(
     problem: Problem, least: Incumbent, budget_bytes: int, options: Options
 ) -> InfeasibleBudget:
-    """Return the error for a budget below the least peak: what is the smallest budget, at which
-    operation, and which tensor of the model takes most there."""
     graph, schedule = problem.constrained, least.schedule
     assert schedule is not None
     peak = simulate(graph, schedule)
@@ -291,10 +284,8 @@ def _finish(
     bound_ns: int,
     storages: Sequence[int] = (),
 ) -> Plan:
-    """Return a legal schedule within the budget as a plan, in which gradients are handed over in
-    groups where that needs no more memory. bound_ns: proven lower bound on the time. storages:
-    those that go to the host; `best` is then a schedule of the graph with their copies
-    (`with_copies`)."""
+    """Gradients are handed over in groups where that needs no more memory. storages: those that go
+    to the host; the schedule is then one of the graph with their copies."""
     unplanned, turn = problem.unplanned, len(problem.graph.forward)
     graph, constrained = (
         with_copies(g, storages, problem.host.link.share(SHARE)) if problem.host else g
@@ -335,8 +326,7 @@ def _finish(
 
 
 def _certificate(graph: CDGraph, simulation: Simulation, bound_ns: int) -> Certificate:
-    """Return the certificate of a schedule. bound_ns: proven lower bound; the time of running each
-    node once is one, too."""
+    """bound_ns: proven; the time of running each node once is a bound, too."""
     bound = min(max(bound_ns, graph.time_ns), simulation.time_ns)
     status = Status.OPTIMAL if bound == simulation.time_ns else Status.FEASIBLE
     return Certificate(status, simulation.time_ns, bound)

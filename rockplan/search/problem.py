@@ -145,8 +145,8 @@ def in_two_digits(measured: int) -> int:
 
 
 def _left_bytes(folder: str | None) -> int:
-    """Return the bytes that may be paged if the options do not say: what the machine has left less
-    MARGIN, in two digits. folder: of the file to page to, whose disk counts; None: pinned."""
+    """Less MARGIN, in two digits. folder: of the file to page to, whose disk counts; None:
+    pinned."""
     left = available_bytes()
     if folder is not None:
         free = _free_bytes(folder)
@@ -155,8 +155,6 @@ def _left_bytes(folder: str | None) -> int:
 
 
 def _free_bytes(folder: str) -> int:
-    """Return the free bytes on the disk of `folder`. Raises HostMemoryError with a remedy if the
-    folder cannot be used."""
     try:
         return shutil.disk_usage(folder).free
     except OSError as error:
@@ -172,8 +170,8 @@ def cache_of(options: Options) -> Cache | None:
 
 
 def _profile(lowered: Lowered, cache: Cache | None, known: Profile | None) -> Profile:
-    """Return the time and memory of every call of the graph. Only calls that are neither in `known`
-    nor in the cache are measured; these are put into the cache."""
+    """Only calls that are neither in `known` nor in the cache are measured, and put into the
+    cache."""
     key = {"profile": profile_key(lowered.graph)}
     known = (cache.profile(key) if cache else None) or known
     profile = measure(lowered.graph, lowered.samples, known=known)

@@ -162,8 +162,7 @@ class Cache:
                         yield kind, path
 
     def _batches(self, key: Key) -> list[Path]:
-        """Return the files of the profile under `key`, oldest first: each has the costs of one
-        measurement. [] if the folder cannot be read (`_write` warns of that)."""
+        """Oldest first: each has the costs of one measurement. [] if the folder cannot be read."""
         aged: list[tuple[int, Path]] = []
         with suppress(OSError):
             for path in (self.folder / "profile").glob(f"{_name(key)}-*.json"):
@@ -175,9 +174,8 @@ class Cache:
         return self.folder / kind / f"{_name(key)}.json"
 
     def _read(self, path: Path, parse: Callable[[str, Key], T], key: Key) -> T | None:
-        """Return what `parse` makes of the file at `path`; None if there is none. A file that
-        cannot be read or parsed gives None and a warning; one that cannot be parsed is renamed to
-        `.damaged`."""
+        """None if there is no file; with a warning for one that cannot be read or parsed. The
+        latter is renamed."""
         try:
             return parse(documents.read_text(path), key)
         except (FileNotFoundError, NotADirectoryError):
@@ -195,8 +193,8 @@ class Cache:
         return None
 
     def _write(self, path: Path, text: str) -> None:
-        """Write a file of the cache, whole or not at all. Only warns if that fails: a missing one
-        costs time, not the plan."""
+        """Whole or not at all. Only warns if that fails: a missing file costs time, not the
+        plan."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             plan_file.write_whole(path, text)
@@ -219,8 +217,7 @@ def _name(key: Key) -> str:
 
 
 def _examine(kind: str, path: Path) -> tuple[Key, str]:
-    """Return (key of a file of the cache, why it cannot be used); ({}, ...) if the key cannot be
-    read, '' for no reason if it can be used. kind: of the file, as in KINDS."""
+    """({}, ...) if the key cannot be read; '' if nothing speaks against the use of the file."""
     if path.suffix != ".json":
         return {}, "set aside" if path.suffix == ".damaged" else "left by an interrupted write"
     try:

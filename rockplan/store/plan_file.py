@@ -75,8 +75,6 @@ def save_plan(planned: object, path: str | os.PathLike[str]) -> None:
 
 
 def _path_of(path: object) -> Path:
-    """Convert `path` to a Path. Raises InvalidInput for what is neither str nor path, and for null
-    characters."""
     try:
         text = os.fsdecode(path)  # type: ignore[arg-type]
     except TypeError as error:
@@ -126,8 +124,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 
 def _replace(path: Path, data: bytes) -> None:
-    """Write `data` to a temporary file beside `path`, with the permissions of `path`, and move it
-    there; it is removed if that fails."""
+    """By a temporary file beside `path`, with its permissions."""
     temporary = path.with_name(f"{path.stem[:40]}{os.getpid()}_{secrets.token_hex(4)}.part")
     try:
         with open(temporary, "xb") as file:
@@ -229,8 +226,7 @@ def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
 
 
 def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
-    """Raise PlanFormatError if a storage in `fitted`, which has the plan's sizes, is smaller than
-    in `graph`, as captured here. (A measured one may be larger, by padding.)"""
+    """A measured size may be larger than the captured one, by padding."""
     for captured, stated in zip(graph.data, fitted.data, strict=True):
         if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
             raise PlanFormatError(
@@ -241,9 +237,8 @@ def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
 
 
 def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
-    """Raise PlanMismatch if the schedule needs more bytes on `fitted`, the graph captured here,
-    than the plan states: results that it writes over dying operands cannot be written so by kernels
-    of another compiler."""
+    """Results that the plan writes over dying operands cannot be written so by kernels of another
+    compiler."""
     peak_bytes = simulate(fitted, plan.schedule).peak_bytes
     if peak_bytes > plan.peak_bytes:
         raise PlanMismatch(
@@ -258,8 +253,6 @@ def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
 def _mismatch(
     plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
 ) -> PlanMismatch:
-    """Return the error that says that none of `plans` is for `graph`, and the operation at which
-    the one that agrees longest differs."""
     differences = [_first_difference(p.graph, graph) for p in plans]
     position, difference = max(differences)
     versions = " and ".join(sorted({p.torch_version for p in plans}))
@@ -274,8 +267,8 @@ def _mismatch(
 
 
 def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
-    """Return (position of the first operation that differs between the graph of a plan and `graph`,
-    a sentence about it); the number of operations if none does by name, module and phase."""
+    """(Position, a sentence); the number of operations if none differs by name, module and
+    phase."""
     for position, (there, here) in enumerate(zip(planned.nodes, graph.nodes, strict=False)):
         place = (there.name, there.module, there.phase), (here.name, here.module, here.phase)
         if place[0] != place[1]:
@@ -400,8 +393,7 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
 
 
 def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[int, ...]:
-    """Return the indices of nodes in eager's order; () if `row` has none, as plans older than
-    reordering. Raises ValueError unless each required node occurs once, forward ones first."""
+    """() in plans older than reordering. Raises ValueError."""
     order, must = naturals(row.get("eager_order", [])), required(nodes)
     if order and sorted(order) != list(must):
         raise ValueError("the order of eager does not name each operation once")
@@ -434,9 +426,8 @@ def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
 
 
 def _read_takeover(row: object, node: ComputeNode) -> Takeover:
-    """Return a takeover from [[operand, result], ...], or from one operand for the only result of
-    `node`. Raises ValueError unless operands are among what the node reads, results among what it
-    writes, each once."""
+    """row: [[operand, result], ...], or one operand for the only result of the node. Raises
+    ValueError."""
     pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *node.writes)]
     if any(len(pair) != 2 for pair in pairs) or not pairs:
         raise ValueError("an operation takes over no pairs of an operand and a result")
@@ -480,8 +471,6 @@ def _check_below(indices: Sequence[int], limit: int) -> None:
 
 
 def _check_promises(plan: Plan) -> None:
-    """Raise ValueError if the schedule is illegal, needs other bytes or time than the plan states,
-    exceeds its budget, or if the certificate is not that of the schedule."""
     executed = as_eager(plan.graph)
     try:
         verify(plan.graph, plan.schedule)

@@ -223,9 +223,7 @@ def _trip_lines(plan: Plan) -> list[str]:
 
 
 def _page_lines(plan: Plan) -> list[str]:
-    """Return the lines of a table of paged storages, those whose names differ only in numbers in
-    one row: when the first leaves and the last is gone, when the first comes and the last is back,
-    in milliseconds from the start of the step. [] if none are paged."""
+    """Those whose names differ only in numbers in one row. Times are from the start of the step."""
     if not plan.trips:
         return []
     names = activation_names(plan.graph)
@@ -266,9 +264,8 @@ _WORTH = 0.05
 
 
 def _held_lines(plan: Plan) -> list[str]:
-    """Return a line that says how many bytes of results the caller is taken to hold besides the
-    loss, and which options release them; [] unless backward starts from scalars only and they are
-    worth it."""
+    """[] unless backward starts from scalars only and what the caller is taken to hold is worth
+    it."""
     graph = plan.graph
     kinds = [(graph.data[v.data].kind, v) for v in graph.values]
     starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
@@ -308,8 +305,7 @@ def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
 def _listed(
     plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
 ) -> tuple[str, str]:
-    """Return two texts: bytes and operators of the results of `nodes` that are in `kept` (storages
-    alive between the phases), and the operators of `nodes` that run again. again: node ->
+    """Bytes and operators of what is `kept`; operators that run again. again: node ->
     re-executions."""
     kept_here = [(n, d) for n in nodes for d in n.writes if d in kept]
     size_bytes = sum(plan.graph.data[d].size_bytes for _, d in kept_here)

@@ -62,12 +62,12 @@ class FitRow:
 
 
 def _range(text: Callable[[float], str], low: float | None, high: float | None) -> str:
-    """Write what lies between two numbers; one if they look alike."""
+    """One number if they look alike."""
     return " to ".join(dict.fromkeys(text(n) for n in (low, high) if n is not None))
 
 
 def _rate_text(rate: float) -> str:
-    """Write a number a second with three digits that mean something."""
+    """Three digits mean something."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
@@ -146,7 +146,6 @@ class Fit:
 
 
 def _hashable(facts: Any) -> Any:
-    """Return what JSON read, with tuples in place of lists inside."""
     if isinstance(facts, dict):
         return {name: _hashable(fact) for name, fact in facts.items()}
     return tuple(map(_hashable, facts)) if isinstance(facts, list) else facts

@@ -53,8 +53,6 @@ def _digest(lines: Any) -> str:
 
 
 def _lines(model: nn.Module) -> Iterator[str]:
-    """Yield lines that describe a model for a digest: classes and their sources, attributes, shapes
-    of parameters and buffers."""
     seen = set[int]()
     for name, module in model.named_modules():
         kind = type(module)
@@ -71,7 +69,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
 
 @functools.cache
 def _source(kind: type) -> str:
-    """Return the digest of the file that a class is written in; its name if there is no file."""
+    """Of the file that a class is written in; its name if there is no file."""
     try:
         path = inspect.getsourcefile(kind)
         return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
@@ -85,8 +83,8 @@ def _shape(tensor: torch.Tensor) -> str:
 
 
 def _of_argument(leaf: Any) -> object:
-    """Return what a digest covers of an argument: of integer tensors shape and content, which
-    decides what is computed; of floating-point ones shape and dtype; of others a description."""
+    """Content of integers, which decides what is computed; of floating-point ones shape and
+    dtype."""
     if not isinstance(leaf, torch.Tensor):
         return _described(leaf)
     if leaf.is_meta or leaf.dtype.is_floating_point or leaf.layout is not torch.strided:
@@ -96,9 +94,8 @@ def _of_argument(leaf: Any) -> object:
 
 
 def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) -> str:
-    """Return a text for a digest: of plain values their repr, of containers, functions and objects
-    what is inside, `depth` levels deep, each object once; else the name of the class. seen: ids of
-    objects described before."""
+    """What is inside counts, `depth` levels deep, each object once. seen: ids of those described
+    before."""
     if isinstance(value, _PLAIN + _VALUES):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -128,7 +125,7 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
 
 
 def _cell(cell: CellType) -> object:
-    """Return the content of a cell, None if it is empty."""
+    """None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -136,7 +133,6 @@ def _cell(cell: CellType) -> object:
 
 
 def _attributes(value: object) -> dict[str, Any]:
-    """Return the attributes of an object without hashes (configurations of transformers keep some),
-    which differ in each process."""
+    """Hashes, of which configurations of transformers keep some, differ in each process."""
     held = getattr(value, "__dict__", {})
     return {k: v for k, v in held.items() if not k.endswith("hash")}

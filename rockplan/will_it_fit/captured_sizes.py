@@ -220,8 +220,7 @@ def _lowered(
     options: Options,
     earlier: CallSizes | None = None,
 ) -> Lowered:
-    """Capture a call, in eager's order: the best order depends on sizes. earlier: as for
-    `captured_call`."""
+    """In eager's order: the best order depends on sizes. earlier: as for `captured_call`."""
     options = replace(options, without=(*options.without, "reorder"))
     with outside_of_initialization():
         call = ModuleCall(module, *arguments)
@@ -231,8 +230,6 @@ def _lowered(
 
 
 def _refuse_large_operations(graph: CDGraph, most_bytes: int) -> None:
-    """Raise TooLargeToTry, which names module and line, if a node reads and writes more than
-    `most_bytes` in sum."""
     for node in graph.nodes:
         size_bytes = sum(graph.data[d].size_bytes for d in {*node.reads, *node.writes})
         if size_bytes > most_bytes:
@@ -341,8 +338,8 @@ class SizedCalls:
         return found[0]
 
     def _holds(self, opened: OpenCall, lengths: Sequence[int | None]) -> bool:
-        """True if a capture of the most samples, at the greatest length, confirms what follows from
-        a recording (of fewer, if their values would take much memory)."""
+        """By a capture of the most samples at the greatest length (of fewer, if their values take
+        much memory)."""
         halves = (self.most >> n for n in range(self.most.bit_length()))
         batches = [n for n in halves if n >= LEAST] if 0 in self._free else [self.most]
         sizes = [(b, n) for n in reversed(lengths) for b in batches if opened.is_for((b, n))]
@@ -353,8 +350,8 @@ class SizedCalls:
         return False
 
     def _small(self, batch: int) -> PricedCall | None:
-        """Capture a batch of one, or of two for larger batches, at a small length, so that later
-        captures reuse the layouts seen; None if it fails."""
+        """Of one or two samples at a small length: later captures reuse the layouts seen. None if
+        it fails."""
         length = self.lengths[0]
         size = min(batch, 2), None if length is None else min(length, SMALL_LENGTH)
         try:

@@ -153,9 +153,7 @@ class FitQuestion:
         return self._model_bytes + gathered_bytes(self.groups)
 
     def _remedy(self, room_bytes: int, without: Sequence[str]) -> str:
-        """Return the end of the refusal: how many processes with parts of the model (fully_shard)
-        would suffice, or why none do. room_bytes: of the device beside its context and workspaces;
-        without: as for `refuse_too_small`."""
+        """room_bytes: of the device beside its context and workspaces."""
         if room_bytes <= 0:
             return ", which fit in no number of shards"
         step = replace(self.step, in_backward=False, average=False)
@@ -313,10 +311,8 @@ class FitQuestion:
         self.take(call, planning.waiting(least, problem.waits))
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:
-        """Store the plan for calls of this form: the first one found that pages within one of
-        PAGED_SHARES of the peak without paging, else the smallest plan without. unpaged: the
-        question without a host, which searches the latter if it has none: no longer than until one
-        needs at most `enough_bytes`."""
+        """The first plan found that pages within one of PAGED_SHARES of the peak without paging,
+        else the smallest without, for which the search ends at one of at most `enough_bytes`."""
         if not unpaged.has_smallest(call):
             unpaged.find_smallest(call, enough_bytes)
         self.page_nothing(call)

@@ -57,8 +57,6 @@ class _OnCPU(TorchFunctionMode):
 
 
 def _unfilled(tensor: torch.Tensor) -> torch.Tensor:
-    """Return an uninitialized CPU tensor with shape, strides and dtype of `tensor`. Raises
-    InvalidInput if the system does not allocate it."""
     try:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
     except RuntimeError as error:

@@ -133,9 +133,8 @@ def fit(
 
 
 def _host(options: Options, on: Gpu) -> Host | None:
-    """Return the memory that plans may page to, with the rate of the link that the options name,
-    else the device's; None if the options name no host. Raises InvalidInput if its size or the rate
-    is not known."""
+    """None if the options name no host. Raises InvalidInput if its size or the rate is not
+    known."""
     if options.host is None:
         return None
     if options.host_bytes is None or options.host_path is not None:
@@ -155,9 +154,8 @@ def _host(options: Options, on: Gpu) -> Host | None:
 def _ranges(
     tree: Arguments, sizes: Mapping[int, tuple[int, int]]
 ) -> tuple[tuple[int, int], list[int | None]]:
-    """Return (least, most) of the batches, and the lengths to examine: ends of their range and the
-    powers of two between. Without a range the batch is that of the sample, and the lengths are
-    [None]. Raises InvalidInput. sizes: dimension 0 (batch) or 1 (length) -> (least, most)."""
+    """(Least, most) of the batches; lengths: the ends and the powers of two between, [None] without
+    a range. Raises InvalidInput."""
     for dimension, ends in sizes.items():
         least, most = ends if isinstance(ends, tuple) and len(ends) == 2 else (0, 0)
         if dimension not in (BATCH, LENGTH) or not 0 < least <= most:
@@ -176,8 +174,6 @@ def _ranges(
 
 @paused_collection()
 def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
-    """Return the answer: for each length a row for each way (kept whole, checkpointed, planned),
-    with its largest batch and what it takes. Raises InvalidInput for an unknown optimizer."""
     # First of all: an unknown optimizer is refused.
     optimizer = question.steps(n for n, p in question.given.named_parameters() if p.requires_grad)
     ways: dict[str, Way] = {KEPT: _once_a_form(kept_whole)}
@@ -201,8 +197,7 @@ Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
 
 
 def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
-    """Return name of a row -> (question, calls) for each kind of plan. Paging, if asked for, comes
-    last, with the calls of the row before."""
+    """Paging, if asked for, comes last, with the calls of the row before."""
     usual = question.unpaged or question
     made = {name: (usual, one) for name, one in _planned_calls(usual, calls).items()}
     if question.host:
@@ -212,9 +207,8 @@ def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
 
 
 def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
-    """Return name of a row -> calls to plan, for each kind of plan without paging: the model as it
-    is, and with options.tile with its head in parts, the same number at all sizes. If there is no
-    head to tile, the log says so."""
+    """Without paging: the model as it is, and with options.tile with its head in parts, as many at
+    all sizes. If there is no head to tile, the log says so."""
     if not question.options.tile:
         return {"rockplan": calls}
     parts = MOST_PARTS if question.options.tile is True else question.options.tile
@@ -255,9 +249,8 @@ class _Length:
         return rows
 
     def _row(self, name: str, calls: SizedCalls, batch: int, way: Way, least: Way) -> FitRow:
-        """Return the row called `name` of a way (call -> graph and schedule) at this batch. batch:
-        0 if none fits; then the figures are those of the least batch. least: the way by which the
-        batch was found."""
+        """batch: 0 if none fits; then the figures are those of the least batch. least: the way by
+        which the batch was found."""
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
@@ -294,8 +287,8 @@ class _Length:
         )
 
     def _passes(self, way: Way, calls: SizedCalls, batch: int) -> tuple[int, int] | None:
-        """Return (passes, samples of each) that accumulate the largest batch asked for, which does
-        not fit at once; None if there is no need, or no way."""
+        """(Passes, samples of each) of the largest batch asked for; None if there is no need, or no
+        way."""
         step = self.question.step
         if not 0 < batch < calls.most or step.accumulate > 1 or step.in_backward:
             return None
@@ -312,10 +305,9 @@ class _Length:
         return None
 
     def _row_of_blocks(self, batch: int) -> FitRow:
-        """Return the row of `solve_blocks` on sharded models: re-execute whole blocks, as few as
-        fit at this batch; 0 if nothing fits. By bisection, since less is alive with more of them;
-        where that is not so and none is found that fits, the row is of all of them and as many
-        samples as fit then."""
+        """As few whole blocks run again as fit at this batch. By bisection, since less is alive
+        with more of them; where that is not so and none is found, the row is of all of them and as
+        many samples as fit then."""
         call = self.calls.at(batch or self.calls.least, self.length)
         blocks = self.question.blocks
 
@@ -333,9 +325,8 @@ class _Length:
         return self._row("rockplan, blocks", self.calls, batch, found, found)
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
-        """Return the largest batch with which a step by a plan fits: by the smallest plan of an
-        earlier length, if that fits as many samples as `wanted`, else by one searched for that
-        batch. other: the way that fits `wanted` samples without a plan."""
+        """By the smallest plan of an earlier length, if that fits as many samples as `wanted`, else
+        by one searched for that batch. other: the way that fits `wanted` samples without a plan."""
         question, size = self.question, (max(wanted, calls.first), self.length)
         call = calls.at(*size)
         if question.has_smallest(call):
@@ -351,9 +342,8 @@ class _Length:
         return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
-        """Return the largest batch with which a training step by `way` fits on the device, 0 if
-        none does. (By bisection: if a batch does not fit, larger ones do not. Where live bytes
-        alone decide, next to where a line through those of the last two batches says.)"""
+        """0 if none does. By bisection: if a batch does not fit, larger ones do not. Where live
+        bytes alone decide, next to where a line through those of the last two batches says."""
         timeline, usable_bytes = self._timelines(way, calls), self.question.on.usable_bytes
         untried: set[int] = set()
         peaks = self.peaks[way, id(calls)] = {}
@@ -390,8 +380,6 @@ class _Length:
         return not self.question.options.compile and way in self.ways.values()
 
     def _timelines(self, way: Way, calls: SizedCalls) -> Callable[[int], Timeline]:
-        """Return a function: batch -> memory over time of a training step by `way`."""
-
         @functools.cache
         def of_recorded(number: int) -> Timeline:
             return timeline_of(calls.recorded[number].call)
@@ -411,8 +399,8 @@ class _Length:
 def _once_a_form(
     make: Callable[[CDGraph], Scheduled], seen: Callable[[CDGraph], CDGraph] = as_autograd_runs
 ) -> Way:
-    """Return a way (call -> graph and schedule) that calls `make` once for all calls whose graphs
-    differ in sizes only. seen: makes of a call's graph the one that the schedule is of."""
+    """One schedule for all calls whose graphs differ in sizes only. seen: makes of a call's graph
+    the one that the schedule is of."""
     known: dict[int, Schedule] = {}
 
     def way(call: PricedCall) -> Scheduled:

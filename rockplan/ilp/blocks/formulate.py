@@ -82,7 +82,7 @@ class StageModel:
         return self.problem
 
     def _limits(self, peak_bytes: int, saved_bytes: int) -> Iterable[tuple[MemoryRow, int | None]]:
-        """Yield each memory constraint with its right-hand side, None without a budget."""
+        """None without a budget."""
         budgets = (*((row, peak_bytes) for row in self.peak), (self.saved, saved_bytes))
         for row, budget_bytes in budgets:
             units = self.stages.units.down(budget_bytes - row.constant_bytes)
@@ -189,9 +189,7 @@ def formulate(stages: Stages) -> StageModel:
 
 
 def _add_variables(model: _Model) -> None:
-    """Add to `model`, for each stage (re-executions before one backward node), a binary for each
-    storage that may be alive when it starts (`keep`) and for each node that may run again in it
-    (`rerun`); and the objective, the time of the latter in TIME_UNITs of the iteration."""
+    """Times in the objective are in TIME_UNITs of the iteration."""
     graph, view = model.stages.units.graph, model.stages.units.view
     time_unit_ns = max(graph.time_ns, 1) * TIME_UNIT
     stages = tuple(enumerate(model.stages.stages))
@@ -208,8 +206,7 @@ def _add_variables(model: _Model) -> None:
 
 
 def _add_reads(model: _Model, s: int) -> None:
-    """Add the constraints of stage s (re-executions before one backward node, and that node) that
-    say: what one of these nodes reads is kept to the stage or made again in it."""
+    """What one of the nodes reads is kept to the stage or made again in it."""
     reads_again, stage = model.stages.units.view.reads_again, model.stages.stages[s]
     before, wanted = model.before(s), set(stage.wanted)
     for i in stage.movable:
@@ -222,9 +219,7 @@ def _add_reads(model: _Model, s: int) -> None:
 
 
 def _add_survival(model: _Model, s: int) -> None:
-    """Add the constraints of stage s (re-executions before one backward node) for each storage:
-    kept to the next stage only if kept to this one or made again in it; never both kept and made
-    again."""
+    """Kept to the next stage only if kept to this one or made again in it; never both."""
     before = model.before(s)
     for d in model.stages.stages[s].wanted:
         following = model.keep.get((s + 1, d))
@@ -236,8 +231,8 @@ def _add_survival(model: _Model, s: int) -> None:
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
-    """Add two constraints on memory: one while the backward node that ends stage s runs, one for
-    the backward nodes between the stage before and this one, which read no free storage."""
+    """One row for the node that ends the stage, one for those before it, which read nothing
+    free."""
     stage = model.stages.stages[s]
     read = set(stage.reads)
     needed_bytes = sum(model.bytes(d) for d in read)
@@ -251,8 +246,7 @@ def _add_backward_memory(model: _Model, s: int) -> None:
 
 
 def _add_rerun_memory(model: _Model, s: int) -> None:
-    """Add a constraint on memory for each node that may be re-executed in stage s: what is alive
-    while it runs, with its workspace and results."""
+    """What is alive while a node runs again, with its workspace and results."""
     stages = model.stages
     graph, stage = stages.units.graph, stages.stages[s]
     state_bytes = stages.units.view.state_bytes
@@ -304,9 +298,8 @@ class _Life:
 
 
 def _add_life(model: _Model, s: int, d: int) -> _Life:
-    """Add a continuous variable for each node that may read storage d in stage s: 1 if d is used by
-    that node, or later. Returns them as the life of d in the stage; none if the backward node that
-    ends the stage reads d, for it is alive all the time then."""
+    """A variable for each node that may read d: 1 if d is used by that node, or later. None if the
+    node that ends the stage reads d, which is alive all the time then."""
     reads_again, before = model.stages.units.view.reads_again, model.before(s)
     stage = model.stages.stages[s]
     is_read = d in stage.reads
@@ -325,8 +318,7 @@ def _add_life(model: _Model, s: int, d: int) -> _Life:
 
 
 def _add_forward_memory(model: _Model) -> None:
-    """Add a constraint on memory for the first execution of each forward node: what is alive
-    anyway, and storages whose last use in the forward phase is over, if kept for the backward."""
+    """What is alive anyway, and storages whose last use in the forward is over, if kept."""
     stages = model.stages
     for i, during_bytes in enumerate(stages.forward_during_bytes):
         terms: Terms = []
@@ -338,8 +330,7 @@ def _add_forward_memory(model: _Model) -> None:
 
 
 def _add_start_memory(model: _Model) -> None:
-    """Add the constraint on memory where the backward phase starts: tangents and outputs in any
-    case, other storages if kept."""
+    """Tangents and outputs in any case, other storages if kept."""
     outputs = model.stages.units.graph.outputs
     not_free = set(model.stages.units.graph.held)
     terms = [

@@ -195,9 +195,8 @@ def _covers(outer: Corner, inner: Corner) -> bool:
 
 
 def _find_ends(search: ParetoSearch) -> list[Corner]:
-    """Return four corners (peak bytes, saved bytes): the least peak alone, that peak with the least
-    saved bytes it allows, the least saved bytes alone, those with the least peak they allow.
-    UNLIMITED where the other is not limited."""
+    """The least peak alone, that peak with the least saved bytes it allows, the least saved bytes
+    alone, those with the least peak they allow."""
     peak = _smallest(search, 0, UNLIMITED)
     saved = _smallest(search, 1, UNLIMITED)
     return [
@@ -209,10 +208,8 @@ def _find_ends(search: ParetoSearch) -> list[Corner]:
 
 
 def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
-    """Return the fewest bytes on one axis (0: peak, 1: saved) of a schedule with at most `other`
-    bytes on the other axis; a time limit ends the search with the fewest found. Bisection. Few
-    values are possible (sums of a few sizes), and the smallest known one is often the least: every
-    other trial is just below it."""
+    """axis: 0 for the peak, 1 for saved bytes. Bisection. Few values are possible (sums of a few
+    sizes), and the smallest known one is often the least: every other trial is just below it."""
 
     def corner(limit: int) -> Corner:
         return (limit, other) if axis == 0 else (other, limit)
@@ -240,8 +237,8 @@ def _least(search: ParetoSearch, axis: int) -> int:
 
 
 def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
-    """Search options between the ends: sweeps without a limit on the peak, then the ends, then
-    sweeps at peaks `step` bytes apart until the effort is spent. Sets `search.step`."""
+    """Sweeps without a limit on the peak, then the ends, then sweeps at peaks `step` bytes apart
+    until the effort is spent."""
     range_bytes = search.answers[0].needs[1] - min(saved for _, saved in ends)
     step = search.step = max(int(search.settings.delta * range_bytes), 1)
     for share in COARSE_DELTAS:
@@ -258,8 +255,7 @@ def _fill(search: ParetoSearch, ends: list[Corner]) -> None:
 
 
 def _from_coarse_to_fine(last: int) -> list[int]:
-    """Return 0 to last, each once, ordered so that every beginning of the list covers the range
-    evenly: the two ends, the middle, the quarters and so on."""
+    """0 to last, each once, so that every beginning of the list covers the range evenly."""
     order = dict.fromkeys([0, last])
     stride = last
     while len(order) <= last:
@@ -269,8 +265,7 @@ def _from_coarse_to_fine(last: int) -> list[int]:
 
 
 def _sweep(search: ParetoSearch, peak_bytes: int, step_bytes: int) -> None:
-    """Search schedules within one peak for less and less saved bytes, each at least `step` bytes
-    below the last one found, until none is found. The answers are added to `search`."""
+    """For less and less saved bytes, each at least `step_bytes` below the last ones found."""
     corner = (peak_bytes, UNLIMITED)
     while corner[1] >= 0 and not search.is_infeasible(corner):
         answer = _answer(search, corner)
@@ -280,8 +275,7 @@ def _sweep(search: ParetoSearch, peak_bytes: int, step_bytes: int) -> None:
 
 
 def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
-    """Return the fastest known schedule within a corner, None without one. Solves the corner first
-    if no known one is within `settings.eps` of the bound and effort is left."""
+    """None without one. Solved if no known one is within `eps` of the bound and effort is left."""
     best = search.best(corner)
     eps_ns = int(search.settings.eps * search.problem.time_ns)
     is_good = best is not None and best.time_ns <= search.bound_ns(corner) + eps_ns

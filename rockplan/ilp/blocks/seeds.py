@@ -61,8 +61,7 @@ def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
-    """Return executions in which each backward node has its missing inputs made again, and what was
-    made again for one is freed before the next. [] if there are more than LONGEST."""
+    """What was made again for one backward node is freed before the next; [] beyond LONGEST."""
     phase = _phase(view, dropped)
     for node in view.graph.backward:
         phase.nodes += [*phase.makers(node.reads), node.index]
@@ -76,8 +75,8 @@ def _orders(problem: CDGraph, backward: list[int]) -> Orders:
 
 
 def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
-    """Begin a backward phase with what the forward phase leaves, but for those that are `dropped`
-    or that no backward node reads (if they can be made again and are not held)."""
+    """What is `dropped`, or no backward node reads, is missing if it can be made again and is not
+    held."""
     problem = view.graph
     kept = {d for node in problem.backward for d in node.reads} - dropped - view.dropped
     made = {d for node in problem.forward for d in node.writes} - view.held

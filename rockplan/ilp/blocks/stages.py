@@ -95,9 +95,7 @@ def find_stages(units: Units) -> Stages:
 def _stages(
     view: GraphView, free: frozenset[int], during_bytes: dict[int, int]
 ) -> tuple[TurnStage, ...]:
-    """Return a stage for each backward node that reads a free storage, in order. free: storages
-    whose life the solver decides. during_bytes: of each node, the bytes alive while it runs,
-    without free storages."""
+    """free: storages whose life the solver decides; during_bytes: of each node, without these."""
     graph = view.graph
     before_bytes = {n.index: during_bytes[n.index] - view.own_bytes(n) for n in graph.backward}
     reads = {n.index: tuple(d for d in n.reads if d in free) for n in graph.backward}
@@ -151,9 +149,8 @@ def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
 def _transient(
     view: GraphView, free: frozenset[int], stages: tuple[TurnStage, ...]
 ) -> frozenset[int]:
-    """Return the free storages that need not be kept: no backward node reads them, and the one
-    forward node that does may run again, reads no other free storage and writes no more bytes, so
-    that keeping its result is no worse."""
+    """No backward node reads them, and the one forward node that does may run again, reads no other
+    free storage and writes no more bytes, so that keeping its result is no worse."""
     graph = view.graph
     wanted = {d for stage in stages for d in stage.wanted}
     read_in_backward = {d for stage in stages for d in stage.reads}
@@ -173,8 +170,7 @@ def _transient(
 
 
 def _last_forward_use(view: GraphView) -> dict[int, int | None]:
-    """Return storage that a forward node makes -> the last forward node that makes or reads it;
-    None for held storages and outputs, which live to the end of the phase. For the state of a
+    """None for held storages and outputs, which live to the end of the phase. For the state of a
     generator it is the node before the one that draws."""
     stay = view.held.union(view.graph.outputs)
     n_forward = len(view.graph.forward)

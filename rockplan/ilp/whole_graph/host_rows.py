@@ -77,10 +77,9 @@ class HostRows:
         return self._facts.sizes[d] * 1e9 / bytes_per_s / self._unit_ns
 
     def _add_copies_out(self, forward: int) -> None:
-        """Add the rows that limit what goes to the host: all of it fits into the host, and for each
-        forward node, copies out of what it or later ones make fit into the time from its end to the
-        start of the backward phase. forward: the column of the time that the forward phase takes
-        beyond first executions."""
+        """For each forward node, copies out of what it or later ones make fit into the time from
+        its end to the start of the backward phase. forward: the column of what the forward takes
+        more."""
         sizes, most_bytes = self._facts.sizes, max(self._host.size_bytes, 1)
         self._builder.at_most([(c, sizes[d] / most_bytes) for d, c in self._stored.items()], 1)
         maker = self._facts.producer

@@ -270,9 +270,8 @@ class ProgramRows:
         return [] if column is None else [(column, self.facts.sizes[d] // self.unit_bytes)]
 
     def _spans(self, split: Collection[tuple[int, int]]) -> None:
-        """Write the rows of what is available for each single interval, for each union in `split`
-        (pairs of the moments that end the interval before it and its last one), and for the union
-        of each interval with all later ones."""
+        """Of each single interval, of each union in `split` (the moments that end the interval
+        before it and its last one), and of each interval with all later ones."""
         later: Runs = {}
         end = len(self.intervals) - 1
         for s in reversed(range(end + 1)):
@@ -329,9 +328,7 @@ class ProgramRows:
         return runs
 
     def _turn(self, s: int) -> tuple[Terms, int]:
-        """Return the memory at the turn, where interval s starts the backward phase: (terms
-        (column, units) of storages that are alive if kept, bytes alive in any case: tangents,
-        outputs and held)."""
+        """(Terms (column, units) of storages that are alive if kept, bytes alive in any case.)"""
         graph = self.facts.graph
         made_forward = {d for n in graph.forward for d in n.writes}
         is_alive = {d for d in graph.held if d in made_forward} | set(graph.outputs)
@@ -341,8 +338,8 @@ class ProgramRows:
         return terms, sum(self.facts.sizes[d] for d in is_alive)
 
     def _moment(self, s: int) -> tuple[Terms, int]:
-        """Return the memory at the first execution that ends interval s: (terms (column, units) of
-        storages that are alive if kept to the next interval, bytes alive in every schedule)."""
+        """As `_turn`, at the first execution that ends interval s, of storages kept to the next
+        one."""
         facts, node = self.facts, self.facts.graph.nodes[self.intervals[s].end]
         following = self.intervals[s + 1].wanted if s + 1 < len(self.intervals) else ()
         # An operand that is kept is not taken over, but another takeover may apply then; only if

@@ -160,9 +160,8 @@ def repaired(
 
 
 def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Sequence[int]]:
-    """Run random exchanges until the effort of a round is spent or too many gain nothing; return
-    the executions (forward, backward) of the fastest schedule seen. hot: temperature at the start,
-    as a share of the time of re-executions."""
+    """Until the effort of a round is spent or too many exchanges gain nothing. hot: temperature at
+    the start, as a share of the time of re-executions."""
     graph, limits, deadline = search.graph, search.limits, search.deadline
     effort = limits.effort
     search.prune()
@@ -360,9 +359,8 @@ class _ExchangeSearch:
         return False
 
     def _hastens(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Move the first execution that frees most bytes to before `position`, where too many are
-        alive. Returns False if none frees any. gaps: the storages that are alive and unused at
-        `position`, with the positions of their next reads."""
+        """The one that frees most bytes; False if none frees any. gaps: what is alive and unused at
+        `position`."""
         draft = self.draft
         if not draft.movable or position <= draft.boundary:
             return False
@@ -385,8 +383,7 @@ class _ExchangeSearch:
         return True
 
     def _makes_again(self, position: int, gaps: Spans, rule: _ExchangeRule) -> bool:
-        """Free the cheapest of the storages in `gaps`, which are alive and unused at `position`:
-        insert its maker right before its next read. Returns False if none can be made again."""
+        """The cheapest one, right before its next read; False if none can be made again."""
         draft = self.draft
         cheapest = self._cheapest(position, gaps, rule)
         if cheapest is None:
@@ -406,9 +403,8 @@ class _ExchangeSearch:
         return self.draft.worst()
 
     def _cheapest(self, position: int, gaps: Spans, rule: _ExchangeRule) -> tuple[int, int] | None:
-        """Return (storage, position of its next read) of the one in `gaps` that is cheapest to free
-        at `position`: least time to make it again over its bytes and a power of the distance to
-        that read, with some noise. None if none can be made again."""
+        """(Storage, position of its next read) with the least time to make it again over its bytes
+        and a power of the distance, with some noise. None if none can be made again."""
         draft = self.draft
         self.spent += self.limits.inserting
         data, next_read = gaps
@@ -437,8 +433,7 @@ class _ExchangeSearch:
         return best
 
     def _cost_ns(self, d: int, position: int, limit_ns: float) -> float:
-        """Return the time (ns) to make storage `d` again before `position`, with all that must be
-        made again for it; NEVER if that is limit_ns or more, or takes too long a chain."""
+        """NEVER if that is limit_ns or more, or takes too long a chain."""
         known: dict[int, float] = {}
         try:
             return self.recompute.time_ns(d, self.draft.outliving(position), known, limit_ns)

@@ -139,9 +139,8 @@ def _thriftiest_by(
     most_weighed: int,
     limits: EvictionLimits,
 ) -> Schedule:
-    """Lower the peak of `best` by one rule in smaller and smaller steps, and return the schedule
-    with the least peak. The first step goes at least to the geometric mean of the peak and of what
-    every schedule needs; each is repeated until it fails. most_weighed: storages weighed in one
+    """In smaller and smaller steps, each repeated until it fails. The first goes at least to the
+    geometric mean of the peak and of what every schedule needs. most_weighed: storages, in one
     attempt. Spends from `effort`."""
     forced_bytes = max(Facts(graph).forced_bytes, default=0)
     for step in limits.steps:
@@ -180,9 +179,7 @@ def _attempt(
     effort: _Effort,
     limits: EvictionLimits,
 ) -> Schedule | None:
-    """Run the nodes in order and evict storages by `rule` where the budget is short; return the
-    schedule, with the frees as early as possible. None if room or effort runs out. Spends from
-    `effort`."""
+    """None if room or effort runs out. Spends from `effort`."""
     run = _Run(graph, budget_bytes, rule, effort, limits)
     try:
         run.execute_all()
@@ -259,8 +256,8 @@ class _Run:
                     self._remove(d)
 
     def _execute(self, index: int) -> None:
-        """Run the node `index`, and before it, in turn, the makers of missing inputs. Raises
-        _Failed if one of them finds no room. (Generators: recursion would be too deep.)"""
+        """And before it the makers of missing inputs. Raises _Failed if one of them finds no room.
+        (Generators: recursion would be too deep.)"""
         waiting = [self._executing(index)]
         failed: _Failed | None = None
         while waiting:
@@ -279,8 +276,8 @@ class _Run:
             raise failed
 
     def _executing(self, index: int) -> Generator[int, None, None]:
-        """Run the node `index`, as a generator: yields the nodes that have to run before it goes
-        on. The caller throws in _Failed where one of them did not find room."""
+        """Yields the nodes that have to run before it goes on. The caller throws in _Failed where
+        one of them did not find room."""
         node = self.graph.nodes[index]
         locked: list[int] = []
         self.waited_for.update(self.inputs[index])
@@ -295,10 +292,9 @@ class _Run:
             self._add(d)
 
     def _collecting(self, node: ComputeNode, locked: list[int]) -> Generator[int, None, None]:
-        """Lock all inputs of the node so that none is evicted, and add them to the list `locked`.
-        Yields the maker of each missing one first; of several, that of the input that takes most
+        """Yields the maker of each missing input first: of several, of the one that takes most
         memory beyond its own size. If that fails after others were locked, these are unlocked and
-        the one that failed comes first from then on."""
+        the one that failed comes first from then on. locked: what is locked is added."""
         reads = self.inputs[node.index]
         while missing := [d for d in reads if d not in self.alive]:
             d = self.first.get(node.index, -1)
@@ -325,8 +321,8 @@ class _Run:
         locked += others
 
     def _most_needed(self, missing: Sequence[int]) -> int:
-        """Return the one of the storages `missing` whose making takes most bytes beyond its own
-        size, with all that must be made for it."""
+        """The one whose making takes most bytes beyond its own size, with all that must be made for
+        it."""
         if len(missing) == 1:
             return missing[0]
         known: dict[int, float] = {}
@@ -346,8 +342,7 @@ class _Run:
         return known
 
     def _forget_costs(self, d: int) -> None:
-        """Drop from `costs` (storage -> ns to make it again) all that depend on storage `d`, which
-        was just made or freed."""
+        """Those (ns to make a storage again) that depend on `d`, which was just made or freed."""
         costs, alive, made_of = self.costs, self.alive, self.made_of
         changed = [d]
         while changed:
@@ -358,9 +353,8 @@ class _Run:
                         changed.append(w)
 
     def _make_room_for(self, node: ComputeNode) -> None:
-        """Free storages until the results and workspace of `node` fit beside what is alive. If the
-        budget is short, results take over operands that die here, or, if even that fails in the
-        backward phase, operands that must be made again later. Raises _Failed."""
+        """If the budget is short, results take over operands that die here, or, if even that fails
+        in the backward phase, operands that must be made again later. Raises _Failed."""
         needed_bytes = self.beside_bytes[node.index]
 
         def is_free(d: int) -> bool:
@@ -385,7 +379,7 @@ class _Run:
             self._make_room(needed_bytes)
 
     def _taken(self, node: ComputeNode, dies: Callable[[int], bool]) -> frozenset[int]:
-        """Return the operands whose storages take results of the node, if those that `dies` accepts
+        """The operands whose storages take results of the node, if those that `dies` accepts
         die."""
         takeover = self.view.taken(node.index, dies)
         return frozenset(takeover.operands if takeover else ())
@@ -407,8 +401,8 @@ class _Run:
             self._forget_costs(d)
 
     def _make_room(self, needed_bytes: int) -> None:
-        """Free storages until `needed_bytes` more fit into the budget: first those that no later
-        node reads and nothing can make again, then by score. Raises _Failed."""
+        """First what no later node reads and nothing can make again, then by score. Raises
+        _Failed."""
         if self.live_bytes + needed_bytes <= self.budget_bytes:
             return
         candidates = list(self._candidates())
@@ -421,10 +415,9 @@ class _Run:
             raise _Failed
 
     def _scored(self, candidates: Sequence[tuple[int, int | None]]) -> list[int]:
-        """Return those of `candidates` (storage, node that reads it next or None) that can be made
-        again, the first to be freed first: least time to make it again over bytes and distance to
-        that read, each to a power of the rule. A storage that a waiting node reads counts as read
-        next: otherwise a network of n residual additions would be made 2 ** n times."""
+        """Those that can be made again, the first to be freed first. A storage that a waiting node
+        reads counts as read next: otherwise a network of n residual additions would be made 2 ** n
+        times."""
         scores: list[tuple[float, int]] = []
         for d, use in candidates:
             if d in self.alive and (cost := self._cost(d)) < NEVER:
@@ -443,9 +436,8 @@ class _Run:
             self._remove(d)
 
     def _candidates(self) -> Iterator[tuple[int, int | None]]:
-        """Yield (storage, node that reads it next; None if no later one does) for each storage that
-        may be freed now: not locked, not held, not empty. In the forward phase, which runs nothing
-        again, outputs and what it still reads stay."""
+        """(Storage, node that reads it next; None if no later one does.) In the forward phase,
+        which runs nothing again, outputs and what it still reads stay."""
         in_forward = self.position < self.n_forward
         for d in sorted(self.alive):
             if self.sizes[d] == 0 or self.locks[d] > 0 or d in self.stay:
@@ -462,8 +454,7 @@ class _Run:
 
 
 def _worth(view: GraphView, maker: int | None) -> int | None:
-    """Return `maker`; None if it saves nothing, because its generator state is as large as what it
-    makes."""
+    """None if it saves nothing: its generator state is as large as what it makes."""
     if maker is None or 0 < view.made_bytes[maker] <= view.state_bytes[maker]:
         return None
     return maker

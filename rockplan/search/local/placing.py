@@ -103,8 +103,7 @@ class _Placing:
         return self._written()
 
     def _uses(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Return for the paged storages: storage -> position at which it is first made, and storage
-        -> all positions at which it is made or read, ascending."""
+        """Of paged storages: -> where it is first made; -> where it is made or read, ascending."""
         made: dict[int, int] = {}
         used: dict[int, list[int]] = {d: [] for d in self.pages}
         for position, i in enumerate(self.computed):
@@ -119,9 +118,8 @@ class _Placing:
         return made, used
 
     def _first_place(self, d: int) -> int:
-        """Return the first position at which the copy out of d may be done: at its last read before
-        it is fetched, if that is in the forward phase, so that it needs no byte more; else at the
-        turn."""
+        """At the last read before it is fetched, if that is in the forward phase, so that it needs
+        no byte more; else at the turn."""
         fetched = min(position for storage, position in self.fetches if storage == d)
         used = [p for p in self.read[d] if p < fetched]
         if used[-1] >= self.turn:
@@ -129,8 +127,7 @@ class _Placing:
         return max(used[-1], self.made[d] + 1)
 
     def _written(self) -> Orders:
-        """Return the executions of both phases with the copies at their present positions. Copies
-        out at one position come in the order in which they begin."""
+        """Copies out at one position come in the order in which they begin."""
         before: dict[int, list[int]] = {}
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             before.setdefault(self.stores[d], []).append(self.pages[d].store)
@@ -148,8 +145,8 @@ class _Placing:
         return tuple(forward), tuple(backward)
 
     def _memory(self) -> tuple[NDArray[np.int64], dict[int, frozenset[int]]]:
-        """Return (bytes alive at each position while its node runs, position -> operands over which
-        its results are written), copies at their present positions."""
+        """(Bytes alive at each position while its node runs, position -> operands over which its
+        results are written.)"""
         graph = self.graph
         schedule = with_frees(graph, *self._written())
         taken = taken_over(graph, schedule)
@@ -165,9 +162,8 @@ class _Placing:
         return np.array(during_bytes), takes
 
     def _place_stores(self) -> None:
-        """Move each copy out later, as far as room allows, up to where the link has carried it, in
-        the order in which they begin. Where it stands too early, computations wait: `starts_ns`
-        from there on grows by that."""
+        """As far as room allows, up to where the link has carried each, in the order in which they
+        begin. Where one stands too early, computations wait: `starts_ns` from there on grows."""
         free_ns = 0
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             page = self.pages[d]
@@ -180,8 +176,8 @@ class _Placing:
                 self.starts_ns[place:] += late_ns
 
     def _later(self, d: int, latest: int) -> int:
-        """Return the last position, at most `wanted`, up to which there is room to keep d on the
-        device for its copy out; d's bytes are added to `bytes` from its last use to there."""
+        """The last place, at most `latest`, up to which there is room to keep d for its copy out;
+        its bytes are added to `bytes` up to there."""
         first, size_bytes = self.stores[d], self.sizes[d]
         last = max(p for p in self.read[d] if p < self.turn)
         # Up to its last use the storage is alive anyway, unless a result is written over it there.
@@ -194,8 +190,8 @@ class _Placing:
         return max(first, end)
 
     def _place_fetches(self) -> None:
-        """Move each copy in earlier, as far as room allows, until the link has carried it before it
-        is read; the one that is read last first, since it leaves the link to those before it."""
+        """As far as room allows, until the link has carried each before it is read; the one that is
+        read last first, since it leaves the link to those before it."""
         next_ns = 1 << 62
         for k in reversed(range(len(self.fetches))):
             d, read = self.fetches[k]
@@ -208,9 +204,8 @@ class _Placing:
         self.fetches.sort(key=lambda f: f[1])
 
     def _earlier(self, d: int, read: int, earliest: int) -> int:
-        """Return the first position, at least `wanted`, from which there is room up to the read at
-        `read` for the copy of d on the device; its bytes are added to `bytes` for that span. Never
-        before the turn or the last use of d."""
+        """The first place, at least `earliest`, from which there is room for d up to its read; its
+        bytes are added to `bytes` from there. Never before the turn or the last use of d."""
         used = self.read[d]
         last = bisect_right(used, read - 1) - 1
         least = max(self.turn, used[last] + 1 if last >= 0 else 0, earliest)
