@@ -315,7 +315,11 @@ class _Job:
                 return
             left = (*left, *refused)
             captured = {p: b for p, b in captured.items() if p not in dict(refused)}
-        whys = _reasons(left)
+        paths: dict[str, list[str]] = {}
+        for path, why in left:
+            paths.setdefault(why, []).append(path)
+        several = ((why, same[0], len(same) - 1) for why, same in paths.items())
+        whys = "; ".join(f"'{p}'{f' and {n} more' if n else ''}: {why}" for why, p, n in several)
         if self.options.on_refused == "error":
             raise InvalidInput(f"there is no block to plan: {whys}; name blocks that are trained")
         _NONE_PLANNED[self.model] = whys
@@ -551,14 +555,6 @@ class _Job:
                     ),
                     self.programs.warned,
                 )
-
-
-def _reasons(left: Left) -> str:
-    paths: dict[str, list[str]] = {}
-    for path, why in left:
-        paths.setdefault(why, []).append(path)
-    several = ((why, same[0], len(same) - 1) for why, same in paths.items())
-    return "; ".join(f"'{p}'{f' and {n} more' if n else ''}: {why}" for why, p, n in several)
 
 
 class _Unreached(InvalidInput):

@@ -89,14 +89,18 @@ def build(
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
     on_device = (v for v in graph.values if graph.data[v.data].kind is not DataKind.HOST)
     devices = {v.spec.device for v in on_device}
-    layout = _layout(code, host_path)
-    if layout is not None and not again:
-        layout.reserve()
+    layout, specs = None, dict(interface.distributed)
+    if code.pages:
+        (device,) = {device for _, _, device in code.pages}  # several were refused before
+        pages = ((name, size_bytes) for name, size_bytes, _ in code.pages)
+        layout = Layout.of(pages, pool_of(device, host_path))
+        if not again:
+            layout.reserve()
     return Executable(
         code=code,
         functions=load(code, interface, f"{name} again" if again else name, graph.kernels),
         targets=targets,
-        specs=_specs(code, interface),
+        specs=tuple(tuple(map(specs.get, slice_)) for slice_ in code.handed) if specs else (),
         distributed=tuple(position[value] for value, _ in interface.distributed),
         outputs=outputs,
         relations=relations(graph, interface),
@@ -114,26 +118,11 @@ def build(
     )
 
 
-def _specs(code: Code, interface: Interface) -> tuple[tuple[Any, ...], ...]:
-    """Return for each slice the DTensor specs of the gradients that it returns, None for plain
-    tensors; () if the module has no DTensors."""
-    specs = dict(interface.distributed)
-    return tuple(tuple(map(specs.get, slice_)) for slice_ in code.handed) if specs else ()
-
-
 def _strides(graph: CDGraph, output: OutputLeaf) -> Strides | None:
     if output.tangent is None:
         return None
     strides, spec = graph.values[output.tangent].spec.stride, output.tangent_spec
     return strides if spec is None else PlacedStrides(strides, spec)
-
-
-def _layout(code: Code, host_path: str | None) -> Layout | None:
-    if not code.pages:
-        return None
-    (device,) = {device for _, _, device in code.pages}  # several were refused before the search
-    pages = ((name, size_bytes) for name, size_bytes, _ in code.pages)
-    return Layout.of(pages, pool_of(device, host_path))
 
 
 def _early(

@@ -71,12 +71,7 @@ def _execute(
     known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch, "math": math}
     for identifier, op in operators:
-        namespace[identifier] = known.get(op) or _operator(op)
+        namespace[identifier] = known.get(op) or resolve(op)._op
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), namespace)
     return namespace
-
-
-def _operator(op: str) -> Callable[..., Any]:
-    overloaded: Callable[..., Any] = resolve(op)._op
-    return overloaded

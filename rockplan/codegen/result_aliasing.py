@@ -53,14 +53,11 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
     )
     made_from = {i: interface.outputs[i].made_from for i in values}
     in_order = sorted(values, key=lambda i: len(made_from[i]))
-    apart = tuple((i, _direct(made_from, i)) for i in in_order) if len(values) > 1 else ()
-    return Relations(interface.results, apart, tuple(made_from.items()), overlapping)
-
-
-def _direct(made_from: Mapping[int, tuple[int, ...]], made: int) -> tuple[int, ...]:
-    """Those without another result in between."""
-    beyond = {i for between in made_from[made] for i in made_from[between]}
-    return tuple(i for i in made_from[made] if i not in beyond)
+    apart: list[tuple[int, tuple[int, ...]]] = []
+    for made in in_order if len(values) > 1 else ():
+        beyond = {i for between in made_from[made] for i in made_from[between]}
+        apart.append((made, tuple(i for i in made_from[made] if i not in beyond)))
+    return Relations(interface.results, tuple(apart), tuple(made_from.items()), overlapping)
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:

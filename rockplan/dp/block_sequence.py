@@ -104,10 +104,18 @@ def _fastest(
             for o in family
             if _fits(limits, position, label.saved_bytes, o)
         ]
-        labels = _thinned(_useful(extended))
+        labels = _useful(extended)
+        if len(labels) > LABELS:
+            last = len(labels) - 1
+            labels = [labels[i * last // (LABELS - 1)] for i in range(LABELS)]
     if not labels:
         return None
-    return _options(min(labels, key=lambda label: label.time_ns))
+    options: list[BoundedOption] = []
+    label: _Label | None = min(labels, key=lambda label: label.time_ns)
+    while label is not None and label.option is not None:
+        options.append(label.option)
+        label = label.before
+    return tuple(options[::-1])
 
 
 def least_budget(
@@ -193,18 +201,3 @@ def _useful(labels: Iterable[_Label]) -> list[_Label]:
         if not useful or label.time_ns < useful[-1].time_ns:
             useful.append(label)
     return useful
-
-
-def _thinned(labels: list[_Label]) -> list[_Label]:
-    if len(labels) <= LABELS:
-        return labels
-    last = len(labels) - 1
-    return [labels[i * last // (LABELS - 1)] for i in range(LABELS)]
-
-
-def _options(label: _Label | None) -> tuple[BoundedOption, ...]:
-    options: list[BoundedOption] = []
-    while label is not None and label.option is not None:
-        options.append(label.option)
-        label = label.before
-    return tuple(options[::-1])

@@ -192,7 +192,11 @@ def _order(
 ) -> Orders:
     if role is _Role.FIRST:
         return Orders(tuple(forward), tuple(backward))
-    return Orders(*without_idle(problem, forward, backward, executed=_repeatable(problem)))
+    # A further run leaves out what may run again and is not needed, and what makes nothing. Results
+    # of a node that may run only once are kept, and counted where it runs, as if every run made
+    # them.
+    repeatable = frozenset(n.index for n in problem.forward if n.recomputable or not n.writes)
+    return Orders(*without_idle(problem, forward, backward, executed=repeatable))
 
 
 def _with_droppable_input(block: Block, problem: CDGraph) -> CDGraph:
@@ -213,13 +217,6 @@ def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
         if data in problem.nodes[index].writes:
             return False
     return False
-
-
-def _repeatable(problem: CDGraph) -> frozenset[int]:
-    """Return the forward nodes that a second or later forward run of the block may leave out: those
-    that may run again, and those that make nothing. The results of a node that may run only once
-    are kept; they are counted where it runs, as if every run made them."""
-    return frozenset(n.index for n in problem.forward if n.recomputable or not n.writes)
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:

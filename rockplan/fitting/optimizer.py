@@ -113,7 +113,11 @@ def optimizer_steps(
                 made = _made_by(given, fakes)
             on_cuda = as_on_cuda or all(p.is_cuda for p in fakes.values())
             _choose_foreach(made, on_cuda)
-            scaler = _scaler(fakes) if step.grad_scaler else None
+            scaler = None
+            if step.grad_scaler:
+                device = next(iter(fakes.values())).device
+                scaler = torch.amp.GradScaler(device.type)
+                scaler.scale(torch.zeros((), device=device))
         gc.collect()
         built = left_alive((*held, *tracker.changes))
         parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda, tracker)
@@ -272,13 +276,6 @@ class _Stepping:
     def emptied(self) -> frozenset[str]:
         self.optimizer.zero_grad()
         return frozenset(name for name, fake in self.fakes.items() if fake.grad is not None)
-
-
-def _scaler(fakes: Mapping[str, torch.Tensor]) -> torch.amp.GradScaler:
-    device = next(iter(fakes.values())).device
-    scaler = torch.amp.GradScaler(device.type)
-    scaler.scale(torch.zeros((), device=device))
-    return scaler
 
 
 def _with_owner(

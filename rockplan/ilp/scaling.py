@@ -82,7 +82,9 @@ def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, in
     together.) The smallest ones, up to `tiny_share` of keep-all's peak."""
     limit_bytes = tiny_share * simulate(problem, keep_all(problem)).peak_bytes
     view = GraphView(problem)
-    weights = [(_states_bytes(view), -1)]
+    # Generator states: one for each random node, and one during a replay.
+    states = view.state_bytes[: len(problem.forward)]
+    weights = [(sum(states) + max(states, default=0), -1)]
     # Twice: a re-execution may make a second copy of a storage that is held.
     weights += [(2 * view.sizes[d], d) for d in _activations(problem) if d not in view.dropped]
     chosen: set[int] = set()
@@ -97,10 +99,3 @@ def _tiny(problem: CDGraph, tiny_share: float) -> tuple[frozenset[int], bool, in
 
 def _activations(problem: CDGraph) -> list[int]:
     return [d.index for d in problem.data if d.kind is DataKind.ACTIVATION]
-
-
-def _states_bytes(view: GraphView) -> int:
-    """Return the bytes of generator states that may be alive at once: one for each random node, and
-    one during a replay."""
-    states = view.state_bytes[: len(view.graph.forward)]
-    return sum(states) + max(states, default=0)

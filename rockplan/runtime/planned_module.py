@@ -209,13 +209,12 @@ def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., A
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         call = (args, kwargs)
-        return run(bound, call, trees.tree_leaves(call), _no_other_plan)
+        return run(bound, call, trees.tree_leaves(call), no_other_plan)
+
+    def no_other_plan(pattern: Pattern) -> Executable:
+        raise BackwardError(f"the incoming gradients are not as planned: {pattern}")
 
     return forward
-
-
-def _no_other_plan(pattern: Pattern) -> Executable:
-    raise BackwardError(f"the incoming gradients are not as planned: {pattern}")
 
 
 def planned_module(

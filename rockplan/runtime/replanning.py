@@ -12,12 +12,10 @@ import logging
 import operator
 import time
 from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from rockplan.codegen.executable import Executable, Pattern
 from rockplan.errors import (
@@ -92,7 +90,10 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             state.warned.add(call_checks.SHARDING)
             call_checks.warn_of_sharding(planned, state.settings.is_in_place)
     if bound is None:
-        if not (planned.training and _has_gradients(planned, leaves)):
+        tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        trained = itertools.chain(planned.parameters(), tensors)
+        # (One half of a GAN has no gradients while the other trains.)
+        if not (planned.training and any(t.requires_grad for t in trained)):
             return None
         if state.latest is None and not state.programs:
             call_checks.refuse_capture(planned, leaves)
@@ -175,7 +176,11 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
             module_signature(planned, original_forward(planned), ())
         )
         return None
-    _note_read(planned, call, unread, program.interface.unread)
+    if unread:
+        spec, now = call.key[0], program.interface.unread
+        state.read[spec] = state.read.get(spec, frozenset()) | (unread - now)
+        state.unread[spec] = now
+        call.key = spec, call_key((call.args, call.kwargs), call.leaves, now)
     known = (b for bounds in state.programs.values() for b in bounds)
     signature = known_signature(known, program)
     bound = bind(planned, original_forward(planned), program, signature)
@@ -203,17 +208,6 @@ def _unread(planned: HasPlans, call: Called) -> frozenset[int]:
             if any(own[i] != then[i + is_open] for i in may):
                 return unread | may
     return unread
-
-
-def _note_read(
-    planned: HasPlans, call: Called, asked: frozenset[int], unread: frozenset[int]
-) -> None:
-    if not asked:
-        return
-    state, spec = planned._rockplan, call.key[0]
-    state.read[spec] = state.read.get(spec, frozenset()) | (asked - unread)
-    state.unread[spec] = unread
-    call.key = spec, call_key((call.args, call.kwargs), call.leaves, unread)
 
 
 _OTHER_OUTPUTS = Difference(
@@ -361,7 +355,7 @@ class Situation:
             other = bind_now(module, self._program(pattern))
         else:
             bounds.remove(other)
-        if self._is_preferred(pattern):
+        if not state.settings.outputs_chosen or self._is_of_planned_outputs(pattern):
             # Calls of other sizes will most likely start so, too.
             state.programs.pop(opened_key(self.call.key), None)
             bounds.append(other)
@@ -408,17 +402,6 @@ class Situation:
         )
         return called
 
-    def _is_preferred(self, pattern: Pattern) -> bool:
-        chosen = self._is_of_planned_outputs(pattern)
-        return chosen or not self.planned._rockplan.settings.outputs_chosen
-
     def _is_of_planned_outputs(self, pattern: Pattern) -> bool:
         planned = self.bound.program.executable.pattern
         return [s is None for s in planned] == [s is None for s in pattern]
-
-
-def _has_gradients(module: nn.Module, leaves: Sequence[Any]) -> bool:
-    """True if a parameter or argument requires a gradient. (One half of a GAN has none while the
-    other trains.)"""
-    arguments = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
-    return any(t.requires_grad for t in itertools.chain(module.parameters(), arguments))

@@ -113,8 +113,14 @@ class _Tries:
         return self.best is not before
 
     def take(self, tried: _Tried) -> None:
-        if tried.made.time_ns < self.most_ns and _fits(tried.made, self.goal):
-            self.best, self.most_ns = tried, tried.made.time_ns
+        made, goal = tried.made, self.goal
+        assert goal.host is not None and goal.budget_bytes is not None
+        if made.storages and made.time_ns < self.most_ns:
+            verify(made.graph, made.schedule)
+            found = simulate(made.graph, made.schedule)
+            is_within = found.peak_bytes <= goal.budget_bytes
+            if is_within and found.host_peak_bytes <= goal.host.size_bytes:
+                self.best, self.most_ns = tried, made.time_ns
 
     def _tried(self, ranked: Sequence[int], amount: float) -> _Tried | None:
         """None if nothing is carried, the effort is spent, or the plan takes most_ns even without
@@ -138,14 +144,6 @@ def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent
     link = goal.host.link.share(SHARE)
     made = placed(goal.graph, storages, found.schedule.phases, link, goal.budget_bytes)
     return _Tried(storages, asked, found, made)
-
-
-def _fits(made: Placed, goal: Goal) -> bool:
-    assert goal.host is not None and goal.budget_bytes is not None
-    verify(made.graph, made.schedule)
-    found = simulate(made.graph, made.schedule)
-    is_within = found.peak_bytes <= goal.budget_bytes
-    return bool(made.storages) and is_within and found.host_peak_bytes <= goal.host.size_bytes
 
 
 def by_worth(graph: CDGraph) -> list[int]:

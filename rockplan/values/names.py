@@ -29,7 +29,8 @@ def operation_names(graph: CDGraph) -> tuple[str, ...]:
     seen: Counter[str] = Counter()
     names = []
     for node in graph.nodes:
-        stem = _stem(node)
+        phase = "backward/" if node.phase is Phase.BACKWARD else ""
+        stem = f"{node.module or ROOT}/{phase}{operator_of(node)}"
         names.append(f"{stem}#{seen[stem]}" if seen[stem] else stem)
         seen[stem] += 1
     return tuple(names)
@@ -50,11 +51,6 @@ def activation_names(graph: CDGraph) -> tuple[str, ...]:
 def operator_of(node: ComputeNode) -> str:
     """Return 'addmm' for the node 'addmm_12'."""
     return re.sub(r"_\d+$", "", node.name)
-
-
-def _stem(node: ComputeNode) -> str:
-    phase = "backward/" if node.phase is Phase.BACKWARD else ""
-    return f"{node.module or ROOT}/{phase}{operator_of(node)}"
 
 
 def pattern_of(name: str) -> str:

@@ -29,7 +29,7 @@ class Releasable:
         """Return a text that says which leaves of the result take how many bytes, and which options
         release them. used: positions of leaves that the options release already."""
         one = len(self.positions) == 1
-        names = f"leaf {self.positions[0]}" if one else f"leaves {self._listed}"
+        names = f"{'leaf' if one else 'leaves'} {', '.join(map(str, self.positions))}"
         released = tuple(sorted({*self.positions, *used}))
         return (
             f"{names} of the result ({format_bytes(self.size_bytes)}; logits, for instance) "
@@ -37,10 +37,6 @@ class Releasable:
             f"the loss is all that a step keeps (as in trainers), Options(released={released}) "
             "leaves that memory to the plan, and with Options(only_loss=True) it is never made"
         )
-
-    @property
-    def _listed(self) -> str:
-        return ", ".join(map(str, self.positions))
 
 
 def releasable(

@@ -174,7 +174,10 @@ def formulate(stages: Stages) -> StageModel:
     model.within_peak("memory_after_the_last_stage", [], stages.tail_bytes)
     _add_forward_memory(model)
     _add_start_memory(model)
-    saved = _add_saved(model)
+    # Bytes alive between the phases besides outputs have a budget of their own.
+    kept_apart = [d for d in stages.stages[0].wanted if d not in stages.units.graph.outputs]
+    terms = [term for d in kept_apart for term in model.kept(0, d)]
+    saved = model.memory("saved_at_the_turn", terms, stages.held_bytes)
     columns = {variable: k for k, variable in enumerate(model.variables)}
     return StageModel(
         stages=stages,
@@ -341,12 +344,3 @@ def _add_start_memory(model: _Model) -> None:
     outputs_bytes = sum(model.bytes(d) for d in outputs if d not in not_free)
     constant_bytes = model.stages.start_bytes + outputs_bytes
     model.within_peak("memory_at_the_turn", terms, constant_bytes)
-
-
-def _add_saved(model: _Model) -> MemoryRow:
-    """Add the constraint on the bytes alive between the phases besides outputs, and return it: it
-    is limited by the budget of saved bytes, not by that of the peak."""
-    outputs = set(model.stages.units.graph.outputs)
-    wanted = model.stages.stages[0].wanted
-    terms = [term for d in wanted if d not in outputs for term in model.kept(0, d)]
-    return model.memory("saved_at_the_turn", terms, model.stages.held_bytes)

@@ -136,7 +136,8 @@ class ParetoSearch:
         if self.model is None or self.is_late():
             return None
         solver = self.settings.solver
-        started, limit_s = clock_s(solver), self._solve_limit_s
+        started = clock_s(solver)
+        limit_s = max(self.deadline - started, 0.0) / 4
         solution = solve_stages(self.model, *corner, time_limit_s=limit_s, gap=gap, solver=solver)
         self.is_cut = self.is_cut or clock_s(solver) >= started + limit_s
         self.solves += 1
@@ -151,10 +152,6 @@ class ParetoSearch:
         """True if the time limit has struck."""
         self.is_cut = self.is_cut or clock_s(self.settings.solver) >= self.deadline
         return self.is_cut
-
-    @property
-    def _solve_limit_s(self) -> float:
-        return max(self.deadline - clock_s(self.settings.solver), 0.0) / 4
 
 
 def clock_s(solver: str) -> float:
@@ -215,7 +212,9 @@ def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
         return (limit, other) if axis == 0 else (other, limit)
 
     smallest = min(a.needs[axis] for a in search.answers if _covers(corner(UNLIMITED), a.needs))
-    least = limit = _least(search, axis)
+    assert search.model is not None
+    rows = (search.model.saved,) if axis else search.model.peak
+    least = limit = max(row.constant_bytes for row in rows)
     while least < smallest:
         answer = search.solve(corner(limit), gap=1.0)
         if answer is not None and answer.needs[axis] < smallest:
@@ -227,13 +226,6 @@ def _smallest(search: ParetoSearch, axis: int, other: int) -> int:
             return smallest
     search.infeasible.append(corner(smallest - 1))
     return smallest
-
-
-def _least(search: ParetoSearch, axis: int) -> int:
-    assert search.model is not None
-    if axis == 1:
-        return search.model.saved.constant_bytes
-    return max(row.constant_bytes for row in search.model.peak)
 
 
 def _fill(search: ParetoSearch, ends: list[Corner]) -> None:

@@ -75,7 +75,8 @@ def find_stages(units: Units) -> Stages:
     order = range(len(graph.nodes))
     n_forward = len(graph.forward)
     once = with_frees(graph, order[:n_forward], order[n_forward:])
-    during = _during(_weightless(graph, free), once)
+    weightless = (replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
+    during = _during(replace(graph, data=tuple(weightless)), once)
     stages = _stages(view, free, during)
     forward_only = _during(graph, with_frees(graph, range(n_forward), []))
     held = {d for d in view.held if graph.data[d].kind is DataKind.ACTIVATION}
@@ -130,11 +131,6 @@ def _free(units: Units) -> frozenset[int]:
     states = (state for i, state in view.states.items() if view.state_bytes[i])
     activations = (d.index for d in units.graph.data if d.kind is DataKind.ACTIVATION)
     return frozenset((*activations, *states)) - units.tiny - view.held
-
-
-def _weightless(graph: CDGraph, free: frozenset[int]) -> CDGraph:
-    data = tuple(replace(d, size_bytes=0) if d.index in free else d for d in graph.data)
-    return replace(graph, data=data)
 
 
 def _during(graph: CDGraph, schedule: Schedule) -> dict[int, int]:
