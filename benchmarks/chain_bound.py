@@ -6,8 +6,7 @@ what any sequence of the recurrence takes; nothing can be decoded from it.
 
 from __future__ import annotations
 
-from rockplan.dp.grid import Grid
-from rockplan.dp.recurrence import Table, best_choices, empty_table
+from rockplan.dp.recurrence import Grid, Table, best_choices, empty_table
 from rockplan.dp.segments import Integers, Segments, choices
 
 

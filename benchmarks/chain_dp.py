@@ -18,9 +18,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from benchmarks.chain_bound import lower_bound_ns, optimistic_table
-from rockplan.dp.grid import bucket_count, grid
 from rockplan.dp.links import Link, Operation, RunForward, RunOption, links
-from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
+from rockplan.dp.recurrence import bucket_count, decode, fastest_need, grid, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
 from rockplan.values.graph import Phase
 from testing.families import families, gpt_problems, join

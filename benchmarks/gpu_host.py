@@ -27,8 +27,7 @@ from benchmarks.gpu_worker import Row, worker
 from rockplan.checkpointing.wrap import per_block, sharing_copy
 from rockplan.paging import files
 from rockplan.paging.arenas import pool_of
-from rockplan.paging.link import measured_link
-from rockplan.paging.pages import new_storage
+from rockplan.paging.pages import measured_link, new_storage
 from rockplan.paging.pinned import PinnedArena
 from rockplan.values.copies import paged
 from testing import models

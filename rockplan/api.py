@@ -59,8 +59,8 @@ from rockplan.runtime.program import MakeProgram, ModuleCall, OnRefused, Planned
 from rockplan.runtime.replanning import say_refused
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
-from rockplan.search.budget_curve import curve_of
 from rockplan.search.in_flight import needed_bytes
+from rockplan.search.planning import curve_of
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, best_of
 from rockplan.values.interface import Interface

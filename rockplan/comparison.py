@@ -35,8 +35,8 @@ from rockplan.reports.pictures import Series
 from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import device_of, interleaved_seconds, machine, median_ratio, step_of
 from rockplan.values.columns import aligned
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import format_bytes
+from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.progress import report
 
 OneBudget = int | float | str | Budget

@@ -16,8 +16,7 @@ from benchmarks import stand_in
 from rockplan.errors import HostMemoryError, StalePlan
 from rockplan.paging import pages, pinned
 from rockplan.paging.arenas import pool_of
-from rockplan.paging.link import measured_link
-from rockplan.paging.pages import Pages
+from rockplan.paging.pages import Pages, measured_link
 from rockplan.paging.pinned import PinnedArena
 from rockplan.runtime.planned_state import latest_of
 from testing.models import Case, gpt2, llama

@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 
 from benchmarks.chain_bound import lower_bound_ns, optimistic_table
-from rockplan.dp.grid import Grid, bucket_count, grid
 from rockplan.dp.links import (
     ForwardCost,
     Link,
@@ -27,9 +26,12 @@ from rockplan.dp.links import (
 )
 from rockplan.dp.recurrence import (
     NEVER,
+    Grid,
     Table,
+    bucket_count,
     decode,
     fastest_need,
+    grid,
     minimum_needs,
     solve,
 )

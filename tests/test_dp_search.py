@@ -10,12 +10,10 @@ from dataclasses import replace
 
 import pytest
 
-from rockplan.dp.chain_solver import ChainSolver
-from rockplan.dp.grid import grid
+from rockplan.dp.chain_solver import ChainSolver, pinned_storages, stitch
 from rockplan.dp.links import Operation, RunForward, RunOption, links
-from rockplan.dp.recurrence import decode, fastest_need, minimum_needs, solve
+from rockplan.dp.recurrence import decode, fastest_need, grid, minimum_needs, solve
 from rockplan.dp.segments import intern_segments
-from rockplan.dp.stitch import pinned_storages, stitch
 from rockplan.oracles.simulate import simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, OptionFamily

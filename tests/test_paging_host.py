@@ -19,8 +19,7 @@ from rockplan.machine import is_in_memory
 from rockplan.paging import files
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.files import FileArena
-from rockplan.paging.link import measured_link
-from rockplan.paging.pages import Layout, Pages
+from rockplan.paging.pages import Layout, Pages, measured_link
 
 
 def store(pages: Pages, tensor: torch.Tensor) -> None:

@@ -30,8 +30,8 @@ from rockplan.reports.timeline import (
     planned_timeline,
     timeline_of,
 )
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
+from rockplan.values.profile import MeasuredTimeline
 from testing.graphs import random_graph, random_recomputations
 from testing.training import QUICK
 

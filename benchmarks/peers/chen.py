@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from benchmarks.peers.orders import checked_schedule
-from rockplan.dp.stitch import pinned_storages
+from rockplan.dp.chain_solver import pinned_storages
 from rockplan.values.block import Block
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule

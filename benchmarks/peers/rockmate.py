@@ -17,8 +17,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from rockplan.dp.chain_solver import stitch
 from rockplan.dp.links import Operation, RunForward, RunOption
-from rockplan.dp.stitch import stitch
 from rockplan.ilp.blocks.decode import keep_all_orders, price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.seeds import seed_orders

@@ -14,7 +14,7 @@ from functools import partial
 from typing import TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
-from rockplan.codegen.expressions import function_of
+from rockplan.codegen.load import function_of
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options

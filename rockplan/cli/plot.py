@@ -18,8 +18,8 @@ from rockplan.options import Options
 from rockplan.reports import html, pictures, timeline
 from rockplan.reports.progress_bars import waiting
 from rockplan.store.plan_file import write_whole
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan
+from rockplan.values.profile import MeasuredTimeline
 
 EXAMPLE = "Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 0.5"
 

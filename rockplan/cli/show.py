@@ -15,9 +15,8 @@ from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
 from rockplan.options import Options
-from rockplan.reports.listing import kernel_calls, kernel_listing
+from rockplan.reports.listing import kernel_calls, kernel_listing, passes_trace
 from rockplan.reports.progress_bars import waiting
-from rockplan.reports.search_trace import passes_trace
 from rockplan.values.plan import Plan
 
 EXAMPLE = "Example: rockplan show rockplan.examples:mlp -b min --code"

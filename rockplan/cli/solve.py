@@ -15,8 +15,8 @@ from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
+from rockplan.reports.listing import passes_trace, search_trace
 from rockplan.reports.progress_bars import waiting
-from rockplan.reports.search_trace import passes_trace, search_trace
 from rockplan.store.plan_file import write_whole
 from rockplan.values.plan import Plan
 
@@ -110,7 +110,7 @@ def solve(
         exported = [_written(export, asked, plan, write_code) for asked, plan in pairs]
         programs: list[Path] = []
         if write_lp is not None:
-            from rockplan.search.block_programs import write_programs
+            from rockplan.search.block_families import write_programs
 
             for asked, plan in pairs:
                 if isinstance(plan, Plan):

@@ -1,6 +1,6 @@
-"""Load: generated text -> functions.
+"""Load: generated text, and expressions of sizes (`values.sizes`) -> functions.
 
-The text always comes from `emit` in this process, never from a file.
+The texts always come from `emit` or a recording in this process, never from a file.
 """
 
 from __future__ import annotations
@@ -8,13 +8,14 @@ from __future__ import annotations
 import linecache
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from rockplan.codegen.emit import Code, emit_guard
+from rockplan.graph_builder.costs.open_workspaces import PREFIX
 from rockplan.graph_builder.fusion.kernels import functions_of
 from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
@@ -75,3 +76,36 @@ def _execute(
     linecache.cache[filename] = (len(text), None, text.splitlines(True), filename)
     exec(compile(text, filename, "exec"), namespace)
     return namespace
+
+
+def function_of(names: Iterable[str], texts: Iterable[str]) -> Callable[[tuple[int, ...]], Any]:
+    """Return a function: values of the symbols `names` -> tuple of the values of `texts`."""
+    lines = ["def evaluate(sizes):"]
+    listed = "".join(f"{name}, " for name in names)
+    lines += [f"    {listed}= sizes"] if listed else []
+    lines += [f"    return ({''.join(f'{text}, ' for text in texts)})"]
+    return loaded(lines, "evaluate")
+
+
+@dataclass(frozen=True, slots=True)
+class Expressions:
+    """Expressions that are evaluated together."""
+
+    texts: tuple[str, ...]
+    function: Callable[[tuple[int, ...]], tuple[int | float, ...]]
+
+    @classmethod
+    def of(cls, names: Iterable[str], texts: Iterable[str]) -> Expressions:
+        kept = tuple(t for t in dict.fromkeys(texts) if not t.startswith(PREFIX))
+        return cls(kept, function_of(names, kept))
+
+    def at(self, sizes: tuple[int, ...]) -> dict[str, int | float]:
+        return dict(zip(self.texts, self.function(sizes), strict=True))
+
+
+def loaded(lines: Iterable[str], name: str) -> Callable[..., Any]:
+    """Return the function `name` of Python text in which expressions stand."""
+    namespace: dict[str, Any] = {"math": math, "torch": torch}
+    exec("\n".join(lines), namespace)
+    made: Callable[..., Any] = namespace[name]
+    return made

@@ -13,20 +13,29 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
-from rockplan.dp.grid import bucket_count, grid, tables_at_once
-from rockplan.dp.links import Operation, links
-from rockplan.dp.recurrence import OutOfTime, Table, decode, fastest_need, minimum_needs, solve
+from rockplan.dp.links import Operation, RunForward, links
+from rockplan.dp.recurrence import (
+    OutOfTime,
+    Table,
+    bucket_count,
+    decode,
+    fastest_need,
+    grid,
+    minimum_needs,
+    solve,
+    tables_at_once,
+)
 from rockplan.dp.segments import intern_segments
-from rockplan.dp.stitch import stitch
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, OptionFamily
-from rockplan.values.graph import CDGraph
-from rockplan.values.schedule import Schedule, keep_all
+from rockplan.values.graph import CDGraph, Phase
+from rockplan.values.order import without_idle
+from rockplan.values.schedule import Schedule, keep_all, with_frees
 
 Operations = tuple[Operation, ...]
 
@@ -84,7 +93,10 @@ class ChainSolver:
             simulated = self._simulated(sequences, deadline)
             fitting = [o for o in simulated if self._simulate(o).peak_bytes <= budget_bytes]
             if fitting:
-                return self._stitch(min(fitting, key=self._time_and_peak))
+                needs = {o: self._simulate(o) for o in fitting}
+                return self._stitch(
+                    min(fitting, key=lambda o: (needs[o].time_ns, needs[o].peak_bytes))
+                )
         return None
 
     def _simulated(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
@@ -147,10 +159,6 @@ class ChainSolver:
             )
         return self._tables[reach_bytes]
 
-    def _time_and_peak(self, operations: Operations) -> tuple[int, int]:
-        simulation = self._simulate(operations)
-        return simulation.time_ns, simulation.peak_bytes
-
     def _simulate(self, operations: Operations) -> Simulation:
         if operations not in self._simulations:
             schedule = self._stitch(operations)
@@ -160,3 +168,47 @@ class ChainSolver:
 
     def _stitch(self, operations: Operations) -> Schedule:
         return stitch(self._graph, self._blocks, self._families, operations)
+
+
+def stitch(
+    graph: CDGraph,
+    blocks: Sequence[Block],
+    families: Sequence[OptionFamily],
+    operations: Iterable[Operation],
+) -> Schedule:
+    """Convert operations on blocks to a schedule of the whole graph that frees every storage as
+    early as possible. The backward phase begins with the first backward of the last block;
+    executions whose results nothing reads are left out. families: the options of each block, to
+    which operations refer."""
+    forward: list[int] = []
+    backward: list[int] = []
+    phase = forward
+    for operation in operations:
+        block = blocks[operation.block]
+        if isinstance(operation, RunForward):
+            phase += block.forward
+            continue
+        is_backward = operation.phase is Phase.BACKWARD
+        if is_backward and operation.block == len(blocks) - 1:
+            phase = backward
+        option = families[operation.block].options[operation.option]
+        nodes = (*block.forward, *block.backward)
+        phase += [nodes[i] for i in (option.backward if is_backward else option.forward)]
+    kept = pinned_storages(graph, blocks)
+    return with_frees(graph, *without_idle(graph, forward, backward, kept=kept))
+
+
+def pinned_storages(graph: CDGraph, blocks: Sequence[Block]) -> frozenset[int]:
+    """Return the storages made in the forward that some block reads although another one made them
+    and they are not its input (the separator before it). A schedule of blocks keeps them from their
+    first computation to their last use."""
+    block_of = {n: b.index for b in blocks for n in (*b.forward, *b.backward)}
+    made_in = {d: block_of[n.index] for n in graph.forward for d in n.writes}
+    return frozenset(
+        d
+        for node in graph.nodes
+        for d in node.reads
+        if d in made_in
+        and block_of[node.index] != made_in[d]
+        and d != blocks[block_of[node.index]].input
+    )

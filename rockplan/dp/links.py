@@ -2,7 +2,7 @@
 
 takes: blocks in chain order with the options of each. returns: one Link per block, equal for blocks
 that the program cannot tell apart. guarantees: every cost is simulated on the problem of the block,
-as `rockplan.dp.stitch` will execute it.
+as `rockplan.dp.chain_solver` will execute it.
 
 Costs of a block leave out its input and its background; peaks include its output while that is
 alive. Rockmate (appendix C) holds every input until its block has run backward; here there are also

@@ -20,11 +20,18 @@ from rockplan.reports.explain import (
     price_text,
     recomputation_groups,
 )
-from rockplan.reports.palette import COLOURS, KEPT_COLOUR, RUN_COLOURS, group_colours, run_labels
-from rockplan.reports.pictures import Series, plan_series
+from rockplan.reports.pictures import (
+    COLOURS,
+    KEPT_COLOUR,
+    RUN_COLOURS,
+    Series,
+    group_colours,
+    plan_series,
+    run_labels,
+)
 from rockplan.reports.timeline import MemoryTimeline, block_rows, eager_timeline, planned_timeline
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.plan import Plan, format_bytes, plan_in
+from rockplan.values.profile import MeasuredTimeline
 
 
 def html_report(

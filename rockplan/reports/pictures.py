@@ -19,13 +19,13 @@ from typing import Any, Literal
 import graphviz
 
 from rockplan.errors import InvalidInput, MissingLibrary
-from rockplan.reports import palette
 from rockplan.reports import timeline as timelines
+from rockplan.reports.timeline import CALLER, OTHERS, BlockRow
 from rockplan.values.curve import Curve
 from rockplan.values.graph import producers
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.names import operation_names, operator_of
 from rockplan.values.plan import Plan, format_bytes, plan_in, recomputations
+from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.schedule import kept_data
 
 Format = Literal["svg", "png"]
@@ -34,6 +34,31 @@ _MARKERS = ("s", "^", "D", "v", "P", "X", "*")
 _MIB = 2**20
 _MANY_POINTS = 12
 """Lines with more points than this have small marks."""
+
+COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+FILLS = ("#BFDDF2", "#FBE3B0", "#B9E4D6", "#EFD3E2", "#D5ECFA", "#F6C9B0", "#FAF5B8", "#E2E2E2")
+RUN_LABELS = {
+    "forward": "forward",
+    "again": "forward again",
+    "backward": "backward",
+    "copy": "copy to or from the host",
+}
+RUN_COLOURS = dict(zip(RUN_LABELS, COLOURS, strict=False))
+KEPT_COLOUR = "#8FD3BC"
+
+
+def run_labels(rows: Sequence[BlockRow]) -> dict[str, str]:
+    """Return kind of run -> label, for the kinds in `rows`."""
+    kinds = {kind for row in rows for _, _, kind in row.runs}
+    return {kind: label for kind, label in RUN_LABELS.items() if kind in kinds}
+
+
+def group_colours(groups: Sequence[str]) -> dict[str, str]:
+    """Return a colour for each group, in order of first appearance; grey for the caller and
+    others."""
+    named = [g for g in dict.fromkeys(groups) if g not in (CALLER, OTHERS)]
+    colours = {g: COLOURS[i % len(COLOURS)] for i, g in enumerate(named)}
+    return {**colours, CALLER: "#9A9A9A", OTHERS: "#C8C8C8"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +111,7 @@ def draw_memory(
         (timelines.eager_timeline(drawn_plan), eager_measured, None),
         (timelines.planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
     )
-    colours = palette.group_colours([g for predicted, _, _ in rows for g in predicted.groups])
+    colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
     figure = _figure(9, 5.6)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
     for axis, (predicted, measurement, budget_bytes) in zip(axes, rows, strict=True):
@@ -160,7 +185,7 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
         y = [100 * overhead for _, overhead, _ in series_points.points]
         style = "o-" if series_points.connected else next(markers)
         size = 3 if len(x) > _MANY_POINTS else 7
-        look = {"markersize": size, "color": palette.COLOURS[number % len(palette.COLOURS)]}
+        look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
         if not series_points.connected:
             look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
         axis.plot(x, y, style, label=series_points.name, zorder=2 + number, **look)
@@ -206,14 +231,14 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
 def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: int) -> None:
     """highest_bytes: the largest of any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
-    for kind, colour in palette.RUN_COLOURS.items():
+    for kind, colour in RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
         axis.broken_barh(spans, (position + 0.08, 0.34), facecolors=colour, edgecolors="none")
     times = [t / 1e6 for t, _ in row.alive]
     if len(times) > 1:
         base = position + 0.95
         heights = [base - 0.47 * alive / max(highest_bytes, 1) for _, alive in row.alive[:-1]]
-        axis.stairs(heights, times, baseline=base, fill=True, color=palette.KEPT_COLOUR)
+        axis.stairs(heights, times, baseline=base, fill=True, color=KEPT_COLOUR)
     axis.annotate(
         format_bytes(row.saved_bytes),
         (1, position + 0.5),
@@ -227,10 +252,8 @@ def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: 
 
 def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     patches = importlib.import_module("matplotlib.patches")
-    entries = [
-        (label, palette.RUN_COLOURS[kind]) for kind, label in palette.run_labels(rows).items()
-    ]
-    entries.append(("activations alive (bytes)", palette.KEPT_COLOUR))
+    entries = [(label, RUN_COLOURS[kind]) for kind, label in run_labels(rows).items()]
+    entries.append(("activations alive (bytes)", KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
@@ -244,7 +267,7 @@ def graph_dot(plan: Plan, *, operations: bool = False) -> str:
     drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
     drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
     kinds = {digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in plan.blocks))}
-    fills = [palette.FILLS[kinds[b.digest] % len(palette.FILLS)] for b in plan.blocks]
+    fills = [FILLS[kinds[b.digest] % len(FILLS)] for b in plan.blocks]
     (_operation_graph if operations else _block_graph)(drawing, plan, fills)
     return str(drawing.source)
 

@@ -19,9 +19,9 @@ from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager, producers
-from rockplan.values.measured_timeline import MeasuredTimeline
 from rockplan.values.names import ROOT, activation_names, operation_names, operator_of
 from rockplan.values.plan import Plan, format_bytes, plan_in
+from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 CALLER = "(caller)"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rockplan.codegen.expressions import Expressions, function_of, loaded
+from rockplan.codegen.load import Expressions, function_of, loaded
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, given_integers
 from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import graph_digest

@@ -1,4 +1,5 @@
-"""Options of blocks: solved once for equal blocks, and read from the cache if they are there.
+"""Options of blocks: solved once for equal blocks, and read from the cache if they are there; their
+integer programs as files.
 
 takes: Blocks, a Cache. returns: a family of options for each block. guarantees: an option from the
 cache is a legal schedule of the block with the bytes and time that it states.
@@ -8,16 +9,23 @@ from __future__ import annotations
 
 import functools
 from dataclasses import replace
+from pathlib import Path
 
 from rockplan.errors import IllegalSchedule
+from rockplan.graph_builder.partition import partition
 from rockplan.ilp.blocks.families import option_families
-from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.formulate import entries, formulate
+from rockplan.ilp.blocks.pareto_search import MAX_ENTRIES, Settings
+from rockplan.ilp.blocks.stages import find_stages
+from rockplan.ilp.scaling import UNLIMITED, in_units
+from rockplan.oracles.constraints import with_room_for_loss
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.store.cache import Cache
 from rockplan.store.fingerprint import planner
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph
+from rockplan.values.plan import Plan
 from rockplan.values.schedule import with_frees
 
 
@@ -65,3 +73,23 @@ def is_legal(problem: CDGraph, option: BlockOption) -> bool:
         option.backward_peak_bytes,
         option.time_ns,
     )
+
+
+def write_programs(plan: Plan, folder: Path, suffix: str = "") -> tuple[Path, ...]:
+    """Write an integer program in CPLEX's LP format for each kind of block: its fastest schedule
+    alone within the plan's budget, less what lives across the block. Returns the files:
+    `block-N.lp`, where N is the number of the first block of the kind; suffix: follows it. A kind
+    without a choice, or that is too large, has none."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written: dict[str, Path] = {}
+    graph = with_room_for_loss(plan.graph, plan.eager_peak_bytes)
+    for number, block in enumerate(partition(graph)):
+        units = in_units(block.problem)
+        stages = find_stages(units)
+        if block.digest in written or not 0 < entries(stages) <= MAX_ENTRIES:
+            continue
+        path = folder / f"block-{number}{suffix}.lp"
+        peak_bytes = plan.budget_bytes - units.reserve_bytes
+        formulate(stages).limited(peak_bytes, UNLIMITED).writeLP(str(path))
+        written[block.digest] = path
+    return tuple(written.values())

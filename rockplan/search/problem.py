@@ -23,7 +23,7 @@ from rockplan.options import Options
 from rockplan.oracles.constraints import constrain, with_room_for_loss
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.paging.arenas import pool_of
-from rockplan.paging.link import measured_link
+from rockplan.paging.pages import measured_link
 from rockplan.store.cache import Cache, default_folder
 from rockplan.values.block import Block
 from rockplan.values.copies import Host, HostLink

@@ -21,7 +21,7 @@ from torch import nn
 
 from rockplan.captures.captured_calls import captured_call
 from rockplan.captures.sizes import sized_calls
-from rockplan.codegen.expressions import Expressions, function_of
+from rockplan.codegen.load import Expressions, function_of
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys

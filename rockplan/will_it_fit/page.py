@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 
 from rockplan.reports.html import page, section, table
-from rockplan.reports.palette import COLOURS
+from rockplan.reports.pictures import COLOURS
 from rockplan.values.plan import format_bytes
 from rockplan.will_it_fit.answer import Fit, FitRow
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -49,7 +51,6 @@ from rockplan.will_it_fit.limits import (
     notes_of,
     refuse_elsewhere,
 )
-from rockplan.will_it_fit.messages import messages_once
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled, TooSmall
 from rockplan.will_it_fit.twin import twin_of, with_values
 
@@ -59,6 +60,33 @@ PASSES = 8
 """Numbers of passes that are tried to accumulate a batch."""
 
 Way = Callable[[PricedCall], Scheduled]
+
+_ONE_AT_A_TIME = threading.RLock()
+"""Contexts of two threads that end in another order would leave the function of one behind."""
+
+
+@contextlib.contextmanager
+def messages_once() -> Iterator[None]:
+    """In the `with` block, or the decorated function, drop log records of this thread that repeat
+    one (same logger, level and text). A forward that warns once by a function cache warns at each
+    capture: caches are put back."""
+    said: set[tuple[str, int, str]] = set()
+    thread = threading.get_ident()
+    with _ONE_AT_A_TIME:
+        handle = logging.Logger.handle
+
+        def once(logger: logging.Logger, record: logging.LogRecord) -> None:
+            """Handle a record in place of `Logger.handle`."""
+            message = record.name, record.levelno, record.getMessage()
+            if threading.get_ident() != thread or message not in said:
+                said.add(message)
+                handle(logger, record)
+
+        logging.Logger.handle = once  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            logging.Logger.handle = handle  # type: ignore[method-assign]
 
 
 @messages_once()

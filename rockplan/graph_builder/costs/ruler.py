@@ -20,7 +20,7 @@ from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.recorded.specs import CUDA_GRANULE_BYTES
-from rockplan.values.measured_timeline import MeasuredTimeline
+from rockplan.values.profile import MeasuredTimeline
 
 # Set before the first profiler session: otherwise each one writes two lines to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
