@@ -311,7 +311,7 @@ def runs(call: ModuleCall, forward: Callable[..., Any]) -> bool:
 
 
 def _detached() -> Callable[[torch.Tensor], torch.Tensor]:
-    """A tensor over the same memory, the same one each time, of the same class, and a leaf if that is
+    """Over the same memory, the same tensor each time, of the same class, and a leaf if that is
     one. Autograd history, later in-place results and hooks stay with the caller's tensor."""
     own: dict[int, torch.Tensor] = {}
 
