@@ -10,7 +10,8 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from rockplan.codegen.load import _FUNCTIONS, _operator
+from rockplan.codegen.load import _FUNCTIONS
+from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS, OperatorFacts
 
 X, Y, M = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6), torch.randn(6, 6)
@@ -104,7 +105,7 @@ def test_functions_call_their_operator_alone(op: str) -> None:
     for sample in SAMPLES[op]:
         found = reached(_FUNCTIONS[op], sample)
         assert found[0] == op
-        assert found == reached(_operator(op), sample)
+        assert found == reached(resolve(op)._op, sample)
 
 
 TENSOR_METHODS = {
@@ -127,4 +128,4 @@ def test_methods_call_their_operator_alone(row: OperatorFacts) -> None:
     found = reached(lambda t, *args: getattr(t, row.method)(*args), (tensor, *rest))
     # What `_unsafe_view` makes is a view to all but autograd.
     assert found[0] == row.name.replace("_unsafe_view", "view")
-    assert found == reached(_operator(found[0]), (tensor, *rest))
+    assert found == reached(resolve(found[0])._op, (tensor, *rest))
