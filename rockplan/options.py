@@ -299,11 +299,6 @@ def _host(name: str, given: Any) -> Any:
     return given or None
 
 
-def _link(name: str, given: Any) -> Any:
-    _bytes(name, given, "/s")
-    return given
-
-
 FSDP2 = "fit, shard='fsdp2'"
 
 _SECONDS = _checked(_seconds_of, "pass seconds, a number of at least 0")
