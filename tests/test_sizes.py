@@ -17,10 +17,12 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
+from rockplan.graph_builder.costs import scaled
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
 from rockplan.search.in_flight import needed_bytes
+from rockplan.values.graph import Call
 from rockplan.values.sizes import resized
 from testing import models
 from testing.graphs import repeated_chain
@@ -545,13 +547,41 @@ def test_sizes_in_a_range_mismatch_nothing() -> None:
 
 def test_workspaces_are_bounded_by_their_own_sizes() -> None:
     graph, _ = repeated_chain(random.Random(0), 2)
-    on = {"of the first": (0,), "of both": (0, 1)}
+    convolution = Call("aten.convolution.default", (), (), ())
+    nodes = (*graph.nodes[:-1], replace(graph.nodes[-1], calls=(convolution,)))
+    on = {"of the first": (0,), "of both": (0, 1), "by size": (0,)}
     known = {
-        (4, 9): {"of the first": 40, "of both": 49},
-        (8, 3): {"of the first": 80, "of both": 83},
+        "of the first": {(4,): 40, (8,): 80},
+        "of both": {(4, 9): 49, (8, 3): 83},
+        "by size": {(4,): 7, (8,): 5},
     }
-    open_ones = OpenWorkspaces(graph, dict.fromkeys(on, 0), on, (), frozenset(), known)
-    assert open_ones.bounds((4, 9)) == (known[4, 9], known[4, 9])
-    bounds = {"of the first": 40, "of both": 0}, {"of the first": 40, "of both": 49}
-    assert open_ones.bounds((4, 2)) == bounds
-    assert open_ones.bounds((8, 9)) == ({"of the first": 80, "of both": 83}, None)
+    of = {**dict.fromkeys(on, 0), "by size": len(nodes) - 1}
+    open_ones = OpenWorkspaces(replace(graph, nodes=nodes), of, on, known)
+    here = {"of the first": 40, "of both": 49, "by size": 7}
+    assert open_ones.bounds((4, 9)) == (here, here)
+    assert open_ones.bounds((4, 2)) == ({**here, "of both": 0}, here)
+    between = {"of the first": 40, "of both": 49, "by size": 0}
+    assert open_ones.bounds((5, 9)) == (between, {"of the first": 80})
+
+
+def test_only_convolutions_run_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    measure = scaled.measure_memory
+
+    def measured(inputs: Any, calls: dict[str, Call], *more: Any) -> Any:
+        ran.extend(call.op for call in calls.values())
+        return measure(inputs, calls, *more)
+
+    monkeypatch.setattr(scaled, "measure_memory", measured)
+    torch.manual_seed(0)
+    model = Convolutions()
+    sizes = [(5, 40, 36), (4, 48, 44), (4, 36, 32), (3, 28, 24), (4, 36, 32)]
+    calls = [{"x": torch.randn(b, 3, h, w)} for b, h, w in sizes]
+    planned: Any = rockplan.solve(model, (), 10**9, sample_kwargs=calls[0], options=OPTIONS)
+    run = []
+    for call in calls[1:]:
+        ran.clear()
+        case_of(model, call).step(planned)
+        run.append({op.split(".")[1] for op in ran})
+    convolutions = {"convolution", "convolution_backward"}
+    assert run[1:] == [convolutions, convolutions, set()]

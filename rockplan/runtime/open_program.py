@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -91,25 +91,30 @@ class OpenProgram:
 
         if not is_within(least):
             return False
-        is_known = most is not None and is_within(most)
-        return is_known or is_within(self.measured(sizes, leaves))
+        unbounded = self.measured(sizes, leaves, least.keys() - most.keys())
+        return is_within({**most, **unbounded}) or is_within(self.measured(sizes, leaves))
 
     def least_bytes(self, rows: PeakRows, sizes: tuple[int, ...]) -> tuple[int, int, int]:
         """Return (peak, saved, host) bytes of `rows` at these sizes, or a little less."""
         return rows.bytes_at({**self.few.at(sizes), **self.workspaces.bounds(sizes)[0]})
 
-    def measured(self, sizes: tuple[int, ...], leaves: Sequence[Any]) -> Numbers:
-        """Return symbol -> bytes of the workspaces that have no expression."""
-        if not self.workspaces.of:
+    def measured(
+        self, sizes: tuple[int, ...], leaves: Sequence[Any], names: Iterable[str] | None = None
+    ) -> Numbers:
+        """Return symbol -> bytes of the workspaces `names` that have no expression; None for all
+        such."""
+        names = self.workspaces.of if names is None else names
+        if not names:
             return {}
         given = given_integers(self.graph, self.interface.inputs, leaves) if leaves else {}
-        return self.workspaces.measured(sizes, self.all.at(sizes), given)
+        return self.workspaces.measured(sizes, self.all.at(sizes), given, names)
 
     def plan_at(self, plan: Plan, sizes: tuple[int, ...]) -> Plan:
         """Return the plan of this program as one for a call of these sizes, with times scaled."""
         _, most = self.workspaces.bounds(sizes)
         # Made-up masks have other counts.
-        inside = most if most and self.interface.sizes.counts else self.measured(sizes, ())
+        is_bounded = most.keys() == self.workspaces.of.keys() and self.interface.sizes.counts
+        inside = most if is_bounded else self.measured(sizes, ())
         known = without_copies(self.graph)
         graph = resized(known, {**self.all.at(sizes), **inside})
         graph = with_scaled_times(graph, known, {n.index: n.index for n in graph.nodes})

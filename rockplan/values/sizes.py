@@ -8,6 +8,7 @@ sizes (`captures.open_sizes`) is compared with a static capture at a second size
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 from collections.abc import Mapping
@@ -176,8 +177,13 @@ def _collect(value: object, found: dict[str, None]) -> None:
             if item.__class__ is not int and item.__class__ is not str:
                 _collect(item, found)
     elif is_dataclass(value) and not isinstance(value, type):
-        for field in fields(value):
-            _collect(getattr(value, field.name), found)
+        for name in _names_of(value.__class__):
+            _collect(getattr(value, name), found)
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in fields(kind))
 
 
 def at_sizes(number: int, known: Mapping[str, int | float]) -> int:
@@ -197,11 +203,11 @@ def resized(value: Any, known: Mapping[str, int | float]) -> Any:
         return made if any(map(operator.is_not, made, value)) else value
     if is_dataclass(value) and not isinstance(value, type):
         changed = {}
-        for field in fields(value):
-            before = getattr(value, field.name)
+        for name in _names_of(value.__class__):
+            before = getattr(value, name)
             after = resized(before, known) if _may_hold(before) else before
             if after is not before:
-                changed[field.name] = after
+                changed[name] = after
         return replace(value, **changed) if changed else value
     return value
 

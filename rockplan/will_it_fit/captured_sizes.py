@@ -121,7 +121,7 @@ class OpenCall:
         """Return expression -> its value at a size."""
         if size not in self.found:
             numbers = self.expressions.at(self._symbols(size))
-            some = self.workspaces.graph_at(numbers)
+            some = self.workspaces.graph_at(numbers, self.workspaces.of)
             priced = {n.index: n for n in price(some, roofline(some, self.rates)).nodes}
             for name, index in self.workspaces.of.items():
                 numbers[name] = priced[index].workspace_bytes
@@ -207,9 +207,7 @@ def open_call(
     memory = tuple(graph.data[d].size_bytes for d in data | computed)
     call = PricedCall(graph, interface, roofline(graph, rates), inputs)
     inside = OpenWorkspaces.in_graph(graph, interface.sizes_in(graph), sizes.names)
-    values = tuple(graph.values[v] for v in sorted(inside.values))
-    texts = texts_in((graph.data, values, inside.nodes, inputs, memory))
-    expressions = Expressions.of(sizes.names, texts)
+    expressions = Expressions.of(sizes.names, texts_in((graph, inputs, memory)))
     guards = function_of(sizes.names, sizes.guards)
     return OpenCall(size, call, memory, rates, inside, expressions, guards)
 

@@ -42,11 +42,13 @@ class CallMemory:
     result_bytes: tuple[int, ...]
 
 
-def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
+def measure_memory(
+    inputs: Inputs, calls: Mapping[str, Call], is_once: bool = False
+) -> dict[str, CallMemory]:
     """Run each call on made-up inputs and return by key its workspace and the bytes of its results.
     Calls that fail, and operators with side effects, which never run, have no entry. Each runs once
-    before it is measured: what an operator allocates once and keeps (primitive caches, handles) is
-    no part of its workspace."""
+    before it is measured, unless `is_once`: what an operator allocates once and keeps (primitive
+    caches, handles) is no part of its workspace."""
     calls = {key: call for key, call in calls.items() if not facts.facts_of(call.op).effect}
     if inputs.is_on_cuda:
         return _measure_memory_cuda(inputs, calls)
@@ -54,11 +56,13 @@ def measure_memory(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallM
     memory: dict[str, CallMemory] = {}
     for first in range(0, len(waiting), _SESSION_CALLS):
         report("measuring sizes", first, len(waiting))
-        memory |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS])
+        memory |= _measure_session(inputs, waiting[first : first + _SESSION_CALLS], is_once)
     return memory
 
 
-def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[str, CallMemory]:
+def _measure_session(
+    inputs: Inputs, calls: Sequence[tuple[str, Call]], is_once: bool
+) -> dict[str, CallMemory]:
     """Measure the memory of up to _SESSION_CALLS calls (key, call) on the CPU in one profiler
     session, and return it by key; calls that fail have no entry."""
     sizes: dict[str, tuple[int, ...]] = {}
@@ -66,7 +70,8 @@ def _measure_session(inputs: Inputs, calls: Sequence[tuple[str, Call]]) -> dict[
         for key, call in calls:
             with _else_estimated(inputs, call):
                 execution = inputs.execution(call)
-                execution.run()
+                if not is_once:
+                    execution.run()
                 with record_function(_RANGE + key):
                     result = execution.run()
                 sizes[key] = _result_bytes(execution, result)

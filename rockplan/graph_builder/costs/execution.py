@@ -8,6 +8,7 @@ enough whatever the model needs; generators, thread counts and global flags stay
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -194,6 +195,11 @@ def _made_up(elements: int, dtype: torch.dtype, device: torch.device) -> torch.T
     """Return uniform values in [0, 1), _DRAWN elements repeated; zeros if not of floating dtype."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(elements, dtype=dtype, device=device)
+    drawn = _drawn(dtype, device)
+    return drawn[:elements].clone() if elements <= _DRAWN else drawn.repeat(-(-elements // _DRAWN))
+
+
+@functools.cache
+def _drawn(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     generator = torch.Generator(device).manual_seed(0)
-    drawn = torch.rand(min(elements, _DRAWN), generator=generator, device=device)
-    return drawn.to(dtype).repeat(-(-elements // _DRAWN))[:elements]
+    return torch.rand(_DRAWN, generator=generator, device=device).to(dtype)

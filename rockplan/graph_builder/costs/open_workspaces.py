@@ -11,9 +11,10 @@ size.
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -80,16 +81,13 @@ def _kind(graph: CDGraph, node: ComputeNode) -> str:
 @dataclass(frozen=True, slots=True)
 class OpenWorkspaces:
     """Measures the workspaces that are symbols in a graph. of: symbol -> the node that is run for
-    it; on: symbol -> positions of the sizes that its operands follow from; nodes: those of `of`,
-    and those that make the integers that they take; values: those that all these calls take and
-    make; known: sizes -> symbol -> bytes, of those measured so far."""
+    it; on: symbol -> positions of the sizes that its operands follow from; known: symbol -> these
+    sizes -> bytes, of those measured so far."""
 
     graph: CDGraph
     of: Mapping[str, int]
     on: Mapping[str, tuple[int, ...]]
-    nodes: tuple[ComputeNode, ...]
-    values: frozenset[int]
-    known: dict[tuple[int, ...], dict[str, int]] = field(default_factory=dict)
+    known: Mapping[str, dict[tuple[int, ...], int]]
 
     @classmethod
     def in_graph(
@@ -100,36 +98,40 @@ class OpenWorkspaces:
         for node in graph.nodes:
             if isinstance(node.workspace_bytes, Size):
                 of.setdefault(node.workspace_bytes.text, node.index)
-        known = {name: int(graph.nodes[index].workspace_bytes) for name, index in of.items()}
         read = {n: {*re.findall(r"\w+", _kind(graph, graph.nodes[i]))} for n, i in of.items()}
         on = {n: tuple(i for i, name in enumerate(names) if name in read[n]) for n in of}
-        return cls(graph, of, on, *_executed(graph, of.values()), {sizes: known})
+        known = {
+            name: {tuple(sizes[i] for i in on[name]): int(graph.nodes[index].workspace_bytes)}
+            for name, index in of.items()
+        }
+        return cls(graph, of, on, known)
 
-    def bounds(self, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int] | None]:
-        """Return symbol -> bytes that the workspaces take at least at `sizes`, and at most (None if
-        that is not known), without running anything."""
-        if sizes in self.known:
-            return self.known[sizes], self.known[sizes]
-        if not all(_grows(self.graph.nodes[i]) for i in self.of.values()):
-            return dict.fromkeys(self.of, 0), None
+    def bounds(self, sizes: tuple[int, ...]) -> tuple[dict[str, int], dict[str, int]]:
+        """Return symbol -> bytes that the workspaces take at least at `sizes`, and at most, the
+        latter for those of which that is known, without running anything."""
         least: dict[str, int] = {}
         most: dict[str, int] = {}
         for name, on in self.on.items():
-            pairs = [([(at[i], sizes[i]) for i in on], b[name]) for at, b in self.known.items()]
-            least[name] = max((b for at, b in pairs if all(a <= s for a, s in at)), default=0)
-            larger = [b for at, b in pairs if all(a >= s for a, s in at)]
+            own = tuple(sizes[i] for i in on)
+            known = [*self.known[name].items()]
+            if own in self.known[name] or not _grows(self.graph.nodes[self.of[name]]):
+                known = [(at, size_bytes) for at, size_bytes in known if at == own]
+            smaller = (b for at, b in known if all(map(operator.le, at, own)))
+            larger = [b for at, b in known if all(map(operator.ge, at, own))]
+            least[name] = max(smaller, default=0)
             most |= {name: min(larger)} if larger else {}
-        return least, most if most.keys() == least.keys() else None
+        return least, most
 
-    def graph_at(self, numbers: Mapping[str, int | float]) -> CDGraph:
-        """Return the graph with those nodes only that are run, at other sizes, without prices.
-        numbers: as for `measured`."""
+    def graph_at(self, numbers: Mapping[str, int | float], names: Iterable[str]) -> CDGraph:
+        """Return the graph with those nodes only that are run for the symbols `names`, at other
+        sizes, without prices. numbers: as for `measured`."""
         known = {**numbers, **dict.fromkeys(self.of, 0)}
+        nodes, named = _executed(self.graph, (self.of[name] for name in names))
         values, data = [*self.graph.values], [*self.graph.data]
-        for v in self.values:
+        for v in named:
             values[v] = resized(values[v], known)
             data[values[v].data] = resized(data[values[v].data], known)
-        nodes = tuple(resized(n, known) for n in self.nodes)
+        nodes = tuple(resized(n, known) for n in nodes)
         return replace(self.graph, values=tuple(values), data=tuple(data), nodes=nodes)
 
     def measured(
@@ -137,16 +139,20 @@ class OpenWorkspaces:
         sizes: tuple[int, ...],
         numbers: Mapping[str, int | float],
         given: Mapping[int, torch.Tensor],
+        names: Iterable[str],
     ) -> dict[str, int]:
-        """Return symbol -> bytes at `sizes`. numbers: expression -> its value there; given: value
-        -> real tensor, of integer arguments."""
-        if sizes not in self.known:
-            graph = self.graph_at(numbers)
+        """Return symbol -> bytes at `sizes` for those of `names`. numbers: expression -> its value
+        there; given: value -> real tensor, of integer arguments."""
+        own = {name: tuple(sizes[i] for i in self.on[name]) for name in names}
+        missing = [name for name, at in own.items() if at not in self.known[name]]
+        if missing:
+            graph = self.graph_at(numbers, missing)
             keys = call_keys(graph)
-            priced = price(graph, sized(graph, given, keys), keys)
+            priced = price(graph, sized(graph, given, keys, is_once=True), keys)
             found = {n.index: n.workspace_bytes for n in priced.nodes}
-            self.known[sizes] = {name: found[index] for name, index in self.of.items()}
-        return self.known[sizes]
+            for name in missing:
+                self.known[name][own[name]] = found[self.of[name]]
+        return {name: self.known[name][at] for name, at in own.items()}
 
 
 def _grows(node: ComputeNode) -> bool:

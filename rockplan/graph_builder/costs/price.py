@@ -11,6 +11,7 @@ with other processes) and is never called here, is estimated from its specs; its
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import platform
 import warnings
@@ -188,6 +189,7 @@ def profile_key(graph: CDGraph) -> str:
     return f"{key}, kernels {FINGERPRINT}" if graph.kernels else key
 
 
+@functools.cache
 def _device_name(device: str) -> str:
     if torch.device(device).type == "cuda":
         return torch.cuda.get_device_name(device)

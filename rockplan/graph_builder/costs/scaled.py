@@ -79,26 +79,22 @@ def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
     return max(CALL_NS * len(node.calls), 1) + estimated_ns
 
 
-def sized(graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys) -> Profile:
-    """Return costs with measured bytes, as `measure` finds them, and estimated times. A call runs
-    only if its bytes do not follow from the specs of its arguments. values: as for `measure`; keys:
-    those of the calls of `graph`."""
-    rates = fallback_rates(graph)
-    costs: dict[str, OpCost] = {}
-    waiting: dict[str, Call] = {}
-    for key, (call, *_) in calls_by_key(graph, keys).items():
-        workspace_bytes = plain_workspace_bytes(graph, call)
-        if workspace_bytes is None:
-            waiting[key] = call
-        cost = estimate(graph, call, rates)
-        costs[key] = replace(cost, workspace_bytes=workspace_bytes or 0)
+def sized(
+    graph: CDGraph, values: Mapping[int, torch.Tensor], keys: Keys, is_once: bool = False
+) -> Profile:
+    """Return costs with measured bytes, as `measure` finds them, and no times. A call runs only if
+    its bytes do not follow from the specs of its arguments. values: as for `measure`; keys:
+    those of the calls of `graph`; is_once: as for `measure_memory`."""
+    calls = {key: call for key, (call, *_) in calls_by_key(graph, keys).items()}
+    plain = {key: plain_workspace_bytes(graph, call) for key, call in calls.items()}
+    waiting = {key: call for key, call in calls.items() if plain[key] is None}
     with as_executed(graph):
-        for key, memory in measure_memory(inputs_of(graph, values), waiting).items():
-            costs[key] = replace(
-                costs[key],
-                workspace_bytes=memory.workspace_bytes,
-                result_bytes=memory.result_bytes,
-            )
+        memory = measure_memory(inputs_of(graph, values), waiting, is_once)
+    costs = {k: OpCost(0, 0, m.workspace_bytes, m.result_bytes, 0) for k, m in memory.items()}
+    rates = fallback_rates(graph)
+    for key in calls.keys() - memory.keys():
+        cost = estimate(graph, calls[key], rates)
+        costs[key] = replace(cost, workspace_bytes=plain[key] or 0)
     return replace(profile_of("", device_of(graph), costs), source="sizes measured, times scaled")
 
 
