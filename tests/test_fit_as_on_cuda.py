@@ -50,16 +50,15 @@ CASTS: list[tuple[Function, torch.dtype, torch.dtype]] = [
 ]
 
 
-@pytest.mark.parametrize("number", range(len(CASTS)))
-def test_autocast_casts_as_on_cuda(number: int) -> None:
+def test_autocast_casts_as_on_cuda() -> None:
     """By "CUDA Ops that can autocast to ..." of PyTorch's documentation of torch.amp."""
-    function, dtype, expected = CASTS[number]
-    x = torch.rand(4, 4, dtype=dtype) + 1
-    with torch.autocast("cpu", dtype=BF16):
-        before = function(x).dtype
-        with as_on_cuda():
-            assert function(x).dtype is expected
-        assert function(x).dtype is before
+    for number, (function, dtype, expected) in enumerate(CASTS):
+        x = torch.rand(4, 4, dtype=dtype) + 1
+        with torch.autocast("cpu", dtype=BF16):
+            before = function(x).dtype
+            with as_on_cuda():
+                assert function(x).dtype is expected, number
+            assert function(x).dtype is before
 
 
 def test_every_listed_operator_is_on_cudas_lists() -> None:
