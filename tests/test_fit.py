@@ -58,6 +58,7 @@ from rockplan.will_it_fit.captured_sizes import (
     priced_call,
     resized,
 )
+from rockplan.will_it_fit.what_fits import _with_remedies
 from testing import models
 from testing.training import QUICK, solve_case
 
@@ -537,6 +538,38 @@ def test_heads_in_parts_fit_more() -> None:
     x = torch.zeros(2, 8, 64)
     rows = rockplan.fit(Scaled(), x, "700MiB", options=options).rows
     assert [row.way for row in rows] == ["kept whole", "rockplan"]
+
+
+def test_remedies_are_options_that_hold_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with the row that its options give; none that gains nothing, or that cannot be had; none
+    is tried where the largest batch fits."""
+    model, args, _ = mlp()
+    plain = rockplan.fit(model, args, "640MiB", sizes={0: (256, 65536)}, options=QUICK)
+    row = plain.rows[-1]
+    batches = {"only_loss": row.batch, "tile": row.batch + 1, "host": 65536}
+    tried = []
+
+    def answer(options: rockplan.Options = QUICK) -> rockplan.Fit:
+        changed = [name for name in batches if getattr(options, name)]
+        tried.append(changed)
+        if options.compile:
+            raise rockplan.InvalidInput("which kernels the compiler makes is not known")
+        batch = max([row.batch, *map(batches.__getitem__, changed)])
+        made = replace(row, batch=batch, is_most=batch == 65536)
+        return replace(plain, rows=(*plain.rows[:-1], made))
+
+    found = _with_remedies(answer, QUICK)
+    assert found.rows[: len(plain.rows)] == plain.rows
+    assert {row.way: row.batch for row in found.rows[len(plain.rows) :]} == {
+        "rockplan, Options(tile=True)": row.batch + 1,
+        "rockplan, Options(only_loss=True, tile=True)": row.batch + 1,
+        "rockplan, Options(host='64GiB')": 65536,
+    }
+    tried.clear()
+    assert len(_with_remedies(answer, replace(QUICK, only_loss=True)).rows) == len(plain.rows) + 2
+    assert ["only_loss"] not in tried and [] not in tried[1:]
+    largest = {0: (256, 512)}
+    assert len(rockplan.fit(model, args, "640MiB", sizes=largest, remedies=True).rows) == 3
 
 
 def test_the_optimizer_steps_as_on_a_gpu() -> None:

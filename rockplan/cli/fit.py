@@ -75,6 +75,9 @@ def fit(
         typer.Option(metavar="fsdp2|ddp", help="How they share the model; with --gpus. [fsdp2]"),
     ] = None,
     autocast: shared.Autocast = None,
+    remedies: Annotated[
+        bool, typer.Option("--remedies", help="Also rows of options with which more fits.")
+    ] = False,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a page with the frontier of the ways."),
@@ -99,6 +102,7 @@ def fit(
                 "sizes": sizes,
                 "step": step,
                 "options": options,
+                "remedies": remedies,
                 "gpus": gpus,
                 **({"shard": shard} if shard is not None else {}),
             }

@@ -22,7 +22,7 @@ from torch import nn
 
 from rockplan.captures.captured_calls import arguments
 from rockplan.checkpointing.wrap import repeated_blocks
-from rockplan.errors import InvalidInput
+from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.shards import FSDP2, Shards
@@ -32,6 +32,7 @@ from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, 
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.simulate import simulate
+from rockplan.remedies import Change, written
 from rockplan.runtime.planned_state import unplanned
 from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
@@ -55,6 +56,18 @@ from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled,
 from rockplan.will_it_fit.twin import twin_of, with_values
 
 KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
+
+PLANNED = "rockplan"
+"""How ways that are planned begin."""
+
+REMEDIES: tuple[Change, ...] = (
+    {"only_loss": True},
+    {"tile": True},
+    {"only_loss": True, "tile": True},
+    {"compile": True},
+    {"host": "64GiB"},
+)
+"""Changes of the options that let more samples fit, those that change least first."""
 
 PASSES = 8
 """Numbers of passes that are tried to accumulate a batch."""
@@ -102,6 +115,7 @@ def fit(
     options: Options = DEFAULT_OPTIONS,
     gpus: int = 1,
     shard: str = FSDP2,
+    remedies: bool = False,
 ) -> Fit:
     """Return what fits on `device`: the largest batch of each length, kept whole, with
     checkpointing of each block, and by a plan, and the cost of each; with compiled kernels
@@ -116,7 +130,8 @@ def fit(
     dimension without a range stays as in the sample. step: what else a training step does. options:
     of the plans. gpus: how many processes train together, each with such a device and batches of
     its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated block, and
-    of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process.
+    of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process. remedies: where the
+    largest batch does not fit, also a row for each of `REMEDIES` with which a plan holds more.
     Raises InvalidInput for an unknown device or optimizer, and if the device does not hold the
     parameters; what `plan` raises for a model that cannot be captured, with what is known even so.
     """
@@ -128,6 +143,8 @@ def fit(
             found = fit(model, sample_input, one, **asked)
             if {row.length for row in found.rows if row.is_most} >= {r.length for r in found.rows}:
                 return found
+    if remedies:
+        return _with_remedies(functools.partial(fit, model, sample_input, on, **asked), options)
     given = unplanned(model) if isinstance(model, nn.Module) else model
     model = twin_of(given) if isinstance(given, nn.Module) else given
     args, kwargs = arguments(model, with_values(sample_input), with_values(sample_kwargs))
@@ -158,6 +175,32 @@ def fit(
     if cache and not question.untried:  # with more memory left another time they are tried
         cache.put_answer(key, answer.to_json())
     return answer
+
+
+def _with_remedies(ask: Callable[..., Fit], options: Options) -> Fit:
+    """Return the answer of `ask`, with the rows of plans under changed options that hold more
+    samples than those under `options`."""
+    found = ask()
+    rows, most = list(found.rows), _largest_plans(found)
+    for change in REMEDIES:
+        news = {name for name in change if not getattr(options, name)}
+        if news != change.keys() or all(row.is_most for row in most.values()):
+            continue
+        # What cannot be had for this model, device or number of processes is no remedy.
+        with contextlib.suppress(RockplanError):
+            changed = _largest_plans(ask(options=replace(options, **change)))
+            rows += [
+                replace(row, way=f"rockplan, {written(change)}")
+                for length, row in changed.items()
+                if row.batch > most[length].batch
+            ]
+    return replace(found, rows=tuple(rows))
+
+
+def _largest_plans(found: Fit) -> dict[int | None, FitRow]:
+    """Return length -> row of the plan with the largest batch."""
+    plans = sorted((r for r in found.rows if r.way.startswith(PLANNED)), key=lambda r: r.batch)
+    return {row.length: row for row in plans}
 
 
 def _host(options: Options, on: Gpu) -> Host | None:
