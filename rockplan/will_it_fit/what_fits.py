@@ -32,7 +32,6 @@ from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, 
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.simulate import simulate
-from rockplan.remedies import Change, written
 from rockplan.runtime.planned_state import unplanned
 from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
@@ -60,7 +59,7 @@ KEPT, CHECKPOINTED = "kept whole", "checkpoint per block"
 PLANNED = "rockplan"
 """How ways that are planned begin."""
 
-REMEDIES: tuple[Change, ...] = (
+REMEDIES: tuple[dict[str, Any], ...] = (
     {"only_loss": True},
     {"tile": True},
     {"only_loss": True, "tile": True},
@@ -190,7 +189,7 @@ def _with_remedies(ask: Callable[..., Fit], options: Options) -> Fit:
         with contextlib.suppress(RockplanError):
             changed = _largest_plans(ask(options=replace(options, **change)))
             rows += [
-                replace(row, way=f"rockplan, {written(change)}")
+                replace(row, way=", ".join([PLANNED, *(f"{k}={v!r}" for k, v in change.items())]))
                 for length, row in changed.items()
                 if row.batch > most[length].batch
             ]
