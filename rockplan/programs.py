@@ -45,7 +45,7 @@ from rockplan.python_state import trees
 from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.differences import described_call
-from rockplan.runtime.guards import opened_key, signature_holds, without_unread
+from rockplan.runtime.guards import opened_key, without_unread
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import (
     PLANNING,
@@ -334,7 +334,7 @@ def _alike_but_for_sizes(
         if other[1][:1] != ("open",)
         and opened_key(without_unread(other, source.run.unread)) == kind
         for bound in reversed(bounds)
-        if signature_holds(bound.signature)
+        if bound.signature.holds()
     )
     for program in (bound.program for bound in alike):
         static, tries = state.static.get(kind, (frozenset(), 0))

@@ -21,6 +21,7 @@ import torch
 from torch import nn
 
 import rockplan
+from rockplan.runtime.guards import module_signature
 from testing.models import mean_square
 from tests.usage import both, count_programs
 
@@ -821,3 +822,106 @@ def test_buffers_that_the_forward_changes_and_python_reads(read: Any) -> None:
         eager = copy.deepcopy(model)
         planned = rockplan.solve(model, SAMPLE, "min")
         both(planned, eager, lambda m: mean_square(m(SAMPLE)).backward(), "run once")
+
+
+VARIABLES = {"scale": 1.0}
+
+
+class Free:
+    """Holds what it is given."""
+
+    def __init__(self, **held: Any) -> None:
+        vars(self).update(held)
+
+
+class Holder(nn.Module):
+    """Refers to one of each kind of what a signature compares."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.table, self.steps, self.names = {"a": 1.0}, [1.0, 2.0], {"a"}
+        self.held = Free(inner=Free(scale=1.0), table={})
+        self.derived = collections.defaultdict(float, a=1.0)
+        self.plain = torch.ones(2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.part(x) * VARIABLES["scale"] * first_of(self.steps)
+
+
+def transposed(m: Any) -> None:
+    m.part[0].weight.data = m.part[0].weight.data.t()
+
+
+WRITES: dict[str, Callable[[Any], object]] = {
+    "attribute": lambda m: setattr(m, "more", 1),
+    "mode": lambda m: m.part[1].eval(),
+    "mode as a number": lambda m: setattr(m.part[1], "training", 1),
+    "number of the same value": lambda m: setattr(m.part[1], "momentum", numpy.float64(0.1)),
+    "class": lambda m: setattr(m.part[0], "__class__", nn.Identity),
+    "attributes": lambda m: setattr(m.part[0], "__dict__", {**vars(m.part[0]), "bias_of": 1}),
+    "submodule": lambda m: setattr(m.part, "0", nn.Linear(4, 4)),
+    "submodule more": lambda m: m.part.append(nn.ReLU()),
+    "parameter": lambda m: setattr(m.part[0], "bias", nn.Parameter(m.part[0].bias.detach())),
+    "table of parameters": lambda m: vars(m.part[0]).update(_parameters={}),
+    "buffer more": lambda m: m.part[0].register_buffer("more", torch.ones(1)),
+    "frozen": lambda m: m.part[0].weight.requires_grad_(False),
+    "strides": transposed,
+    "dtype": lambda m: m.part.double(),
+    "hook": lambda m: m.part[0].register_forward_hook(lambda *given: None),
+    "item": lambda m: m.table.update(a=2.0),
+    "item of another type": lambda m: m.table.update(a=1),
+    "item more": lambda m: m.held.table.update(b=1),
+    "element": lambda m: m.steps.__setitem__(1, 3.0),
+    "element of a set": lambda m: m.names.add("b"),
+    "attribute of an object": lambda m: setattr(m.held.inner, "scale", 2.0),
+    "attributes of an object": lambda m: setattr(m.held.inner, "__dict__", {"scale": 2.0}),
+    "class of an object": lambda m: setattr(m.held, "__class__", Child),
+    "default of a dictionary": lambda m: setattr(m.derived, "default_factory", int),
+    "variable": lambda m: VARIABLES.update(scale=2.0),
+    "flag of a tensor": lambda m: m.plain.requires_grad_(),
+    "default of a function": lambda m: setattr(first_of, "__defaults__", ([1.0],)),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_is_seen_after_calls(write: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.VARIABLES", {"scale": 1.0})
+    monkeypatch.setattr(first_of, "__defaults__", None)
+    model = Holder().train()
+    signature = module_signature(model, model.forward, (model.plain,))
+    assert signature.holds() and signature.holds()
+    WRITES[write](model)
+    assert not signature.holds() and not signature.holds()
+
+
+EQUAL_WRITES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
+    "nothing": (lambda m: None, WRITES["attribute of an object"]),
+    "modes": (lambda m: m.eval().train(), WRITES["mode"]),
+    "another table": (lambda m: setattr(m, "table", {"a": 1.0}), WRITES["item"]),
+    "another object": (
+        lambda m: setattr(m.held, "inner", Free(scale=1.0)),
+        WRITES["attribute of an object"],
+    ),
+    "table of submodules": (
+        lambda m: vars(m.part).update(_modules=dict(m.part._modules)),
+        WRITES["submodule more"],
+    ),
+    "a hook for a while": (
+        lambda m: m.part[0].register_forward_hook(print).remove(),
+        WRITES["hook"],
+    ),
+    "values there and back": (lambda m: m.table.update(b=1) or m.table.pop("b"), WRITES["item"]),
+}
+
+
+@pytest.mark.parametrize("way", EQUAL_WRITES)
+def test_a_write_is_seen_after_one_of_equal_values(way: str) -> None:
+    equal, other_value = EQUAL_WRITES[way]
+    model = Holder().train()
+    signature = module_signature(model, model.forward, (model.plain,))
+    assert signature.holds()
+    equal(model)
+    assert signature.holds() and signature.holds()
+    other_value(model)
+    assert not signature.holds()

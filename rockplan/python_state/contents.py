@@ -34,6 +34,7 @@ from torch import nn
 from rockplan.libraries import key_value_cache
 from rockplan.python_state.code_names import root_package
 from rockplan.python_state.elements import is_small, slots, slots_held
+from rockplan.python_state.writes import ELEMENTS, UNTOLD, Sources, attributes, items
 from rockplan.values.classes import once_for_each_class
 
 # Values that do not change. Classes compare by identity, as they should.
@@ -58,6 +59,10 @@ _COLLECTIONS = (list, tuple, dict, set, frozenset, deque)
 _SHOWN = (*_FUNCTIONS, torch.Tensor, numpy.ndarray)
 _READABLE = (*_COLLECTIONS, types.MappingProxyType)
 _BUFFERS = (bytearray, array, numpy.ndarray)
+_UNTOLD = (*_BUFFERS, *_FUNCTIONS, types.CellType)
+"""Classes of what may be written to unnoticed."""
+_FIXED = frozenset(map(id, (tuple, frozenset)))
+_LISTS = frozenset(map(id, (list, set, deque)))
 
 
 class _Identity:
@@ -98,20 +103,27 @@ _ERRORS = (_Unknown, RuntimeError, ValueError, TypeError)
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """The contents of `container`, as `read` returned them. constants: tensors that are compared by
-    identity; a container with other tensors cannot be read."""
+    """The contents of `container`, as `read` returned them, with their sources. constants: tensors
+    that are compared by identity; a container with other tensors cannot be read."""
 
     container: object
     constants: tuple[torch.Tensor, ...]
-    read: Callable[[object, Sequence[torch.Tensor]], Any]
+    read: Callable[[object, Sequence[torch.Tensor]], tuple[Any, Sources]]
     contents: Any
 
     def hold(self) -> bool:
         """True if `container` still has these contents."""
+        return self._compared()[0]
+
+    def sources(self) -> Sources:
+        return self._compared()[1]
+
+    def _compared(self) -> tuple[bool, Sources]:
         try:
-            return bool(self.read(self.container, self.constants) == self.contents)
+            now, sources = self.read(self.container, self.constants)
+            return bool(now == self.contents), sources
         except _ERRORS:
-            return False
+            return False, UNTOLD
 
 
 def described(argument: object) -> Any:
@@ -163,7 +175,7 @@ def contents_of(
     for is_whole in (True, False):
         read = functools.partial(_contents, of_configurations=of_configurations, is_whole=is_whole)
         try:
-            contents = read(container, constants)
+            contents, _ = read(container, constants)
         except _Unknown:
             continue
         is_fixed = isinstance(container, _FUNCTIONS) and contents[1] is container
@@ -181,10 +193,10 @@ def _contents(
     constants: Sequence[torch.Tensor],
     of_configurations: frozenset[str] | None,
     is_whole: bool,
-) -> Any:
+) -> tuple[Any, Sources]:
     reading = _Reading(constants, of_configurations)
     whole = functools.partial(reading.inside, strict=False)
-    return (whole if is_whole else reading.plain_attributes)(container)
+    return (whole if is_whole else reading.plain_attributes)(container), reading.sources
 
 
 class _Reading:
@@ -200,6 +212,7 @@ class _Reading:
         self._of_configurations = of_configurations
         self._path: list[int] = []
         self._functions = 0
+        self.sources: Sources = ()
 
     def value(self, value: object, strict: bool) -> Any:
         """Return the contents of any object: a plain value as itself with its type. strict: raise
@@ -254,7 +267,10 @@ class _Reading:
         to, or attributes. Raises _Unknown for what cannot be looked into, such as a tensor that is
         no constant."""
         if isinstance(value, _READABLE):
+            self.sources += _sources(value)
             return type(value), self._elements(value, strict)
+        if isinstance(value, _UNTOLD):
+            self.sources += UNTOLD
         if isinstance(value, _BUFFERS):
             return self._buffer(value)
         if isinstance(value, types.CellType):
@@ -273,6 +289,7 @@ class _Reading:
     def _attributes(self, value: object) -> list[tuple[str, Any]]:
         # `use_cache` of a configuration does not count.
         pairs = _attributes(value)
+        self.sources += UNTOLD if slots(type(value)) else attributes(value)
         if key_value_cache.configuration_class(type(value)) is None:
             return pairs
         read = self._of_configurations
@@ -325,6 +342,13 @@ class _Reading:
         if isinstance(value, numpy.ndarray):
             return [value.dtype, *value.shape, *value.strides, value.tobytes()]
         return type(value), [getattr(value, "typecode", ""), bytes(value)]
+
+
+def _sources(value: Any) -> Sources:
+    kind = id(type(value))
+    if kind in _LISTS:
+        return ELEMENTS, value
+    return () if kind in _FIXED else items(value)
 
 
 def _referred(function: Any) -> tuple[Any, ...]:

@@ -46,6 +46,16 @@ from rockplan.python_state.code_names import (
     names_in,
     root_package,
 )
+from rockplan.python_state.writes import (
+    ELEMENTS,
+    UNTOLD,
+    Sources,
+    Way,
+    are_one,
+    attributes,
+    items,
+    of_parts,
+)
 from rockplan.values.classes import once_for_each_class
 
 Element = tuple[Any, Any]
@@ -61,14 +71,13 @@ _LARGEST_ARRAY_BYTES = 1 << 20
 class Access:
     """How objects of a class hold others. read: list the elements of one, in order; write: make it
     hold exactly these; named: name an element in a message, from the name of the object and the
-    key; can_change: other elements may come in place of these; parts: list all that the elements
-    follow from, in less time than `read` takes, () for none."""
+    key; can_change: other elements may come in place of these; sources: what `read` reads."""
 
     read: Callable[[Any], list[Element]]
     write: Callable[[Any, list[Element]], object]
     named: Callable[[str, Any], str]
     can_change: bool = True
-    parts: Callable[[Any], tuple[Any, ...]] = lambda owner: ()
+    sources: Callable[[Any], Sources] = lambda owner: UNTOLD
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,7 +147,12 @@ def _sequence(base: Any) -> Access:
         base.clear(owner)
         base.extend(owner, [value for _, value in elements])
 
-    return Access(lambda owner: [*enumerate(base.__iter__(owner))], write, _key)
+    return Access(
+        lambda owner: [*enumerate(base.__iter__(owner))],
+        write,
+        _key,
+        sources=lambda owner: (ELEMENTS, owner) if type(owner) is base else UNTOLD,
+    )
 
 
 def _members(owner: Any) -> list[Element]:
@@ -154,7 +168,12 @@ def _write_set(owner: set[Any], elements: list[Element]) -> None:
     set.update(owner, [value for _, value in elements])
 
 
-ITEMS = Access(lambda owner: [*_base(owner).items(owner)], _write_items, _key)
+ITEMS = Access(
+    lambda owner: [*_base(owner).items(owner)],
+    _write_items,
+    _key,
+    sources=items,
+)
 LIST = _sequence(list)
 
 
@@ -174,6 +193,7 @@ ATTRIBUTES = Access(
     lambda owner: [*(attributes_of(owner) or {}).items()],
     lambda owner, elements: _write_items(attributes_of(owner), elements),
     _attribute,
+    sources=attributes,
 )
 
 
@@ -235,7 +255,8 @@ def _of_class(kind: type) -> list[Element]:
 
 _MAKING = ("__init__", "__new__", "__init_subclass__", "__del__")
 _SET_ON_CLASS = _each(_of_class, type.__setattr__, type.__delattr__)
-ON_CLASS = replace(_SET_ON_CLASS, parts=lambda kind: (*vars(kind), *vars(kind).values()))
+_VARIABLES_OF_CLASS = of_parts(lambda kind: (*vars(kind), *vars(kind).values()))
+ON_CLASS = replace(_SET_ON_CLASS, sources=lambda kind: (_VARIABLES_OF_CLASS, kind))
 
 
 def _class(kind: type) -> list[Element]:
@@ -252,11 +273,15 @@ class Variables:
     names: frozenset[str]
 
 
-VARIABLES = _each(
-    lambda owner: [(n, owner.of_file[n]) for n in sorted(owner.names & owner.of_file.keys())],
-    lambda owner, key, value: owner.of_file.__setitem__(key, value),
-    lambda owner, key: owner.of_file.pop(key),
-    lambda owner, key: f"{key} of {owner}",
+_NAMED_VARIABLES = of_parts(lambda owner: [owner.of_file.get(n, _NOTHING) for n in owner.names])
+VARIABLES = replace(
+    _each(
+        lambda owner: [(n, owner.of_file[n]) for n in sorted(owner.names & owner.of_file.keys())],
+        lambda owner, key, value: owner.of_file.__setitem__(key, value),
+        lambda owner, key: owner.of_file.pop(key),
+        lambda owner, key: f"{key} of {owner}",
+    ),
+    sources=lambda owner: (_NAMED_VARIABLES, owner),
 )
 
 
@@ -316,9 +341,9 @@ def _tensor(tensor: torch.Tensor) -> list[Element]:
     return [("", "a tensor"), ("", id(tensor)), ("requires_grad", flag), *attributes]
 
 
-def _tensor_parts(tensor: torch.Tensor) -> tuple[Any, ...]:
-    space = object.__getattribute__(tensor, "__dict__")
-    return (tensor.requires_grad, *space, *space.values())
+_FLAG = Way(
+    lambda tensors: [*map(operator.attrgetter("requires_grad"), tensors)], operator.is_, are_one
+)
 
 
 def _write_tensor(tensor: torch.Tensor, elements: list[Element]) -> None:
@@ -467,7 +492,12 @@ _ITERATORS += tuple(type(iter(one)) for one in _ITERATED)
 _ITERATORS += (type(iter(range(1 << 70))), type(reversed([])))
 
 _WHOLE: tuple[tuple[Any, Access], ...] = (
-    (torch.Tensor, replace(_row(_tensor, _write_tensor, _attribute), parts=_tensor_parts)),
+    (
+        torch.Tensor,
+        replace(
+            _row(_tensor, _write_tensor, _attribute), sources=lambda t: (_FLAG, t, *attributes(t))
+        ),
+    ),
     (type, _row(_class)),
     (types.FunctionType, _row(_function, _write_function, _of_function)),
     (_BOUND_IN_C, _row(lambda f: [("", f.__name__), ("", f.__self__)])),

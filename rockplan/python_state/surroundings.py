@@ -38,6 +38,7 @@ from rockplan.python_state.elements import (
     tensors_in,
 )
 from rockplan.python_state.walk import GONE, Place, Walk, is_generator, roots_of
+from rockplan.python_state.writes import UNTOLD, Sources, of_parts
 from rockplan.values.classes import once_for_each_class
 
 # Classes of the standard library that keep what users give them, and that comparisons of attributes
@@ -49,22 +50,49 @@ _KEEPERS = (
 )
 _NAMED = (ATTRIBUTES, SLOTS, ON_CLASS, VARIABLES)
 _CODE = ("__code__", "__defaults__", "__kwdefaults__")
+_PARTS = of_parts(operator.attrgetter(*_CODE))
 _OF_FUNCTION = Access(
-    lambda function: [(name, getattr(function, name)) for name in _CODE],
+    lambda function: [*zip(_CODE, operator.attrgetter(*_CODE)(function), strict=True)],
     lambda function, elements: None,
     ATTRIBUTES.named,
+    sources=lambda function: (_PARTS, function),
 )
 
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """An object, or part of one, and what it held. parts: of `row`."""
+    """An object, or part of one, and what it held. names: of attributes that count."""
 
     place: Place
     owner: Any
     row: Access
     elements: list[Element]
-    parts: tuple[Any, ...]
+    names: frozenset[str]
+
+    def hold(self) -> bool:
+        return self.changed() is None
+
+    def sources(self) -> Sources:
+        is_same = same_elements(self._now(), self.elements)
+        return self.row.sources(self.owner) if is_same else UNTOLD
+
+    def changed(self) -> Place | None:
+        """Return the place that holds something else now, None if there is none. New tables of
+        tensors by size, and equal contents, do not count."""
+        now = self._now()
+        if not same_elements(now, self.elements):
+            before, after = _by_key(self.elements), _by_key(now)
+            for key in {**before, **after}:
+                pair = before.get(key, GONE), after.get(key, GONE)
+                is_alike = not any(v is GONE for v in pair) and is_same(*pair)
+                # New entries of a dictionary that forwards fill with a tensor for each size.
+                is_new = pair[0] is GONE and self.row is ITEMS and isinstance(key, _SIZES)
+                if not (is_alike or is_new and any(True for _ in tensors_in(pair[1]))):
+                    return Place(self.row.named(self.place.text, key), self.place.module)
+        return None
+
+    def _now(self) -> list[Element]:
+        return _guarded(self.row, self.row.read(self.owner), self.names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,12 +100,11 @@ class Surroundings:
     """What a forward can reach beside its module in the user's code: global variables, attributes
     of classes, cells, defaults, objects, modules that are not registered.
 
-    held: the objects, and what they held; of attributes, only those whose name reached code has.
+    held: the objects, and what they held; of attributes, only those whose name reached code has;
     has_registered: something beside the module's registries holds one of its parameters or buffers.
     """
 
     held: tuple[_Held, ...]
-    names: frozenset[str]
     has_registered: bool
 
     def __deepcopy__(self, memo: object) -> Surroundings:
@@ -99,27 +126,12 @@ class Surroundings:
             if guarded[n] and row and row.can_change and not is_generator(type(owner)):
                 row = _OF_FUNCTION if type(value) is types.FunctionType else row
                 elements = _guarded(row, row.read(owner), names)
-                held.append(_Held(walk.place(n), owner, row, elements, row.parts(owner)))
-        return cls(tuple(held), names, _holds_registered(walk, module))
+                held.append(_Held(walk.place(n), owner, row, elements, names))
+        return cls(tuple(held), _holds_registered(walk, module))
 
     def changed(self) -> Place | None:
-        """Return the first place that holds something else now, None if there is none. New tables
-        of tensors by size, and equal contents, do not count."""
-        for one in self.held:
-            parts = one.row.parts(one.owner)
-            if parts and len(parts) == len(one.parts) and all(map(operator.is_, parts, one.parts)):
-                continue
-            now = _guarded(one.row, one.row.read(one.owner), self.names)
-            if not same_elements(now, one.elements):
-                before, after = _by_key(one.elements), _by_key(now)
-                for key in {**before, **after}:
-                    pair = before.get(key, GONE), after.get(key, GONE)
-                    is_alike = not any(v is GONE for v in pair) and is_same(*pair)
-                    # New entries of a dictionary that forwards fill with a tensor for each size.
-                    is_new = pair[0] is GONE and one.row is ITEMS and isinstance(key, _SIZES)
-                    if not (is_alike or is_new and any(True for _ in tensors_in(pair[1]))):
-                        return Place(one.row.named(one.place.text, key), one.place.module)
-        return None
+        """Return the first place that holds something else now, None if there is none."""
+        return next(filter(None, (one.changed() for one in self.held)), None)
 
 
 def _is_guarded(value: Any, tree: frozenset[int]) -> bool:

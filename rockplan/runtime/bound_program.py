@@ -31,7 +31,6 @@ from rockplan.runtime.guards import (
     Sharing,
     holds_for_others,
     module_signature,
-    signature_holds,
 )
 from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.program import PlannedProgram
@@ -70,7 +69,7 @@ class BoundProgram:
     def holds_but_for_reads(self, leaves: Sequence[Any]) -> bool:
         """Return `holds` without a look at what Python reads from values."""
         return (
-            signature_holds(self.signature)
+            self.signature.holds()
             and self.sharing.holds(self.residents(leaves))
             and not any(map(has_hooks, self.unhooked))
             and all(self._is_answered(q, leaves) for q in self.program.interface.questions)
@@ -224,7 +223,7 @@ def known_signature(
         if [*map(id, b.program.constants)] == constants and b.signature.reads == reads
     )
     latest = {id(signature): signature for signature in same}
-    return next(filter(signature_holds, reversed(latest.values())), None)
+    return next((one for one in reversed(latest.values()) if one.holds()), None)
 
 
 def matching(candidates: Sequence[BoundProgram], leaves: Sequence[Any]) -> BoundProgram | None:
@@ -245,7 +244,7 @@ def rebind(
     others = {
         number: signature
         for number, signature in held.items()
-        if not signature_holds(signature) and holds_for_others(signature)
+        if not signature.holds() and holds_for_others(signature)
     }
     new_signatures: dict[int, ModuleSignature] = {}
     for bounds in programs.values():

@@ -184,8 +184,7 @@ def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
         if tuple(entry.module._modules.items()) != entry.children:
             path = paths.get(id(entry.module), "")
             texts.append(f"submodules of '{path}'" if path else "submodules of the module")
-    registries, counts = signature.hooks
-    if [*map(len, registries)] != counts:
+    if not signature.hooks.hold():
         texts.append("hooks of submodules")
     differences = [*map(Difference, texts)]
     name = changed_attribute(signature)

@@ -8,21 +8,24 @@ lists, dictionaries and configuration objects among the attributes).
 from __future__ import annotations
 
 import contextlib
-import operator
+import copy
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from typing import Any, Self
 
 import torch
 from torch import nn
 
-from rockplan.python_state import trees
+from rockplan.python_state import trees, writes
 from rockplan.python_state.autocast import cast_is_kept, is_cast_once
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
+from rockplan.python_state.distributed import PLAIN as PLAIN_TENSORS
 from rockplan.python_state.distributed import local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.memory import inner_tensors, memory_of, parts_of
 from rockplan.python_state.surroundings import Surroundings
+from rockplan.python_state.writes import Item, Sources, UntilWritten, are_one
 from rockplan.runtime.switches import switches_now
 from rockplan.values.interface import EVERYTHING, AttributesRead
 
@@ -49,21 +52,100 @@ class _ModuleEntry:
     tensors: tuple[tuple[str, str, torch.Tensor | None, tuple[Any, ...]], ...]
     inner: tuple[tuple[torch.Tensor, list[torch.Tensor]], ...]
 
+    def hold(self) -> bool:
+        """True if nothing has changed but what describes tensors."""
+        if not _attributes_hold(self):
+            return False
+        attributes = self.module.__dict__
+        if any(attributes[kind].get(name) is not t for kind, name, t, _ in self.tensors):
+            return False
+        now = (zip(parts_of([("", whole)]), parts, strict=True) for whole, parts in self.inner)
+        if any(part is not before for parts in now for (_, part), before in parts):
+            return False
+        return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(self.tensors)
+
+    def sources(self) -> Sources:
+        attributes = self.module.__dict__
+        if self.inner or not are_one([*map(attributes.get, self.names)], self.values):
+            return writes.UNTOLD
+        tables = [writes.items(attributes[name]) for name in (*_TENSORS, "_modules")]
+        return *writes.attributes(self.module), *itertools.chain(*tables)
+
+
+@dataclass(frozen=True, slots=True)
+class _Hooks:
+    """Registries of hooks of submodules, and how many hooks each held. (Those of the root run
+    around its forward, and do not count.)"""
+
+    registries: tuple[Any, ...]
+    counts: list[int]
+
+    def hold(self) -> bool:
+        return [*map(len, self.registries)] == self.counts
+
+    def sources(self) -> Sources:
+        ways = (writes.FILLED if r else writes.EMPTY for r in self.registries)
+        return tuple(itertools.chain(*zip(ways, self.registries, strict=True)))
+
+
+class _Descriptions:
+    """What describes tensors. Those of plain classes are compared by a guard of Dynamo, all at
+    once, with what they were when they were last compared one by one."""
+
+    def __init__(self, entries: Iterable[_ModuleEntry]) -> None:
+        keys = {id(t): (t, key) for entry in entries for *_, t, key in entry.tensors}
+        self._keys = [(t, key) for t, key in keys.values() if t is not None]
+        self._plain = [t for t, _ in self._keys if _is_plain(t)]
+        self._others = [(t, key) for t, key in self._keys if not _is_plain(t)]
+        self._guard: Any = None
+
+    def hold(self) -> bool:
+        if self._guard is not None and self._guard.check(*self._plain):
+            return all(_parameter_key(t) == key for t, key in self._others)
+        if any(_parameter_key(t) != key for t, key in self._keys):
+            return False
+        self._guard = torch._C._dynamo.guards.TensorGuards(
+            *self._plain, dynamic_dims_sizes=None, dynamic_dims_strides=None
+        )
+        return True
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    is_dense = tensor.layout is torch.strided and not tensor.is_nested
+    return is_dense and type(tensor) in PLAIN_TENSORS
+
 
 @dataclass(frozen=True, slots=True)
 class ModuleSignature:
-    """A module tree at the time of planning. hooks: all registries of hooks of submodules, and how
-    many hooks each held (those of the root run around its forward, and do not count); contents: of
-    containers and configurations among the attributes; surroundings: user state beside the module;
-    layout: classes of parameters and buffers, and which are the same tensor or share memory; reads:
-    the attributes that count."""
+    """A module tree at the time of planning. contents: of containers and configurations among the
+    attributes; surroundings: user state beside the module; layout: classes of parameters and
+    buffers, and which are the same tensor or share memory; reads: the attributes that count."""
 
     entries: tuple[_ModuleEntry, ...]
     layout: tuple[Any, ...]
-    hooks: tuple[tuple[Any, ...], list[int]]
+    hooks: _Hooks
     contents: tuple[Contents, ...]
     surroundings: Surroundings
     reads: AttributesRead
+    _descriptions: _Descriptions = field(init=False)
+    _until_written: UntilWritten = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_descriptions", _Descriptions(self.entries))
+        object.__setattr__(self, "_until_written", UntilWritten((*self.entries, *self.others)))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ModuleSignature:
+        own = (getattr(self, one.name) for one in fields(self) if one.init)
+        return ModuleSignature(*copy.deepcopy([*own], memo))
+
+    @property
+    def others(self) -> tuple[Item, ...]:
+        """What is compared beside the entries."""
+        return self.hooks, *self.contents, *self.surroundings.held
+
+    def holds(self) -> bool:
+        """True if nothing that `module_signature` recorded has changed since."""
+        return self._until_written.hold() and self._descriptions.hold()
 
 
 def module_signature(
@@ -84,7 +166,7 @@ def module_signature(
     return ModuleSignature(
         entries,
         _layout([tensor for entry in entries for _, _, tensor, _ in entry.tensors]),
-        (hooks, [*map(len, hooks)]),
+        _Hooks(hooks, [*map(len, hooks)]),
         tuple(c for c in contents if c is not None),
         Surroundings.of(module, forward),
         reads,
@@ -142,17 +224,6 @@ def _module_entry(module: nn.Module, read: frozenset[str] | None) -> _ModuleEntr
     )
 
 
-def signature_holds(signature: ModuleSignature) -> bool:
-    """True if nothing that `module_signature` recorded has changed since."""
-    return all(map(_entry_holds, signature.entries)) and _others_hold(signature)
-
-
-def _others_hold(signature: ModuleSignature) -> bool:
-    registries, counts = signature.hooks
-    hold = [*map(len, registries)] == counts and all(c.hold() for c in signature.contents)
-    return hold and signature.surroundings.changed() is None
-
-
 def holds_for_others(signature: ModuleSignature) -> bool:
     """True if nothing has changed but that parameters and buffers are other tensors of the same
     description, for which the plan is right, and nothing beside the module holds one."""
@@ -169,7 +240,7 @@ def holds_for_others(signature: ModuleSignature) -> bool:
             if place != [kind, name] or _key_of(tensor) != key:
                 return False
             tensors.append(tensor)
-    return _layout(tensors) == signature.layout and _others_hold(signature)
+    return _layout(tensors) == signature.layout and all(one.hold() for one in signature.others)
 
 
 @contextlib.contextmanager
@@ -219,45 +290,20 @@ def _counting(attributes: dict[str, Any], read: frozenset[str] | None) -> dict[s
 
 
 def _attributes_hold(entry: _ModuleEntry) -> bool:
-    attributes = entry.module.__dict__
     if has_other_class(entry):
         return False
-    if not (_attributes_are_identical(attributes, entry) or _attributes_are_equal(entry)):
+    now = _counting(_attributes(entry.module), entry.read)
+    before = dict(zip(entry.names, entry.values, strict=True))
+    are_same = (is_same(now[name], before[name]) for name in before)
+    if now.keys() != before.keys() or not all(are_same):
         return False
-    modules = attributes["_modules"]
-    return not (modules or entry.children) or tuple(modules.items()) == entry.children
+    return tuple(entry.module._modules.items()) == entry.children
 
 
 def has_other_class(entry: _ModuleEntry) -> bool:
     """True if the class of a submodule was replaced. (The class of a planned root may be derived
     from ours: fully_shard does that.)"""
     return type(entry.module) is not entry.kind and "_rockplan" not in entry.attributes
-
-
-def _entry_holds(entry: _ModuleEntry) -> bool:
-    if not _attributes_hold(entry):
-        return False
-    attributes = entry.module.__dict__
-    for kind, name, tensor, key in entry.tensors:
-        if attributes[kind].get(name) is not tensor:
-            return False
-        if tensor is not None and _parameter_key(tensor) != key:
-            return False
-    now = (zip(parts_of([("", whole)]), parts, strict=True) for whole, parts in entry.inner)
-    if any(part is not before for parts in now for (_, part), before in parts):
-        return False
-    return len(attributes["_parameters"]) + len(attributes["_buffers"]) == len(entry.tensors)
-
-
-def _attributes_are_identical(attributes: dict[str, Any], entry: _ModuleEntry) -> bool:
-    is_same = map(operator.is_, map(attributes.get, entry.names), entry.values)
-    return attributes.keys() == entry.attributes.keys() and all(is_same)
-
-
-def _attributes_are_equal(entry: _ModuleEntry) -> bool:
-    now = _counting(_attributes(entry.module), entry.read)
-    before = dict(zip(entry.names, entry.values, strict=True))
-    return now.keys() == before.keys() and all(is_same(now[name], before[name]) for name in before)
 
 
 def _key_of(tensor: torch.Tensor | None) -> tuple[Any, ...]:

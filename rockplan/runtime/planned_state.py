@@ -13,7 +13,7 @@ from torch import nn
 
 from rockplan.errors import InvalidInput
 from rockplan.runtime.bound_program import BoundProgram, bind
-from rockplan.runtime.guards import ModuleSignature, opened_key, signature_holds
+from rockplan.runtime.guards import ModuleSignature, opened_key
 from rockplan.runtime.open_program import Limits, OpenProgram
 from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
@@ -190,7 +190,7 @@ class PlannedState:
             (key, bound.program)
             for key, bounds in self.programs.items()
             for bound in bounds
-            if signature_holds(bound.signature)
+            if bound.signature.holds()
         ]
 
     @property

@@ -42,7 +42,6 @@ from rockplan.runtime.guards import (
     call_key,
     module_signature,
     opened_key,
-    signature_holds,
     with_tensors_of,
 )
 from rockplan.runtime.planned_state import (
@@ -107,7 +106,7 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             call_checks.warn_of_mismatch(changes_from(planned, call))
             return None
         call_checks.refuse_capture(planned, leaves)
-        if any(map(signature_holds, state.infeasible.get(key, ()))):
+        if any(one.holds() for one in state.infeasible.get(key, ())):
             return None
         changes = changes_from(planned, call)
         if state.settings.on_mismatch == "error":
@@ -338,7 +337,7 @@ class Situation:
         # What the call itself wrote into Python objects is no change.
         own = state.programs.setdefault(self.call.key, [])
         same = (b for b in own if b.program is self.bound.program)
-        if not any(signature_holds(b.signature) for b in (self.bound, *same)):
+        if not any(b.signature.holds() for b in (self.bound, *same)):
             changed = Differences(module_differences(self.bound.signature))
             raise BackwardError(
                 f"the module, a {type(module).__qualname__}, was changed between forward and "
