@@ -278,7 +278,7 @@ MECHANISMS: tuple[Mechanism, ...] = (
     by_function("questions: id", _Q, "_id", _is_stand_in, lambda self, value: id(value)),
     by_function("questions: of attributes", _Q, "_attribute", _always, _refused),
     by_function("questions: places in memory", _Q, "ask_place", lambda a, r: len(a) < 3, _nothing),
-    *map(of_member, ("__deepcopy__", "is_leaf", "grad", "grad_fn")),
+    *map(of_member, ("is_leaf", "grad", "grad_fn")),
     by_function("reads: values", _READER, "read", _always, _refused),
     by_function("reads: by draws", _READER, "_drawn", lambda a, r: r is not None, _nothing),
     by_function("reads: whatever is drawn", value_reads, "_outcomes", _is_there, lambda c, r: ()),
@@ -305,7 +305,15 @@ GONE = (
     Gone("objects of the caller's", "deleted: refused, with what to do"),
     *(
         Gone(f"questions: {name}", "deleted: refused")
-        for name in ("__dict__", "__dir__", "as_subclass", "is_shared", "is_pinned", "_is_view")
+        for name in (
+            "__deepcopy__",
+            "__dict__",
+            "__dir__",
+            "as_subclass",
+            "is_shared",
+            "is_pinned",
+            "_is_view",
+        )
     ),
     Gone("patch: torch.nn.utils.parametrize._cache", "deleted: refused around a call"),
     Gone("data that each call overwrites", "deleted: such calls make one more kind"),

@@ -116,10 +116,10 @@ def work(budgets: list[str], gib: int, device: str, is_compiled: bool) -> None:
 def plan_roughly() -> None:
     """Spend little on what the answer does not depend on, in this process: times need not be
     precise."""
-    from rockplan.graph_builder.costs import call_time
+    from rockplan.graph_builder.costs import call_costs
 
-    call_time._LEAST_REPEATS, call_time._TIME_BOX_NS = 2, 0
-    call_time.SCRATCH_BYTES = {"cpu": 1, "cuda": 1}
+    call_costs._LEAST_REPEATS, call_costs._TIME_BOX_NS = 2, 0
+    call_costs.SCRATCH_BYTES = {"cpu": 1, "cuda": 1}
 
 
 def capture_once() -> None:

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from torch import nn
 
 from rockplan.errors import InvalidInput, OtherRankFailed, RockplanError
-from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.operators.facts import facts_of
+from rockplan.graph_builder.operators.rows import Effect
 from rockplan.python_state.distributed import is_distributed
 from rockplan.values.graph import CDGraph, MeshGroup
 

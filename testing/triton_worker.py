@@ -26,11 +26,11 @@ from torch.autograd import Function
 
 import rockplan
 import testing  # noqa: F401
-from rockplan.graph_builder.costs import call_time
+from rockplan.graph_builder.costs import call_costs
 from rockplan.graph_builder.foreign.triton_writes import UnknownWrites, parameters_written
 from testing.training import assert_same_state
 
-call_time._TIME_BOX_NS = 0
+call_costs._TIME_BOX_NS = 0
 QUICK = rockplan.Options(cache=False, time_limit_s=2, without=("exchange", "descent", "proof"))
 ROWS, WIDTH, BLOCK = 6, 8, 16
 

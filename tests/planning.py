@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from rockplan.graph_builder.costs import call_time, price
+from rockplan.graph_builder.costs import call_costs, price
 from rockplan.graph_builder.costs.estimate import CPU_RATES, estimate
 from rockplan.options import Options
 from rockplan.search import planning
@@ -41,8 +41,8 @@ def plan_quickly() -> None:
     Calls run as few times as the product allows, a third of what it takes to plan a small module
     otherwise, with caches as the call before left them.
     """
-    call_time._TIME_BOX_NS = 0
-    call_time.SCRATCH_BYTES = dict.fromkeys(call_time.SCRATCH_BYTES, 1)
+    call_costs._TIME_BOX_NS = 0
+    call_costs.SCRATCH_BYTES = dict.fromkeys(call_costs.SCRATCH_BYTES, 1)
     planning.limits_of = quick_limits
 
 

@@ -542,7 +542,7 @@ def test_kernels_that_cast_inside_run_without_autocast(bilinear: bool) -> None:
 
 def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not even where a profile in the cache has an estimate of it."""
-    monkeypatch.setattr("rockplan.graph_builder.costs.call_memory._OF_DTYPES", re.compile("$^"))
+    monkeypatch.setattr("rockplan.graph_builder.costs.call_costs._OF_DTYPES", re.compile("$^"))
     model, sample = nn.Linear(4, 4), SAMPLE.double()
     assert "1 calls estimated" in rockplan.plan(model, sample, "100%").profile_source
     monkeypatch.undo()

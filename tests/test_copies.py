@@ -11,8 +11,7 @@ import pytest
 from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.digests import graph_digest, problem_digest
 from rockplan.oracles.clock import clock
-from rockplan.oracles.forms import check
-from rockplan.oracles.graph_rules import RULES
+from rockplan.oracles.graph_rules import RULES, check
 from rockplan.oracles.simulate import host_bytes, simulate, timeline
 from rockplan.oracles.verify import verify
 from rockplan.values.copies import HostLink, paged, with_copies, without_copies

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import rockplan
 from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.rows import Effect
 from testing.training import QUICK, assert_equal_trees, assert_same_state, ensure
 from tests.kernels import interpret
 

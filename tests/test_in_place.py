@@ -55,7 +55,7 @@ COMPILED = Options(compile=True, cache=False, time_limit_s=5)
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """Kernels run by their operators, which need more memory in place: nobody asks for that."""
-    monkeypatch.setattr(kernels, "_too_much_memory", lambda *sizes: None)
+    monkeypatch.setattr(kernels, "SLIGHT", 0)
     yield interpret(monkeypatch)
 
 
@@ -221,7 +221,7 @@ def test_a_kernel_that_cannot_be_in_place_stays(monkeypatch: pytest.MonkeyPatch)
     assert not [t for n in none.nodes for t in n.takes if is_kernel(n.calls[0].op)]
     interpret(monkeypatch)  # by operators they need more
     assert without_takes(of(case)) == without_takes(none)
-    monkeypatch.setattr(kernels, "_too_much_memory", lambda *sizes: None)
+    monkeypatch.setattr(kernels, "SLIGHT", 0)
     asked = interpret(monkeypatch)
     assert written(of(case))
     assert len(asked) == len(set(asked))

@@ -7,8 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from rockplan.graph_builder.costs.call_memory import CallMemory
-from rockplan.graph_builder.costs.call_time import cost_of
+from rockplan.graph_builder.costs.call_costs import CallMemory, cost_of
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify

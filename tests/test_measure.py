@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import rockplan
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.costs import call_time
+from rockplan.graph_builder.costs import call_costs
 from rockplan.graph_builder.costs.call_key import call_key
 from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.execution import Execution, inputs_of
@@ -846,7 +846,7 @@ def test_cuda_calls_take_the_devices_or_hosts_time(
 
     monkeypatch.setattr(torch.cuda, "Event", Event)
     execution = Execution(torch.ops.aten.add.Tensor, [], {}, call)
-    found_ns = call_time._cuda_time_ns(execution)
+    found_ns = call_costs._cuda_time_ns(execution)
     assert found_ns == device_ns if device_ns > host_ns else found_ns >= host_ns
 
 

@@ -19,8 +19,7 @@ from rockplan.budget import Budget
 from rockplan.captures.captured_calls import CapturedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.graph_builder.costs.ruler import rise_of
-from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.tensors import tensor_of
+from rockplan.graph_builder.recorded.specs import dtype_of, tensor_of
 from rockplan.oracles.constraints import with_room_for_loss
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast

@@ -8,15 +8,17 @@ What a Capture becomes: docs/model.md, Capture and lowering.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
 
-from rockplan.graph_builder.foreign import dtensor, flex_attention, opaque_calls, triton_launches
+from rockplan.graph_builder.foreign import flex_attention, opaque_calls, triton_launches
 from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing.patches import Interrupted, Patch
+from rockplan.graph_builder.tracing.eager_paths import refusing
+from rockplan.graph_builder.tracing.patches import Interrupted, Patch, unrecorded
 from rockplan.graph_builder.tracing.recording import Sample, record
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import CallSizes
@@ -54,6 +56,29 @@ def capture(
 
 def _rows() -> Iterator[Patch]:
     yield from flex_attention.PATCHES
-    yield from dtensor.patches()
+    yield from _of_dtensors()
     yield from opaque_calls.patches()
     yield from triton_launches.patches()
+
+
+def _of_dtensors() -> Iterator[Patch]:
+    # What DTensor makes of an operator are operators of local tensors, which are recorded as any
+    # others. To know shapes it runs operators of the whole tensors beside: none of the step.
+    attention: Any = nn.functional.scaled_dot_product_attention
+    if str(getattr(attention, "__module__", "")).startswith("torch.distributed."):
+        yield Patch(
+            nn.functional,
+            "scaled_dot_product_attention",
+            refusing("context parallel"),
+            "context_parallel has put a function in its place that calls kernels by other rules",
+        )
+    file = sys.modules.get("torch.distributed.tensor._sharding_prop")
+    propagator: Any = getattr(file, "ShardingPropagator", None)
+    name = "_propagate_tensor_meta_non_cached"
+    if hasattr(propagator, name):
+        yield Patch(
+            propagator,
+            name,
+            unrecorded,
+            "it computes shapes of whole tensors with memory that nothing has written to",
+        )

@@ -77,28 +77,25 @@ _CALLERS = (
 def settings_for(keeps_roundings: bool) -> dict[str, Any]:
     """Return the settings for a kernel, as far as this version of torch knows them.
     keeps_roundings: round where eager's operators would."""
-    from torch._inductor import config
+    from torch._inductor import config as inductors
 
-    ours = {name: value for name, value in _OURS.items() if _is_known(config, name)}
-    return _defaults(config) | ours | {"emulate_precision_casts": keeps_roundings}
+    config: Any = inductors
 
+    def is_known(name: str) -> bool:
+        owner = config
+        *outer, last = name.split(".")
+        for part in outer:
+            owner = getattr(owner, part, None)
+        return hasattr(owner, last)
 
-def _is_known(config: Any, name: str) -> bool:
-    for part in name.split("."):
-        config = getattr(config, part, _UNKNOWN)
-    return config is not _UNKNOWN
-
-
-_UNKNOWN = object()
-
-
-def _defaults(config: Any) -> dict[str, Any]:
     entries, callers = getattr(config, "_config", {}), tuple(_CALLERS.split())
-    return {
+    defaults = {
         name: entry.default
         for name, entry in entries.items()
         if entry.alias is None and not name.startswith(callers) and not config._is_default(name)
     }
+    ours = {name: value for name, value in _OURS.items() if is_known(name)}
+    return defaults | ours | {"emulate_precision_casts": keeps_roundings}
 
 
 @contextlib.contextmanager

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping
 
 from rockplan.values import graph as graphs
 from rockplan.values.profile import Profile
@@ -35,8 +34,7 @@ def problem_digest(problem: graphs.CDGraph) -> str:
     dropped data.
 
     Left out: names, calls, values, and storages that are always alive and never paid for. The input
-    of the block, though resident in its problem, counts: the chain may drop it. Storages count in
-    order of first appearance.
+    of the block counts: the chain may drop it. Storages count in order of appearance.
     """
     local: dict[int, int] = {}
     for node in problem.nodes:
@@ -48,6 +46,9 @@ def problem_digest(problem: graphs.CDGraph) -> str:
     def indices(data: tuple[int, ...]) -> list[int]:
         return sorted(local[d] for d in data if d in local)
 
+    def takeover(one: graphs.Takeover) -> list[list[int]]:
+        return [[local[d] for d in data] for data in (one.operands, one.results)]
+
     return digest(
         [
             [[problem.data[d].kind.value, problem.data[d].size_bytes] for d in local],
@@ -56,7 +57,7 @@ def problem_digest(problem: graphs.CDGraph) -> str:
                     *_node_costs(n),
                     indices(n.reads),
                     indices(n.writes),
-                    *([[_takeover(t, local) for t in n.takes]] if n.takes else []),
+                    *([[takeover(t) for t in n.takes]] if n.takes else []),
                 ]
                 for n in problem.nodes
             ],
@@ -67,10 +68,6 @@ def problem_digest(problem: graphs.CDGraph) -> str:
             problem.rng_state_bytes,
         ]
     )
-
-
-def _takeover(takeover: graphs.Takeover, local: Mapping[int, int]) -> list[list[int]]:
-    return [[local[d] for d in data] for data in (takeover.operands, takeover.results)]
 
 
 def graph_digest(graph: graphs.CDGraph, *, on_any_device: bool = False) -> str:
@@ -148,14 +145,8 @@ def spec_fields(spec: graphs.TensorSpec, offset: int | None = None) -> list[obje
 
 
 def _node_costs(node: graphs.ComputeNode) -> list[object]:
-    return [
-        node.phase.value,
-        node.time_ns,
-        node.workspace_bytes,
-        node.random,
-        node.recomputable,
-        *_unusual(node),
-    ]
+    costs = (node.phase.value, node.time_ns, node.workspace_bytes)
+    return [*costs, node.random, node.recomputable, *_unusual(node)]
 
 
 def _unusual(node: graphs.ComputeNode) -> list[object]:
@@ -172,17 +163,18 @@ def _program(node: graphs.ComputeNode) -> list[object]:
         node.recomputable,
         list(node.reads),
         list(node.writes),
-        [_call(c) for c in node.calls],
-        [_call(c) for c in node.recalls],
+        [call_fields(c) for c in node.calls],
+        [call_fields(c) for c in node.recalls],
         *_unusual(node),
     ]
 
 
 def _value(value: graphs.Value) -> list[object]:
-    view = None if value.view is None else _call(value.view)
+    view = None if value.view is None else call_fields(value.view)
     return [value.data, value.name, spec_fields(value.spec), view]
 
 
-def _call(call: graphs.Call) -> list[object]:
+def call_fields(call: graphs.Call) -> list[object]:
+    """Return a call as JSON values."""
     kwargs = [[name, canonical_literal(argument)] for name, argument in call.kwargs]
     return [call.op, canonical_literal(call.args), kwargs, list(call.results)]

@@ -55,7 +55,10 @@ def partition(
     # places: the second search ignores the gradients that spanned blocks in the first.
     first_chain = _chain(graph, kept)
     chain = _chain(graph, kept | _spanning(first_chain))
-    kept = kept - _local(chain, side) | _spanning(chain)
+    # Keeping side storages of one block only for longer gains nothing.
+    others = side - _unavoidable_pins(graph)
+    local = {d for d in others if chain.read_in(d) <= {chain.made_in(d)}}
+    kept = kept - local | _spanning(chain)
     chain = replace(chain, kept=kept)
     background = _background_bytes(chain)
     return tuple(_block(chain, s, background[s]) for s in range(len(chain.forward)))
@@ -87,10 +90,7 @@ def side_storages(
 
 
 def _unavoidable_pins(graph: CDGraph) -> frozenset[int]:
-    """Return what the caller holds, and what cannot be computed again.
-
-    Gradients are left out: they are computed once anyway, and need not be kept longer.
-    """
+    # Gradients are left out: they are computed once anyway, and need not be kept longer.
     once = (d for n in graph.forward if not n.recomputable for d in n.writes)
     return frozenset((*graph.outputs, *graph.held, *once))
 
@@ -176,8 +176,7 @@ def _cuts(graph: CDGraph, kept: frozenset[int]) -> tuple[_Cut, ...]:
 
 
 def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
-    """Return (storage, first forward node after the cut) for each storage that alone, besides those
-    in `kept`, is read by what comes after some node; in order, each at the earliest such place."""
+    """(Storage, first forward node after the cut), in order, each at the earliest place."""
     separators: dict[int, int] = {}
     for position, alive in enumerate(_alive_between(graph, kept)):
         if len(alive) == 1 and alive.isdisjoint(graph.dropped):
@@ -187,8 +186,7 @@ def _separators(graph: CDGraph, kept: frozenset[int]) -> list[tuple[int, int]]:
 
 
 def _alive_between(graph: CDGraph, kept: frozenset[int]) -> list[frozenset[int]]:
-    """Return for each forward node the storages made so far that later forward nodes read, without
-    those in `kept`."""
+    """For each forward node, the storages made so far that later forward nodes read, but `kept`."""
     last_read = {d: n.index for n in graph.forward for d in n.reads}
     alive: frozenset[int] = frozenset()
     sets: list[frozenset[int]] = []
@@ -225,9 +223,7 @@ def _windows(
 def _windows_for(
     graph: CDGraph, blocks: Mapping[int, tuple[int, int]], count: int
 ) -> list[tuple[int, int]]:
-    """Return the windows (lowest, highest index of a backward node) of `count` boundaries, so that
-    every backward node is in a block that has its operands. blocks: storage -> (first, last) block
-    that has it."""
+    # blocks: storage -> (first, last) block that has it.
     after_last = [len(graph.forward)] * (count + 1)
     first = [len(graph.nodes)] * (count + 1)
     for node in graph.backward:
@@ -257,8 +253,7 @@ def _crossing_bytes(graph: CDGraph, kept: frozenset[int]) -> list[int]:
 
 
 def _sum_over_time(lifetimes: Iterable[tuple[int, int, int]], length: int) -> list[int]:
-    """Return the bytes alive at each of the places 0 to length - 1. lifetimes: (first place, one
-    after the last, bytes)."""
+    """Of each place in bytes. lifetimes: (first place, one after the last, bytes)."""
     change = [0] * (length + 1)
     for begin, end, size_bytes in lifetimes:
         change[begin] += size_bytes
@@ -322,12 +317,6 @@ def _excess(alive: Sequence[frozenset[int]]) -> int:
 # What stays outside the problems
 
 
-def _local(chain: _Chain, side: frozenset[int]) -> set[int]:
-    """Return side storages of one block only: keeping them for longer gains nothing."""
-    unavoidable = _unavoidable_pins(chain.graph)
-    return {d for d in side - unavoidable if chain.read_in(d) <= {chain.made_in(d)}}
-
-
 def _spanning(chain: _Chain) -> set[int]:
     """Return the gradients that are read more than one block below the one that makes them, and the
     tangents that several blocks read."""
@@ -356,9 +345,9 @@ def _background_bytes(chain: _Chain) -> list[int]:
     highest = [0, *accumulate(outside[forward_length:], max)]
     last = len(chain.forward) - 1
 
+    # If no block above block s has backward nodes, it may still run forward again for them, once
+    # the backward phase has begun.
     def above(s: int) -> int:
-        """Return the most such bytes before block s runs backward. If no block above has backward
-        nodes, it may still run forward again for them, once the backward phase has begun."""
         started = chain.backward[s].start - forward_length
         return highest[min(max(started, s < last), len(highest) - 1)]
 
@@ -367,24 +356,23 @@ def _background_bytes(chain: _Chain) -> list[int]:
         blocks = chain.read_in(lifetime[0]) if lifetime[0] not in chain.kept else ()
         if len(blocks) == 1:
             own[min(blocks)].append(lifetime)
+
+    def own_bytes(s: int, node: int) -> int:
+        return chain.view.bytes_of(d for d, begin, end in own[s] if begin <= node < end)
+
     return [
         max(
             max((outside[n] for n in first), default=0),
             above(s),
-            max((outside[n] - _alive_bytes(chain, own[s], n) for n in second), default=0),
+            max((outside[n] - own_bytes(s, n) for n in second), default=0),
         )
         for s, (first, second) in enumerate(zip(chain.forward, chain.backward, strict=True))
     ]
 
 
-def _alive_bytes(chain: _Chain, lifetimes: Iterable[tuple[int, int, int]], node: int) -> int:
-    return chain.view.bytes_of(d for d, begin, end in lifetimes if begin <= node < end)
-
-
 def _lifetimes(chain: _Chain) -> Iterator[tuple[int, int, int]]:
-    """Yield (storage, first node, one after the last node) at which pinned storages and tangents
-    are alive, whatever blocks do. A forward node that may run again needs its operands until its
-    block has run backward."""
+    """Yield (storage, first node, one after the last node) of pinned storages and tangents. A
+    forward node that may run again needs its operands until its block has run backward."""
     graph = chain.graph
     for data in graph.data:
         is_tangent = data.kind is DataKind.TANGENT
@@ -459,6 +447,10 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
     def indices(data: Iterable[int]) -> tuple[int, ...]:
         return tuple(sorted(local[d] for d in data if d in local))
 
+    def copies_bytes(node: ComputeNode) -> int:
+        is_again = _may_rerun(node, chain.kept)
+        return chain.view.bytes_of(chain.kept.intersection(node.writes)) if is_again else 0
+
     return CDGraph(
         data=tuple(
             DataNode(i, f"d{i}", _kind_in_problem(chain, d, made), graph.data[d].size_bytes)
@@ -471,7 +463,7 @@ def _problem(chain: _Chain, s: int) -> CDGraph:
                 name=f"n{i}",
                 reads=indices(node.reads),
                 writes=indices(made.intersection(node.writes)),
-                workspace_bytes=node.workspace_bytes + _copies_bytes(chain, node),
+                workspace_bytes=node.workspace_bytes + copies_bytes(node),
                 calls=(),
                 recalls=(),
                 takes=(),
@@ -498,15 +490,8 @@ def _kind_in_problem(chain: _Chain, data: int, made: set[int]) -> DataKind:
     return DataKind.INPUT if kind is DataKind.ACTIVATION else DataKind.TANGENT
 
 
-def _copies_bytes(chain: _Chain, node: ComputeNode) -> int:
-    if not _may_rerun(node, chain.kept):
-        return 0
-    return chain.view.bytes_of(d for d in node.writes if d in chain.kept)
-
-
 def _common_module(modules: Sequence[str]) -> str:
-    """Return the deepest module path that contains at least two thirds of the paths `modules`; ''
-    if there is none."""
+    """The deepest module path that contains at least two thirds of the paths, or ''."""
     counts: Counter[str] = Counter()
     for path in modules:
         parts = path.split(".") if path else []

@@ -31,7 +31,7 @@ from rockplan.graph_builder.tiling.embedding import with_rows_added
 from rockplan.graph_builder.tiling.tile import tiled
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.oracles import graph_rules
-from rockplan.oracles.forms import check
+from rockplan.oracles.graph_rules import check
 from rockplan.values.graph import CDGraph, Phase
 from rockplan.values.plan import PassTrace
 
@@ -159,8 +159,6 @@ def lower(
 def _passed(
     passes: Sequence[Callable[[_Form, Options], _Form]], form: _Form, options: Options
 ) -> tuple[_Form, list[PassTrace]]:
-    """Apply each pass to the result of the one before, but those that the options leave out.
-    Returns the last result, and of each pass its name, what it left and how long it took."""
     traces: list[PassTrace] = []
     for one, name in zip(passes, _named(*passes), strict=True):
         if name in options.without:

@@ -29,8 +29,7 @@ _CONFIGURATIONS = ("PretrainedConfig", "PreTrainedConfig")
 
 @once_for_each_class
 def configuration_class(kind: type) -> type | None:
-    """Return the class of transformers that a class of configurations derives from; None for
-    other classes."""
+    """The class of transformers that a class of configurations derives from, or None."""
     bases = (b for b in kind.__mro__ if b.__module__.startswith("transformers."))
     return next((base for base in bases if base.__name__ in _CONFIGURATIONS), None)
 
@@ -70,19 +69,14 @@ def switch_on(configurations: Iterable[Any]) -> None:
 
 
 def say(module: Any, kwargs: Mapping[str, Any]) -> None:
-    """Log a warning that planned calls like this one return no cache, if eager calls would. kwargs:
-    of the call."""
-    users = [m for m in module.modules() if _asks_for_one(m)]
+    """Warn that planned calls like this one return no cache, if eager calls would."""
+    owners = (m for m in module.modules() if getattr(vars(m).get("config"), SWITCH, None) is True)
+    users = [m for m in owners if SWITCH in inspect.signature(m.forward).parameters]
     if users and kwargs.get(SWITCH) is None and not any(_has_none(m, kwargs) for m in users):
         _LOGGER.warning(
             "config.use_cache is True, and planned calls run without the key-value cache: their "
             "results hold none (past_key_values), as with gradient checkpointing in transformers"
         )
-
-
-def _asks_for_one(module: Any) -> bool:
-    is_switched_on = getattr(vars(module).get("config"), SWITCH, None) is True
-    return is_switched_on and SWITCH in inspect.signature(module.forward).parameters
 
 
 def _has_none(module: Any, kwargs: Mapping[str, Any]) -> bool:

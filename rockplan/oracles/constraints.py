@@ -123,7 +123,8 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
     modules = {d: graph.nodes[producer[d]].module for d in activations}
     if "/" in pattern:
-        matching = [d for d in activations if _is_named(names[d], pattern)]
+        spelled = {d: (names[d], *_shortened(names[d])) for d in activations}
+        matching = [d for d in activations if any(fnmatchcase(n, pattern) for n in spelled[d])]
         known = [names[d] for d in activations]
     else:
         matching = [
@@ -137,11 +138,6 @@ def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
             pattern,
         )
     return matching
-
-
-def _is_named(name: str, pattern: str) -> bool:
-    """Return whether `pattern` matches 'layers.0.attn/softmax#1:0', perhaps without ':0', '#1'."""
-    return any(fnmatchcase(n, pattern) for n in (name, *_shortened(name)))
 
 
 def _shortened(name: str) -> tuple[str, str]:

@@ -1,13 +1,15 @@
 """Legality of a graph: a table of rules, each a function that yields what breaks it.
 
-takes: a CDGraph. `oracles.forms.check` applies them after passes if `CHECKED` is on; `verify`
+takes: a CDGraph. `check` applies them after passes if `CHECKED` is on; `verify`
 judges schedules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
+from rockplan.errors import IllegalForm
 from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, is_kernel, refs, required
 
 Rule = Callable[[CDGraph], Iterator[str]]
@@ -143,3 +145,15 @@ RULES: tuple[Rule, ...] = (
     sizes_are_sums_of_bytes,
     eager_order_is_an_order,
 )
+
+
+_Form = TypeVar("_Form")
+
+
+def check(rules: Iterable[Callable[[_Form], Iterator[str]]], form: _Form, when: str) -> None:
+    """Raise IllegalForm with the first rule that `form` breaks, in the words of its docstring up to
+    "Yields", and with how it is broken. when: what made the form."""
+    for rule in rules:
+        for broken in rule(form):
+            words = " ".join((rule.__doc__ or "").split()).partition(" Yields")[0]
+            raise IllegalForm(f"{when}: {words.rstrip('.')}, but {broken}")

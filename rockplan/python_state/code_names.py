@@ -23,8 +23,7 @@ CLOSED |= {"_pytest", *sys.stdlib_module_names} - {"__main__"}
 
 @functools.cache
 def is_library(name: str | None) -> bool:
-    """True if the module of that name is an installed one or of the standard library, not the
-    user's; False for None."""
+    """True for a module that is installed or of the standard library; False for None."""
     if name is None:
         return False
     path = str(getattr(sys.modules.get(name), "__file__", None) or "")

@@ -127,9 +127,8 @@ class Contents:
 
 
 def described(argument: object) -> Any:
-    """Return a hashable value for an argument that is no tensor, equal for arguments with the same
-    contents. Parts that cannot be looked into compare by identity, as does an argument none of
-    which can."""
+    """A hashable value for an argument that is no tensor, equal for the same contents. Parts that
+    cannot be looked into compare by identity, as does an argument none of which can."""
     try:
         contents = _hashable(_Reading(None).value(argument, strict=False))
         hash(contents)  # a class of the user's may define == alone
@@ -139,8 +138,6 @@ def described(argument: object) -> Any:
 
 
 def _hashable(frozen: Any) -> Any:
-    """Return contents as a hashable value: lists as tuples, sets as frozen sets, identities as
-    those of the caller's objects."""
     if isinstance(frozen, list | tuple):
         return type(frozen), tuple(map(_hashable, frozen))
     if isinstance(frozen, set):
@@ -238,9 +235,8 @@ class _Reading:
             return _Identity(value)
 
     def plain_attributes(self, value: object) -> Any:
-        """Return (class, (name, contents) of each public attribute that is a plain value, function,
-        tensor or array), for an object that cannot be looked into as a whole. Raises _Unknown for
-        an object of a library."""
+        """Return (class, (name, contents) of each plain public attribute), for an object that
+        cannot be looked into as a whole. Raises _Unknown for an object of a library."""
         if _is_of_library(type(value)):
             raise _Unknown
         attributes = []
@@ -252,8 +248,7 @@ class _Reading:
         return type(value), attributes
 
     def inside(self, value: object, strict: bool) -> Any:
-        """Return the contents of an object that is not plain. Raises _Unknown deeper than
-        `_MAXIMUM_DEPTH` objects."""
+        """Raises _Unknown deeper than `_MAXIMUM_DEPTH` objects."""
         if len(self._path) > _MAXIMUM_DEPTH:
             raise _Unknown
         self._path.append(id(value))
@@ -297,8 +292,7 @@ class _Reading:
         return [*itertools.compress(pairs, is_read)]
 
     def _function(self, function: Any) -> Any:
-        """Return (class, contents of what a function refers to); the function itself if none of it
-        can change."""
+        """The function itself if none of it can change."""
         state = _referred(function)
         if not state:
             return _leaf(function)
@@ -381,8 +375,7 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _leaf(value: Any) -> Any:
-    """Return a key that only the same plain value has: 2, 2.0 and True differ, 0.0 and -0.0 differ,
-    and NaN equals NaN."""
+    """2, 2.0 and True differ, 0.0 and -0.0 differ, and NaN equals NaN."""
     kind = type(value)
     if kind is str or kind is int or value is None:
         return value

@@ -48,8 +48,7 @@ def spec_of(tensor: Any) -> Any:
 
 
 def local_of(tensor: Any) -> torch.Tensor:
-    """Return the part of a DTensor that this process holds, once it has arrived; other tensors as
-    they are."""
+    """The part that this process holds, once it has arrived; other tensors as they are."""
     return waited(tensor._local_tensor) if is_distributed(tensor) else tensor
 
 
@@ -98,8 +97,7 @@ def is_awaited(value: object) -> bool:
 
 
 def waited(tensor: Any) -> torch.Tensor:
-    """Return the result of a collective once it has ended; other tensors as they are. Autograd does
-    not record it."""
+    """The result of a collective once it has ended; other tensors as they are."""
     there: torch.Tensor = tensor.trigger_wait() if is_awaited(tensor) else tensor
     return there
 

@@ -221,8 +221,7 @@ def slots(kind: type) -> dict[Any, types.MemberDescriptorType]:
 
 
 def _each(read: Any, put: Any, drop: Any, named: Callable[[str, Any], str] = _attribute) -> Access:
-    """Return the row of owners whose elements are set one by one. put(owner, key, value);
-    drop(owner, key)."""
+    """Of owners whose elements are set one by one: put(owner, key, value), drop(owner, key)."""
 
     def write(owner: Any, elements: list[Element]) -> None:
         now, wanted = dict(read(owner)), dict(elements)
@@ -573,8 +572,7 @@ _COLLECTIONS = (dict, list, tuple, set, frozenset)
 
 
 def _composed(kind: type, own: Access | None) -> Access:
-    """Return the row of a class whose objects may have attributes and slots. own: of what they hold
-    beside."""
+    """Of objects with attributes and slots. own: the row of what they hold beside."""
     is_followed = not is_library(kind.__module__) or issubclass(kind, nn.Module)
     has_slots = bool(slots(kind))
 

@@ -95,9 +95,8 @@ def has_contents(spec: trees.TreeSpec) -> bool:
 def returned(
     leaves: Sequence[Any], spec: trees.TreeSpec, call: tuple[Any, ...], given: Sequence[Any]
 ) -> Any:
-    """Return the result of a planned call, and write the contents that it carries into the caller's
-    containers. leaves, spec: the flattened result; call: (args, kwargs); given: leaves of
-    `call`."""
+    """Write the contents that a result carries into the caller's containers; return the rest.
+    leaves, spec: the flattened result; call: (args, kwargs); given: leaves of `call`."""
     objects = [*trees.objects(call)] if has_contents(spec) else []
 
     def resolved(leaf: Any) -> Any:

@@ -99,8 +99,7 @@ def is_wrapper_kind(kind: type) -> bool:
 
 
 def has_other_memory(tensor: torch.Tensor, memory: torch.Tensor) -> bool:
-    """True if `tensor` has another storage or shape than `memory`. (A wrapper has no storage of its
-    own.)"""
+    """True for another storage or shape. (A wrapper has no storage of its own.)"""
     if is_wrapper(tensor):
         return False
     return memory_of(tensor) != memory_of(memory) or tensor.shape != memory.shape

@@ -28,8 +28,7 @@ def sharded_modules(module: nn.Module) -> list[Any]:
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """True if `fully_shard` was called with `module`, with a part of it, or with a module around
-    it."""
+    """True if `fully_shard` was called with `module`, a part of it, or a module around it."""
     return getattr(module, "_is_fsdp_managed_module", False) or bool(sharded_modules(module))
 
 
@@ -103,8 +102,7 @@ def unsharded_gradients_aside(model: nn.Module) -> Iterator[None]:
 
 
 def _groups(model: nn.Module) -> Iterator[Any]:
-    """Yield the groups of parameters (FSDPParamGroup) that are gathered together; PyTorch has one
-    or several for a module."""
+    """Yield each FSDPParamGroup; PyTorch has one or several for a module."""
     for module in sharded_modules(model):
         state = module._get_fsdp_state()
         several = getattr(state, "_fsdp_param_groups", None)

@@ -38,9 +38,8 @@ def _is_size(node: Any) -> bool:
 
 
 def shared(tree: Any) -> tuple[tuple[int, int], ...]:
-    """Return (number of the first place, number of the second) for containers and objects that
-    occur twice in a tree, numbered as `objects` yields them. Tensors and immutable values do not
-    count."""
+    """Return (number of the first place, of the second) for containers and objects that occur
+    twice, numbered as `objects` yields them; tensors and immutable values do not count."""
     first: dict[int, int] = {}
     pairs: list[tuple[int, int]] = []
     for number, node in enumerate(objects(tree)):

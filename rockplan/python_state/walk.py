@@ -117,8 +117,7 @@ def walk_of(
     args: tuple[Any, ...] = (),
     kwargs: Mapping[str, Any] | None = None,
 ) -> Walk:
-    """Return everything that `forward(*args, **kwargs)`, a forward of `module`, can reach, and the
-    generators of random numbers of all files."""
+    """Everything that a call of `forward` can reach, and all generators of random numbers."""
     roots = [*roots_of(module, forward), *map(Root, *zip(*_generators(), strict=True))]
     return Walk([*roots, *roots_of_arguments(forward, args, kwargs or {})])
 
@@ -301,8 +300,7 @@ class Walk:
         return self.roots[position]
 
     def difference(self, later: Walk) -> StateChange | None:
-        """Return what is the first to differ in a later walk from the same roots; None if nothing
-        does."""
+        """None if nothing differs in a later walk from the same roots."""
         for n in range(1, min(len(self.nodes), len(later.nodes))):
             if self.nodes[n] != later.nodes[n]:
                 return self._difference(later, n)
@@ -371,8 +369,7 @@ class Walk:
                 row.write(owner, others)
 
     def holders(self) -> Iterator[tuple[int, tuple[Any, Access, list[Element]]]]:
-        """Yield number and (object, how it is read and written, its elements) of what holds
-        others."""
+        """Yield (number, (object, how it is read and written, its elements))."""
         for n, value in enumerate(self.objects):
             row = self.rows[n]
             if row is not None:
@@ -394,9 +391,8 @@ _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 
 
 def _counted(value: Any, held: list[Element]) -> Sequence[int]:
-    """Return positions of the elements of an object that count in a comparison: not what PyTorch's
-    hooks compute before each call, nor what transformers settles in the first call, or makes again
-    in each."""
+    """Positions of elements that count in a comparison: not what PyTorch's hooks compute before
+    each call, nor what transformers settles in the first call, or makes again in each."""
     if type(value) is OrderedDict:
         return [i for i, e in enumerate(held) if not _is_hook_of_transformers(e[1])]
     if type(value) is not Aspect or value.row is not ATTRIBUTES:

@@ -26,7 +26,7 @@ from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.estimate import Rates, roofline
-from rockplan.graph_builder.costs.index_ranges import check_index_ranges
+from rockplan.graph_builder.costs.layouts import check_index_ranges
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, with_workspaces_open
 from rockplan.graph_builder.costs.price import price, with_measured_memory
 from rockplan.graph_builder.lowering.lower import Lowered

@@ -17,8 +17,8 @@ def call_key(graph: CDGraph, call: Call) -> str:
     copies = copies_storages(graph, call)
 
     def described(argument: object) -> object:
-        """Return an argument as JSON values; a tensor as its spec at offset 0 and, if `copies`, the
-        bytes of its storage."""
+        """An argument as JSON values, a tensor as its spec at offset 0 and, if `copies`, its
+        bytes."""
         if isinstance(argument, ValueRef):
             value = graph.values[argument.index]
             spec = ["tensor", *spec_fields(value.spec, 0)]

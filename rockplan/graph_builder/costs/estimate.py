@@ -6,8 +6,7 @@ takes: a CDGraph, Rates of a machine. returns: OpCost of a call (`estimate`), a 
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +15,7 @@ from torch.utils.flop_counter import flop_registry
 
 from rockplan.graph_builder.costs.call_key import Keys, call_keys, device_of
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
 from rockplan.values.graph import Call, CDGraph, refs
@@ -31,8 +30,7 @@ class Rates:
     flops_per_s: float
 
     def ns(self, call: Call, dtype: str, flops: int, moved_bytes: float) -> float:
-        """Return the time of a call: the larger of what its bytes and its operations (of matrix
-        products, convolutions and attention) take. dtype: of its first operand."""
+        """The larger of what its bytes and its operations take. dtype: of its first operand."""
         return 1e9 * max(moved_bytes / self.bytes_per_s, flops / self.flops_per_s)
 
     def __str__(self) -> str:
@@ -48,14 +46,17 @@ _LINK_SHARE = 0.1
 
 
 def roofline(graph: CDGraph, rates: Rates, keys: Keys | None = None) -> Profile:
-    """Return the profile of `graph` on a machine with these rates, without running anything: sizes
-    of results from their specs, no workspace. keys: those of the calls of `graph`, None to compute
-    them."""
+    """Return the profile of `graph` on a machine with these rates, without running anything and
+    without workspaces. keys: of the calls of `graph`, None to compute them."""
     costs: dict[str, OpCost] = {}
     for node, own_keys in zip(graph.nodes, keys or call_keys(graph), strict=True):
         for call, key in zip(node.calls, own_keys, strict=True):
             cost = estimate(graph, call, rates)
-            costs[key] = _larger(costs.get(key, cost), cost)
+            # Calls of one key can name different results, and only named ones have a size.
+            known = costs.get(key, cost)
+            sizes = tuple(map(max, known.result_bytes, cost.result_bytes))
+            time_ns = max(known.time_ns, cost.time_ns)
+            costs[key] = replace(known, time_ns=time_ns, result_bytes=sizes)
     return Profile(
         source="roofline",
         device=str(rates),
@@ -101,20 +102,14 @@ def _estimated_ns(graph: CDGraph, call: Call, rates: Rates) -> int:
     return round(rates.ns(call, specs[0].dtype if specs else "", flops_of(graph, call), moved))
 
 
-def _larger(a: OpCost, b: OpCost) -> OpCost:
-    """Return the larger of two costs of one key: calls of one key can name different results, and
-    only named ones have a size."""
-    sizes = tuple(map(max, a.result_bytes, b.result_bytes))
-    return replace(a, time_ns=max(a.time_ns, b.time_ns), result_bytes=sizes)
-
-
 def flops_of(graph: CDGraph, call: Call) -> int:
     """Return the number of floating-point operations of a call by PyTorch's own formulas
     (torch.utils.flop_counter); 0 for operators without one."""
-    formula = _flops_formula(call.op)
+    known = facts.facts_of(call.op)
+    like = f"{known.flops_like}.default" if known.flops_like else call.op
+    formula = flop_registry.get(facts.resolve(like).overloadpacket)
     if formula is None:
         return 0
-    known = facts.facts_of(call.op)
 
     def shape(index: int) -> Any:
         return torch.Size(graph.values[index].spec.shape)
@@ -130,19 +125,9 @@ def flops_of(graph: CDGraph, call: Call) -> int:
     )
 
 
-@functools.cache
-def _flops_formula(op: str) -> Callable[..., int] | None:
-    known = facts.facts_of(op)
-    like = facts.resolve(f"{known.flops_like}.default") if known.flops_like else None
-    formula: Callable[..., int] | None
-    formula = flop_registry.get((like or facts.resolve(op)).overloadpacket)
-    return formula
-
-
 def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
-    """Return arguments of attention in which shapes (batch, heads, length, size) all have as many
-    heads as the largest: kernels repeat those of keys and values, and the formulas of torch 2.11
-    accept no others."""
+    """Shapes (batch, heads, length, size) with as many heads as the largest: kernels repeat those
+    of keys and values, and the formulas of torch 2.11 accept no others."""
 
     def is_tensor(argument: object) -> bool:
         return isinstance(argument, torch.Size) and len(argument) == 4

@@ -22,8 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.graph_builder.costs.call_key import copies_storages, device_of
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
-from rockplan.graph_builder.recorded.specs import dtype_of, is_floating
-from rockplan.graph_builder.recorded.tensors import tensor_of
+from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, tensor_of
 from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.values.graph import Call, CDGraph, ComputeNode, is_kernel, refs
 
@@ -132,9 +131,14 @@ class Inputs:
 
     def _look_at_indices(self, execution: Execution, read_values: set[int]) -> None:
         """Raise IndexError if an index computed from made-up values is out of range, in this call
-        or in an earlier one: CUDA kernels do not say so, or end the process. read_values: values
-        that the call reads."""
-        computed = {i for i in read_values if self._is_computed_index(i, execution.operator)}
+        or in an earlier one, which CUDA kernels do not say. read_values: values that the call
+        reads."""
+        by_kernel = is_kernel(facts.operator_name(execution.operator))
+        computed: set[int] = set()
+        for i, value in ((i, self.graph.values[i]) for i in read_values - self.given.keys()):
+            is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
+            if is_index and (by_kernel or value.view is not None or i in self.made_by):
+                computed.add(i)
         if computed & self.out_of_range:
             raise IndexError("an index was out of range before")
         if computed:
@@ -144,17 +148,8 @@ class Inputs:
                 self.out_of_range.update(computed)
                 raise
 
-    def _is_computed_index(self, index: int, operator: OpOverload) -> bool:
-        value = self.graph.values[index]
-        is_index = not is_floating(value.spec) and dtype_of(value.spec) != torch.bool
-        is_computed = value.view is not None or index in self.made_by
-        is_computed = is_computed or is_kernel(facts.operator_name(operator))
-        return is_index and is_computed and index not in self.given
-
     def _supply(self, index: int, environment: dict[int, torch.Tensor], with_storage: bool) -> None:
-        """Put a tensor for the value `index` into `environment`: the user's, a made-up one, or, if
-        it is of integers that are computed, the result of the calls that compute it. with_storage:
-        a made-up tensor gets a storage as large as in the model."""
+        """with_storage: a made-up tensor gets a storage as large as in the model."""
         value = self.graph.values[index]
         if index in self.given:
             environment[index] = self.given[index]

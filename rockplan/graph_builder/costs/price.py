@@ -22,18 +22,19 @@ import torch
 
 from rockplan.errors import InvalidInput, PlanFormatError
 from rockplan.graph_builder.compiler_settings import FINGERPRINT
-from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key, device_of
-from rockplan.graph_builder.costs.call_memory import measure_memory, run_first
-from rockplan.graph_builder.costs.call_time import (
+from rockplan.graph_builder.costs.call_costs import (
     SCRATCH_BYTES,
     cost_of,
+    measure_memory,
     measure_times,
+    run_first,
     scratch_for,
 )
+from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key, device_of
 from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.recorded.specs import distinct_bytes
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
@@ -89,9 +90,8 @@ def measure(
 def with_measured_memory(
     graph: CDGraph, values: Mapping[int, torch.Tensor], profile: Profile, keys: Keys
 ) -> Profile:
-    """Return `profile` with workspaces and sizes of results as measured, each call executed once
-    with made-up inputs; calls that fail keep what they have. values: as in `measure`; keys: those
-    of the calls of `graph`."""
+    """Return `profile` with workspaces and sizes of results as measured; calls that fail keep what
+    they have. values: as in `measure`; keys: those of the calls of `graph`."""
     calls = {key: same[0] for key, same in calls_by_key(graph, keys).items()}
     with as_executed(graph):
         memory = measure_memory(inputs_of(graph, values), calls)
@@ -107,8 +107,6 @@ _said: set[str] = set()
 
 
 def _say_unknown(calls: Iterable[Call]) -> None:
-    """Log a warning of those operators of `calls` that return something and of which nobody knows
-    whether they have side effects; each once in a process."""
     unknown = (c.op for c in calls if any(r is not None for r in c.results))
     names = {op for op in unknown if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
     _said.update(names)
@@ -128,11 +126,8 @@ def _still_valid(known: Profile | None, device: str) -> dict[str, OpCost]:
     current = profile_of("measured", device, {})
     if known is None or not known.source.startswith("measured"):
         return {}
-    if (known.device, known.torch_version, known.threads) != (
-        current.device,
-        current.torch_version,
-        current.threads,
-    ):
+    before, now = ((p.device, p.torch_version, p.threads) for p in (known, current))
+    if before != now:
         return {}
     # Estimated calls are tried again, so that a model that cannot run is refused every time.
     return {key: cost for key, cost in known.costs if cost.repeats}
@@ -155,8 +150,7 @@ def _possible(
 
 
 def _can_cost(graph: CDGraph, call: Call, cost: OpCost) -> bool:
-    """True if `cost` is possible for `call`: no number negative or huge, and each new result's
-    storage holds its elements (0 bytes: the storage of an argument or of another result)."""
+    # 0 bytes: the storage of an argument or of another result.
     numbers = (cost.time_ns, cost.spread_ns, cost.workspace_bytes, *cost.result_bytes)
     if not all(0 <= number <= _MOST for number in numbers):
         return False
@@ -234,14 +228,8 @@ def price(graph: CDGraph, profile: Profile, keys: Keys | None = None) -> CDGraph
         takes = tuple(t for t in node.takes if distinct >= {*t.operands})
         own_bytes = max(0, peaks[node.index] - sum(data[d].size_bytes for d in node.writes))
         more_bytes = max((t.more_bytes for t in takes), default=0)
-        nodes.append(
-            replace(
-                node,
-                takes=takes,
-                time_ns=times[node.index],
-                workspace_bytes=own_bytes + more_bytes,
-            )
-        )
+        time_ns, workspace_bytes = times[node.index], own_bytes + more_bytes
+        nodes.append(replace(node, takes=takes, time_ns=time_ns, workspace_bytes=workspace_bytes))
     return replace(graph, data=data, nodes=tuple(nodes))
 
 
@@ -280,8 +268,7 @@ def _step(graph: CDGraph, call: Call, cost: OpCost | None) -> _CallReplay:
 
 def _replay(node: ComputeNode, steps: list[_CallReplay]) -> int:
     """Return the most bytes alive while the node's calls run one after the other, beyond its
-    inputs. `steps`: of each call, what it allocates. What the node writes lives to its end, other
-    results to their last use."""
+    inputs. What the node writes lives to its end, other results to their last use."""
     last_touch = {d: i for i, step in enumerate(steps) for d in step.touched}
     alive: dict[int, int] = {}
     peak_bytes = 0

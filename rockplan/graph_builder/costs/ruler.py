@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from itertools import accumulate
 from operator import sub
 from typing import Any, NamedTuple
@@ -29,8 +29,8 @@ _STEP = "rockplan step"
 
 
 class LiveBytes(NamedTuple):
-    """Bytes alive in a step, relative to its start. final_bytes: at its end, negative if the step
-    freed older memory."""
+    """Bytes alive in a step, relative to its start. final_bytes: at its end, below 0 if older
+    memory was freed."""
 
     peak_bytes: int
     final_bytes: int
@@ -75,11 +75,7 @@ def measured_timeline(
         )
     for _ in range(warmup):
         step()
-    return _undisturbed([_recorded_timeline(step) for _ in range(repeats)])
-
-
-def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
-    """Return the most frequent sequence of live bytes, each interval the shortest seen in it."""
+    timelines = [_recorded_timeline(step) for _ in range(repeats)]
     ((live_bytes, _),) = Counter(f.live_bytes for f in timelines).most_common(1)
     alike = [f.times_ns for f in timelines if f.live_bytes == live_bytes]
     intervals = (map(sub, times[1:], times) for times in alike)
@@ -88,8 +84,6 @@ def _undisturbed(timelines: Sequence[MeasuredTimeline]) -> MeasuredTimeline:
 
 
 def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
-    """Run `step()` once in a profiler session and return its live bytes on the CPU over time (ns),
-    both relative to its begin."""
     gc.collect()
     with (
         profiled() as session,
@@ -106,10 +100,9 @@ def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
 
 
 def profiled() -> profile:
-    """Return a session of PyTorch's profiler that records CPU memory, to be entered. Raises
-    InvalidInput if a session is active already, which a second one would end.
-    (`torch.profiler.profile`, which wraps one, warns in torch 2.11 and 2.12 of cycles that it does
-    not have.)"""
+    """A session of PyTorch's profiler that records CPU memory. Raises InvalidInput if a session is
+    active already, which a second one would end. (`torch.profiler.profile`, which wraps one, warns
+    in torch 2.11 and 2.12.)"""
     if torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
         raise InvalidInput(
             "memory is measured by the profiler of PyTorch, which records already, and would end "
@@ -162,9 +155,9 @@ def rise_of(step: Callable[[], object], device: torch.device) -> int:
 
 
 def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
-    """Return the peak in bytes, above what was allocated at `before`, of the time between two
-    results of `torch.cuda.memory_stats_as_nested_dict`; peaks were reset at `before`. Counts as
-    `rise_of` does."""
+    """Peak in bytes, above what was allocated at `before`, between two results of
+    `torch.cuda.memory_stats_as_nested_dict`; peaks were reset at `before`. Counts as `rise_of`
+    does."""
 
     def rise(statistic: str) -> int:
         return int(after[statistic]["all"]["peak"] - before[statistic]["all"]["current"])
@@ -176,8 +169,6 @@ def peak_between(before: dict[str, Any], after: dict[str, Any]) -> int:
 
 
 def _cuda_peak(step: Callable[[], object], device: torch.device) -> LiveBytes:
-    """Run `step()` once and return its peak and its bytes at the end, relative to its begin, by the
-    statistics of CUDA's caching allocator."""
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
@@ -208,9 +199,7 @@ def stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Str
 
 
 def _cpu_stretches(step: Callable[[Mark], object]) -> tuple[Stretch, ...]:
-    """Run `step(mark)` once on the CPU and return, for each stretch of time from one call of
-    `mark(what)` to the next, what it is called, the bytes alive at its begin and at its peak,
-    relative to the begin of the step. The first one is called None. Uses one profiler session."""
+    """In one profiler session; the first stretch has None as its mark."""
     marks: list[Any] = [None]
 
     def mark(what: Any) -> None:
@@ -241,8 +230,6 @@ _MARK = "rockplan mark "
 
 
 def _cuda_stretches(step: Callable[[Mark], object], device: torch.device) -> tuple[Stretch, ...]:
-    """Run `step(mark)` once on CUDA and return stretches as `_cpu_stretches` does, by the
-    allocator's peak statistics, which each mark resets."""
     # The allocator counts memory when the host requests it: no synchronization is needed.
     before = torch.cuda.memory_allocated(device)
     result: list[Stretch] = []

@@ -13,6 +13,7 @@ from dataclasses import replace
 
 import torch
 
+from rockplan.graph_builder.costs.call_costs import measure_memory
 from rockplan.graph_builder.costs.call_key import (
     Keys,
     call_keys,
@@ -20,12 +21,11 @@ from rockplan.graph_builder.costs.call_key import (
     copies_storages,
     device_of,
 )
-from rockplan.graph_builder.costs.call_memory import measure_memory
 from rockplan.graph_builder.costs.estimate import estimate, estimated_ns, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.costs.price import price, profile_of
 from rockplan.graph_builder.operators import facts
-from rockplan.values.graph import Call, CDGraph, ComputeNode, TensorSpec, refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
 from rockplan.values.profile import OpCost, Profile
 
 CALL_NS = 5_000
@@ -114,16 +114,14 @@ def plain_workspace_bytes(graph: CDGraph, call: Call) -> int | None:
     if operator._schema.is_mutable or copies_storages(graph, call):
         return None
     if call.op in facts.PRODUCTS:
-        is_plain = dtypes <= _OF_BLAS and all(map(_is_for_blas, operands[-2:]))
-        return 0 if is_plain else None
+        # BLAS takes rows, or columns, that lie side by side without overlap.
+        for spec in operands[-2:]:
+            (rows, columns), (down, across) = spec.shape[-2:], spec.stride[-2:]
+            is_by_rows = across == 1 and down >= max(1, columns)
+            is_by_columns = down == 1 and across >= max(1, rows)
+            if 0 in spec.stride or not (is_by_rows or is_by_columns):
+                return None
+        return 0 if dtypes <= _OF_BLAS else None
     if torch.Tag.pointwise not in operator.tags or call.op in _IN_STEPS:
         return None
     return _NUMBER_BYTES * sum(isinstance(a, int | float | complex) for a in call.args)
-
-
-def _is_for_blas(spec: TensorSpec) -> bool:
-    """Return whether rows, or columns, lie side by side without overlap."""
-    (rows, columns), (down, across) = spec.shape[-2:], spec.stride[-2:]
-    is_by_rows = across == 1 and down >= max(1, columns)
-    is_by_columns = down == 1 and across >= max(1, rows)
-    return 0 not in spec.stride and (is_by_rows or is_by_columns)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess, unrecorded
 
 # By import_module, because attributes of the packages with these names are functions.
 _PUBLIC = importlib.import_module("torch.nn.attention.flex_attention")
@@ -35,15 +35,7 @@ class _FreeTensors(TorchFunctionMode):
         self._known: dict[int, torch.Tensor] = {id(t): t for t in known}
         self.free: list[torch.Tensor] = []
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of PyTorch; append tensors among its arguments that are neither known nor
-        results of earlier calls to `free`."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         for tensor in _tensors((args, kwargs or {})):
             if id(tensor) not in self._known:
                 self._known[id(tensor)] = tensor
@@ -60,13 +52,7 @@ class _InPlaceOfFree(TorchFunctionMode):
         super().__init__()
         self._others = {id(t): other for t, other in zip(free, others, strict=True)}
 
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         def other(tensor: torch.Tensor) -> torch.Tensor:
             return self._others.get(id(tensor), tensor)
 
@@ -81,8 +67,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def _with_free_tensors(
     function: Callable[..., Any], examples: Sequence[torch.Tensor]
 ) -> tuple[Callable[..., Any], tuple[torch.Tensor, ...]]:
-    """Return (`function` with its free tensors as further arguments, these tensors). They are found
-    by one run on `examples`."""
+    """Return (`function` with its free tensors as further arguments, these tensors)."""
     from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
     with TransformGetItemToIndex(), _FreeTensors(examples) as run:
@@ -98,16 +83,11 @@ def _with_free_tensors(
 
 
 def _operator(original: Any, recording: RecordingAccess) -> Any:
+    # With the free tensors of `score_mod` and of the mask as further arguments, as the compiler's
+    # front end calls it.
     def flex_attention(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        score_mod: Callable[..., Any],
-        block_mask: tuple[Any, ...],
-        *others: Any,
+        query: torch.Tensor, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any
     ) -> Any:
-        """Call the operator with the free tensors of `score_mod` and of the mask as further
-        arguments, as the compiler's front end does."""
         if not recording.is_active():
             return original(query, key, value, score_mod, block_mask, *others)
         *blocks, mask_mod = block_mask
@@ -120,26 +100,8 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
     return flex_attention
 
 
-def _graphs(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `create_fw_bw_graph`, which traces the derivative of a score
-    function: its operators are none of the step, and are not recorded."""
-
-    def create_fw_bw_graph(*args: Any) -> Any:
-        if not recording.is_active():
-            return original(*args)
-        with _disable_current_modes():
-            return original(*args)
-
-    return create_fw_bw_graph
-
-
 def _in_strides(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `_permute_strides`, which copies a tensor into other strides: for
-    the backward of the dense form an empty one will do, since all of it is written afterwards."""
-
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
-        """Return a tensor like `made` in these strides: an empty one if the backward of the dense
-        form calls, else with its values."""
         caller = sys._getframe(2).f_code
         if not recording.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
             return original(made, strides)
@@ -155,7 +117,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         _DENSE,
         "create_fw_bw_graph",
-        _graphs,
+        unrecorded,
         "the derivative of a function of scores is traced with tensors that are no part of the run",
     ),
     Patch(

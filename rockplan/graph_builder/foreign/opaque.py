@@ -47,13 +47,18 @@ def operators_of(name_of_function: str) -> str:
     """Define the forward and backward operators of a function; return the name that they share
     ('NAME' of 'NAME.forward')."""
     packet = new_packet(name_of_function)
+
+    def made_as_known(*args: Any) -> list[torch.Tensor]:
+        made = opaque_functions.KNOWN[args[-2]].outcome.made
+        return [new_tensor(one) for one in made if one.base is None]
+
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
         (f"{packet}.backward", _BACKWARD, _run_backward),
     ):
         LIBRARY.define(name + schema, tags=_DRAWS)
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"{OPAQUE}::{name}", _made_as_known, lib=LIBRARY)
+        torch.library.register_fake(f"{OPAQUE}::{name}", made_as_known, lib=LIBRARY)
     return packet
 
 
@@ -64,7 +69,6 @@ def result_of(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) ->
 
 
 def _known(key: str) -> opaque_functions.Known:
-    """Return what is known of a call. Raises StalePlan if the call is from another process."""
     if key not in opaque_functions.KNOWN:
         raise StalePlan(
             "the plan calls a function that was given to rockplan.opaque in another process; plan "
@@ -73,19 +77,10 @@ def _known(key: str) -> opaque_functions.Known:
     return opaque_functions.KNOWN[key]
 
 
-def _made_as_known(*args: Any) -> list[torch.Tensor]:
-    return [
-        new_tensor(made)
-        for made in opaque_functions.KNOWN[args[-2]].outcome.made
-        if made.base is None
-    ]
-
-
 def _run_forward(
     given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
 ) -> list[torch.Tensor]:
-    """Implement the forward operator: run the function; return its results in new memory. call: key
-    of what is known; given: tensors that it only reads; changed: those it writes into."""
+    # given: tensors that the function only reads; changed: those that it writes into.
     known = _known(call)
     assert isinstance(known.call, opaque_functions.OpaqueForward)
     read, written = iter(given), iter(changed)
@@ -147,8 +142,7 @@ def _with_copies(known: opaque_functions.Known, run: OpaqueRun) -> OpaqueRun:
 
 
 def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:
-    """Return the device whose generator a plan can put back: that of the first new result; '' if
-    there is none."""
+    """The device whose generator a plan can put back: of the first new result; '' if none."""
     return str(fresh[0].device) if fresh else ""
 
 
@@ -158,8 +152,7 @@ def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
 
 
 def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
-    """Return name ('cpu', 'cuda:0') -> state as bytes, for the generators that a call on `tensors`
-    may draw from."""
+    """Name ('cpu', 'cuda:0') -> state as bytes, of what a call on `tensors` may draw from."""
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
     states = {f"cuda:{i}": torch.cuda.default_generators[i].get_state() for i in devices}
     states["cpu"] = torch.get_rng_state()
@@ -225,13 +218,11 @@ def _with_backward(
     setup_context: Callable[..., Any] | None,
     how: Mapping[str, Any],
 ) -> Callable[..., Any]:
-    """Make an autograd.Function of `function` and its backward, and register it; return a function
-    that applies it. how: the other arguments of `opaque`."""
     members = {
         "__module__": function.__module__,
         "__qualname__": _name(function),
         "forward": staticmethod(function),
-        "setup_context": staticmethod(setup_context or _saves_nothing),
+        "setup_context": staticmethod(setup_context or (lambda ctx, inputs, output: None)),
         "backward": staticmethod(backward),
     }
     kind: Any = type(_name(function), (Function,), members)
@@ -251,10 +242,6 @@ def _with_backward(
     return apply
 
 
-def _saves_nothing(ctx: Any, inputs: Any, output: Any) -> None:
-    """Stand in for `setup_context` if the backward needs nothing of the forward."""
-
-
 def _name(function: Any) -> str:
     return str(getattr(function, "__qualname__", type(function).__name__))
 
@@ -268,8 +255,7 @@ def _register(
     backward_mutates: Sequence[str],
 ) -> None:
     """Check and register an autograd.Function, with operators of its own unless it has some.
-    declared: the arguments of `rockplan.opaque` as text, for advice; others: as in `opaque`. Raises
-    InvalidInput."""
+    declared: the arguments of `rockplan.opaque` as text. Raises InvalidInput."""
     called = f"{kind.__module__}.{_name(kind)}".replace("<locals>.", "")
     if getattr(kind, "boxed_grads_call", False):
         raise InvalidInput(f"{called} takes its gradients in one list, which is not supported")

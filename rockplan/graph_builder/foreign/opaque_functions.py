@@ -23,17 +23,7 @@ from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.foreign.outcomes import (
-    Attributes,
-    Context,
-    OpaqueRun,
-    Outcome,
-    Ref,
-    Tensors,
-    run_of,
-    taken,
-    with_refs,
-)
+from rockplan.graph_builder.foreign import outcomes
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.python_state.autocast import Autocast, autocast_state, under_autocast
@@ -72,19 +62,14 @@ class Opaque:
         return f"rockplan.opaque({', '.join([self.declared, *how])})"
 
     @property
-    def forward_operator(self) -> Any:
-        return getattr(getattr(torch.ops, OPAQUE), self.packet).forward
-
-    @property
-    def backward_operator(self) -> Any:
-        return getattr(getattr(torch.ops, OPAQUE), self.packet).backward
+    def operators(self) -> Any:
+        return getattr(getattr(torch.ops, OPAQUE), self.packet)
 
 
 @contextlib.contextmanager
 def _as_in_eager(autocast: Autocast) -> Iterator[None]:
-    """While active, the state is that in which eager runs an autograd.Function: no gradients are
-    recorded, but autograd's kernels are available if the function turns gradients on. autocast: the
-    state to set."""
+    # Eager records no gradients in an autograd.Function, but autograd's kernels are available if it
+    # turns them on.
     include = torch._C._dispatch_tls_local_include_set()
     exclude = torch._C._dispatch_tls_local_exclude_set()
     for key in _KEYS:
@@ -103,7 +88,7 @@ class OpaqueForward:
     function: Opaque
     leaves: tuple[Any, ...]
     structure: Any
-    tensors: Tensors
+    tensors: outcomes.Tensors
     needs: tuple[bool, ...]
     changed: tuple[int, ...]
     autocast: Autocast
@@ -123,12 +108,16 @@ class OpaqueForward:
         """Return the places of the tensors that require a gradient."""
         return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> outcomes.OpaqueRun:
         """Run the forward on `tensors` (by place); return the run. is_fake: run the function's
         `fake` instead, if it has one."""
-        arguments = self._as_given(tensors)
-        args = pytree.tree_unflatten([taken(x, arguments) for x in self.leaves], self.structure)
-        ctx, function = Context(self.needs), self.function
+        arguments = [t.detach() for t in tensors]
+        for place in self.needing:
+            arguments[place].requires_grad_()
+        args = pytree.tree_unflatten(
+            [outcomes.taken(x, arguments) for x in self.leaves], self.structure
+        )
+        ctx, function = outcomes.Context(self.needs), self.function
         with _as_in_eager(self.autocast):
             if is_fake and function.fake is not None:
                 result = function.fake(ctx, *args)
@@ -137,13 +126,7 @@ class OpaqueForward:
             else:
                 result = function.forward(*args)
                 function.setup_context(ctx, args, result)
-        return run_of(result, arguments, ctx)
-
-    def _as_given(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        given = [t.detach() for t in tensors]
-        for place in self.needing:
-            given[place].requires_grad_()
-        return given
+        return outcomes.run_of(result, arguments, ctx)
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,9 +137,9 @@ class OpaqueBackward:
 
     forward: OpaqueForward
     saved: tuple[Any, ...]
-    attributes: Attributes
+    attributes: outcomes.Attributes
     gradients: tuple[Any, ...]
-    tensors: Tensors
+    tensors: outcomes.Tensors
     need: tuple[int, ...]
     copied: tuple[int, ...]
     autocast: Autocast
@@ -169,19 +152,20 @@ class OpaqueBackward:
     def called(self) -> str:
         return f"{self.function.called}.{self.function.backward_name}"
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> OpaqueRun:
+    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> outcomes.OpaqueRun:
         """Run the backward on `tensors` (by place); return the run, whose outcome refers to tensors
         that are not copied. is_fake: run `fake_backward` instead, or make empty gradients, if the
         function has a `fake`."""
         own = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             own[place].requires_grad_()
-        function, ctx = self.function, Context(self.forward.needs)
-        ctx.saved_tensors = tuple(taken(ref, own) for ref in self.saved)
+        function, needs = self.function, self.forward.needs
+        ctx = outcomes.Context(needs)
+        ctx.saved_tensors = tuple(outcomes.taken(ref, own) for ref in self.saved)
         for name, leaves, structure in self.attributes:
-            real = [taken(leaf, own) for leaf in leaves]
+            real = [outcomes.taken(leaf, own) for leaf in leaves]
             setattr(ctx, name, pytree.tree_unflatten(real, structure))
-        gradients = [taken(ref, own) for ref in self.gradients]
+        gradients = [outcomes.taken(ref, own) for ref in self.gradients]
         kept = self.kept(own)
         with _as_in_eager(self.autocast):
             if not is_fake or function.fake is None:
@@ -189,23 +173,16 @@ class OpaqueBackward:
             elif function.fake_backward is not None:
                 result = function.fake_backward(ctx, *gradients)
             else:
-                result = self._like_arguments()
-        return run_of(self._needed(result), kept, None)
-
-    def _needed(self, result: Any) -> tuple[Any, ...]:
-        """Return the result as a tuple, with None for gradients that are not needed."""
-        needs = self.forward.needs
+                of = self.forward.tensors.specs
+                pairs = zip(self.forward.args, needs, strict=True)
+                result = tuple(_empty(of[a.place]) if is_needed else None for a, is_needed in pairs)
         results = result if isinstance(result, tuple) else (result,)
-        return tuple(r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
+        needed = (r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
+        return outcomes.run_of(tuple(needed), kept, None)
 
     def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the tensors that the backward gets without a copy; the outcome refers to them."""
         return [t for i, t in enumerate(given) if i not in self.copied]
-
-    def _like_arguments(self) -> tuple[Any, ...]:
-        call = self.forward
-        pairs = zip(call.args, call.needs, strict=True)
-        return tuple(_empty(call.tensors.specs[a.place]) if needs else None for a, needs in pairs)
 
 
 def _empty(spec: TensorSpec) -> torch.Tensor:
@@ -218,10 +195,10 @@ class Known:
     draws: it may draw from the generator of the device of its first result."""
 
     call: OpaqueForward | OpaqueBackward
-    outcome: Outcome
+    outcome: outcomes.Outcome
     results: tuple[Any, ...]
     structure: Any
-    attributes: Attributes
+    attributes: outcomes.Attributes
     draws: bool
 
 
@@ -232,7 +209,7 @@ KNOWN: dict[str, Known] = {}
 def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, list[torch.Tensor]]:
     """Return (the forward call of `function(*args)`, Refs for tensors; its tensors by place)."""
     leaves, structure = pytree.tree_flatten(tuple(args))
-    refs, tensors = with_refs(leaves)
+    refs, tensors = outcomes.with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
     names = argument_names(function, len(args))
     written = [
@@ -243,7 +220,7 @@ def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, 
     ]
     changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
     call = OpaqueForward(
-        function, refs, structure, Tensors.of(tensors), needs, changed, autocast_state()
+        function, refs, structure, outcomes.Tensors.of(tensors), needs, changed, autocast_state()
     )
     return call, tensors
 
@@ -272,9 +249,9 @@ def backward_call(
     call = forward.call
     assert isinstance(call, OpaqueForward)
     outcome, function = forward.outcome, call.function
-    kept = [taken(ref, tensors) for ref in outcome.saved]
-    flat = [taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
-    refs, distinct = with_refs([*kept, *flat, *gradients])
+    kept = [outcomes.taken(ref, tensors) for ref in outcome.saved]
+    flat = [outcomes.taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
+    refs, distinct = outcomes.with_refs([*kept, *flat, *gradients])
     waiting = iter(refs)
     saved_refs = tuple(next(waiting) for _ in kept)
     attributes = tuple(
@@ -291,13 +268,15 @@ def backward_call(
         )
     copied = {p for name in function.backward_mutates for p in named[name]}
     refs_saved = zip(saved_refs, outcome.saved, strict=True)
-    need = {to.place for to, r in refs_saved if isinstance(r, Ref) and r.place in call.needing}
+    need = {
+        to.place for to, r in refs_saved if isinstance(r, outcomes.Ref) and r.place in call.needing
+    }
     backward = OpaqueBackward(
         forward=call,
         saved=saved_refs,
         attributes=attributes,
         gradients=gradient_refs,
-        tensors=Tensors.of(distinct),
+        tensors=outcomes.Tensors.of(distinct),
         need=tuple(sorted(need)),
         copied=tuple(sorted(copied)),
         autocast=autocast_state(),
@@ -311,13 +290,12 @@ def backward_names(
     attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
     gradients: Sequence[Any],
 ) -> dict[str, tuple[int, ...]]:
-    """Return name as in `backward_mutates` ('saved_tensors[0]', attribute, parameter) -> places of
-    its tensors."""
+    """Name as in `backward_mutates` ('saved_tensors[0]', attribute, parameter) -> its places."""
     named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
     named += [(name, leaves) for name, leaves, _ in attributes]
     names = _positional(function.backward, 1 + len(gradients))[1:]
     named += [(name, (ref,)) for name, ref in zip(names, gradients, strict=True)]
-    return {n: tuple(r.place for r in refs if isinstance(r, Ref)) for n, refs in named}
+    return {n: tuple(r.place for r in refs if isinstance(r, outcomes.Ref)) for n, refs in named}
 
 
 _PLAIN = (
@@ -357,7 +335,7 @@ def text_of(leaf: Any) -> str:
     possible. A function that refers to nothing but globals is identified by its code, and a method
     by function and owner, since both may be new objects in each run of a forward."""
     kind = type(leaf)
-    if isinstance(leaf, (*_PLAIN, Ref)) and not isinstance(leaf, enum.Enum | type):
+    if isinstance(leaf, (*_PLAIN, outcomes.Ref)) and not isinstance(leaf, enum.Enum | type):
         return f"{text_of(kind)} {leaf!r}"
     if isinstance(leaf, types.MethodType):
         return f"{text_of(leaf.__func__)} of {text_of(leaf.__self__)}"

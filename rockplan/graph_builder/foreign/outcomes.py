@@ -16,15 +16,15 @@ from torch.autograd.function import FunctionCtx
 from torch.utils import _pytree as pytree
 
 from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.recorded.tensors import tensor_of
+from rockplan.graph_builder.recorded.specs import tensor_of
 from rockplan.python_state.contents import described
 from rockplan.values.graph import TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
 class Tensors:
-    """Distinct tensors: for each its spec, the place of the first tensor on its storage, and the
-    bytes of that storage."""
+    """Distinct tensors: for each its spec, the place of the first tensor on its storage, and its
+    bytes."""
 
     specs: tuple[TensorSpec, ...]
     storages: tuple[int, ...]
@@ -164,7 +164,6 @@ class _Finder:
         return Ref(len(self.tensors) - 1)
 
     def places(self, marked: Sequence[Any] | None) -> frozenset[int]:
-        """Return the places of the tensors among `marked`; none for None."""
         refs = (self.place(t) for t in marked or () if isinstance(t, torch.Tensor))
         return frozenset(ref.place for ref in refs)
 
@@ -221,7 +220,7 @@ def rebuilt(
 
 
 def _sharing(base: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
-    """Return the tensor of this spec in the memory of `base`; offset relative to `base`."""
+    # The offset of `spec` is relative to `base`.
     if replace(tensor_spec(base), offset=0) == spec:
         return base.detach()
     offset = base.storage_offset() + spec.offset if spec.offset else None

@@ -145,9 +145,6 @@ def _launch(
     kwargs: dict[str, Any],
     access: RecordingAccess,
 ) -> None:
-    """Record a launch of `kernel[grid](*args, **kwargs)`: find what the kernel writes, describe the
-    launch, add it to `LAUNCHES` and call its operator. Raises the refusal for a kernel whose writes
-    are unknown, and for arguments that a key cannot describe."""
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)
@@ -274,7 +271,14 @@ def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
     leaves, structure = pytree.tree_flatten(_referred(grid))
     if not all(isinstance(leaf, (torch.Tensor, *_NUMBERS)) for leaf in leaves):
         return None
-    cells, defaults, named = pytree.tree_unflatten(map(_shape_alone, leaves), structure)
+    with _disable_current_modes(), FakeTensorMode():
+        shapes = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            if isinstance(v, torch.Tensor)
+            else v
+            for v in leaves
+        ]
+    cells, defaults, named = pytree.tree_unflatten(shapes, structure)
     closure = tuple(map(types.CellType, cells))
     kept = types.FunctionType(
         grid.__code__, grid.__globals__, grid.__name__, defaults, closure if cells else None
@@ -286,13 +290,6 @@ def _kept_grid(kernel: Any, grid: Any) -> types.FunctionType | None:
 def _referred(function: types.FunctionType) -> tuple[Any, ...]:
     cells = [cell.cell_contents for cell in function.__closure__ or ()]
     return cells, tuple(function.__defaults__ or ()), dict(function.__kwdefaults__ or {})
-
-
-def _shape_alone(leaf: Any) -> Any:
-    if not isinstance(leaf, torch.Tensor):
-        return leaf
-    with _disable_current_modes(), FakeTensorMode():
-        return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=leaf.device)
 
 
 def _text_of_grid(grid: types.FunctionType) -> str:
@@ -307,25 +304,16 @@ _OPERATORS: dict[int, tuple[Any, Any]] = {}
 
 def _operator(kernel: Any) -> Any:
     if id(kernel) not in _OPERATORS:
-        _OPERATORS[id(kernel)] = kernel, _new_operator(plain_function(kernel).__qualname__)
+        packet = new_packet(plain_function(kernel).__qualname__)
+        LIBRARY.define(f"{packet}.launch{_SCHEMA}")
+        LIBRARY.impl(f"{packet}.launch", _run, "CompositeExplicitAutograd")
+        fake = f"{OPAQUE}::{packet}.launch"
+        torch.library.register_fake(fake, lambda *args: None, lib=LIBRARY)
+        _OPERATORS[id(kernel)] = kernel, getattr(getattr(torch.ops, OPAQUE), packet).launch
     return _OPERATORS[id(kernel)][1]
 
 
-def _new_operator(name: str) -> Any:
-    packet = new_packet(name)
-    LIBRARY.define(f"{packet}.launch{_SCHEMA}")
-    LIBRARY.impl(f"{packet}.launch", _run, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"{OPAQUE}::{packet}.launch", _nothing, lib=LIBRARY)
-    return getattr(getattr(torch.ops, OPAQUE), packet).launch
-
-
-def _nothing(*args: Any) -> None:
-    """Return the fake result: a launch returns no tensor."""
-
-
 def _run(given: list[torch.Tensor], changed: list[torch.Tensor], call: str) -> None:
-    """Implement the operator of a kernel: launch it. given, changed: as in `Launch.run`; call: key
-    of the launch. Raises StalePlan if the key is from another process."""
     launch = LAUNCHES.get(call)
     if launch is None:
         raise StalePlan(

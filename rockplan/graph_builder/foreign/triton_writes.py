@@ -39,7 +39,7 @@ class UnknownWrites(Exception):
 
 def parameters_written(function: Any, constants: Mapping[str, Any]) -> Names:
     """Return the parameters that a jit function may write into. Raises UnknownWrites."""
-    return _Analysis().written(function, dict(constants))
+    return frozenset(_Analysis().of(function, dict(constants)).written)
 
 
 def plain_function(kernel: Any) -> Any:
@@ -63,9 +63,6 @@ class _Analysis:
 
     def __init__(self) -> None:
         self._running: dict[Any, _Effects] = {}
-
-    def written(self, function: Any, constants: dict[str, Any]) -> Names:
-        return frozenset(self.of(function, constants).written)
 
     def of(self, function: Any, constants: dict[str, Any]) -> _Effects:
         """Return the effects of a function, by iterating until they no longer grow. constants:
@@ -94,7 +91,6 @@ class _Function(ast.NodeVisitor):
         names = [a.arg for a in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs)]
         if arguments.vararg or arguments.kwarg:
             raise UnknownWrites(f"{function.__qualname__} takes any number of arguments")
-        self.names = names
         self._made_of: dict[str, Names] = {n: frozenset({n}) for n in names if n not in constants}
         assigned = (n for n in ast.walk(self._definition) if isinstance(n, ast.Name))
         self._local = {*self._made_of, *(n.id for n in assigned if isinstance(n.ctx, ast.Store))}
@@ -130,24 +126,18 @@ class _Function(ast.NodeVisitor):
         if node.value is not None:
             self._effects.returned |= self._of(node.value)
 
-    def visit_NamedExpr(self, node: ast.NamedExpr) -> None:
-        self._of(node)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        self._of(node)
-
     def generic_visit(self, node: ast.AST) -> None:
-        self._refuse_unread(node)
-        super().generic_visit(node)
+        if isinstance(node, ast.NamedExpr | ast.Call):
+            self._of(node)
+        else:
+            self._refuse_unread(node)
+            super().generic_visit(node)
 
     def _refuse_unread(self, node: ast.AST) -> None:
-        """Raise UnknownWrites for syntax that may assign in a way that is not followed."""
         if isinstance(node, _UNREAD) or getattr(node, "optional_vars", None) is not None:
             raise UnknownWrites(f"it has `{ast.unparse(node).splitlines()[0]}`")
 
     def _assign(self, target: ast.expr, made_of: Names) -> None:
-        """Note that the variables in `target` may be computed from the parameters `made_of`. Raises
-        UnknownWrites for an assignment to something else than variables."""
         if isinstance(target, ast.Tuple | ast.List):
             for element in target.elts:
                 self._assign(element, made_of)
@@ -179,9 +169,6 @@ class _Function(ast.NodeVisitor):
         return frozenset().union(*parts)
 
     def _of_call(self, node: ast.Call) -> Names:
-        """Return the parameters of the kernel that the result of a call may be computed from; add
-        those that it writes into to the effects. Raises UnknownWrites for a function that is
-        neither Triton's, Python's nor readable."""
         arguments = [a.value if isinstance(a, ast.Starred) else a for a in node.args]
         positional = [self._of(a) for a in arguments]
         named = {k.arg: self._of(k.value) for k in node.keywords}
@@ -207,9 +194,6 @@ class _Function(ast.NodeVisitor):
     def _of_function(
         self, function: Any, node: ast.Call, positional: list[Names], named: dict[Any, Names]
     ) -> Names:
-        """Return the parameters that the result of a call of another jit function may be computed
-        from; add those that it writes into to the effects. positional, named: for each argument of
-        the call the parameters it is made of."""
         names = list(inspect.signature(function).parameters)
         made_of = dict(zip(names, positional, strict=False)) | named
         arguments = dict(zip(names, node.args, strict=False))
@@ -235,7 +219,6 @@ class _Function(ast.NodeVisitor):
 
 
 def _definition(function: Any) -> ast.FunctionDef:
-    """Return the AST of a function's definition. Raises UnknownWrites if it cannot be read."""
     try:
         text = textwrap.dedent("".join(inspect.getsourcelines(function)[0]))
         tree = ast.parse(text)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from rockplan.graph_builder.fusion.parts import OperatorPart, PartKind, Parts
+from rockplan.graph_builder.fusion.parts import PartKind, Parts
 from rockplan.graph_builder.recorded.run import RecordedValue
 from rockplan.graph_builder.recorded.view import Step, needed
 from rockplan.values.graph import Phase
@@ -62,9 +62,8 @@ class Dataflow:
         return storage not in self.made and storage not in self.whole
 
     def leaves(self, storages: Iterable[int], stored: Collection[int]) -> frozenset[int]:
-        """Return the numbers of the storages that a kernel computing `storages` reads from memory:
-        those in `stored`, which are there, and those that no fusible part makes. It computes the
-        others itself."""
+        """Return the storages that a kernel computing `storages` reads from memory: those in
+        `stored`, and those that no fusible part makes."""
         pending = list(storages)
         seen, leaves = set(pending), set()
         while pending:
@@ -137,14 +136,18 @@ def dataflow_of(parts: Parts, roots: frozenset[int], kept: Collection[int]) -> D
     for one in made.values():
         for read in one.reads:
             readers[read].append(one.storage)
+    steps = _steps(parts)
+    phase = {s: parts.parts[position].phase for position, own, _ in steps for s in own}
+    outputs = {s for s in roots if phase.get(s) is Phase.FORWARD}
+    forward = (step for step in steps if parts.parts[step[0]].phase is Phase.FORWARD)
     return Dataflow(
         parts,
         made,
         {s: tuple(nodes) for s, nodes in readers.items()},
         frozenset(forced & made.keys()),
-        _needed_forward(parts, made, roots, frozenset(opaque)),
+        needed(forward, outputs, frozenset(opaque).__contains__)[1] & made.keys(),
         {v.storage: v.storage_bytes for v in values},
-        dict(_views(parts.parts)),
+        {v: p for p, one in enumerate(parts.parts) if one.kind is PartKind.VIEW for v in one.makes},
         *_memory_of_opaque(parts, opaque),
         opaque,
     )
@@ -163,12 +166,6 @@ def _memory_of_opaque(
     return whole, {s: tuple(nodes) for s, nodes in readers.items()}
 
 
-def _views(parts: Sequence[OperatorPart]) -> Iterator[tuple[int, int]]:
-    for position, part in enumerate(parts):
-        if part.kind is PartKind.VIEW:
-            yield from ((value, position) for value in part.makes)
-
-
 def _steps(parts: Parts) -> list[Step]:
     values = parts.values
     return [
@@ -180,16 +177,3 @@ def _steps(parts: Parts) -> list[Step]:
 
 def _storages(values: Sequence[RecordedValue], of: Iterable[int]) -> frozenset[int]:
     return frozenset(values[v].storage for v in of)
-
-
-def _needed_forward(
-    parts: Parts, made: dict[int, Fusible], roots: Collection[int], opaque: Collection[int]
-) -> frozenset[int]:
-    """Return the storages of `made` from which the forward phase computes roots or arguments of its
-    opaque parts. roots: storages that the caller or autograd gets, of both phases; opaque:
-    positions of opaque parts that run, of both phases."""
-    steps = _steps(parts)
-    phase = {s: parts.parts[position].phase for position, made, _ in steps for s in made}
-    outputs = {s for s in roots if phase.get(s) is Phase.FORWARD}
-    forward = (step for step in steps if parts.parts[step[0]].phase is Phase.FORWARD)
-    return needed(forward, outputs, opaque.__contains__)[1] & made.keys()

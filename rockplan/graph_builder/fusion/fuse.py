@@ -48,14 +48,19 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
             if one.kernel.op not in failed:
                 continue
             if one.kernel.op not in warned:
-                _warn(capture, one, failed[one.kernel.op])
+                last = capture.calls[one.owners[-1]]
+                _LOGGER.warning(
+                    "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators "
+                    "run one by one",
+                    *(last.module or "(root)", last.source or "an unknown line"),
+                    *(one.kernel.name, failed[one.kernel.op]),
+                )
                 warned.add(one.kernel.op)
             opaque.update(one.owners)
 
 
 def device_type_of(capture: Capture) -> str:
-    """Return the type of the accelerator that the run computes on ('cuda'), else 'cpu'. Meta
-    tensors do not count; of several accelerators the first by name counts."""
+    """The accelerator ('cuda') that the run computes on, of several the first, else 'cpu'."""
     types = {value.spec.device.split(":")[0] for value in capture.values} - {"meta"}
     return min(types - {"cpu"}, default="cpu")
 
@@ -78,9 +83,8 @@ class Proposal:
 def proposed(
     capture: Capture, keeps_roundings: bool, table: Table, opaque: frozenset[int]
 ) -> Proposal:
-    """Return the kernels that could be compiled, without compiling. table: Inductor's
-    decompositions, operator -> function; opaque: positions of recorded calls that must stay
-    unfused."""
+    """Kernels that could be compiled. table: Inductor's decompositions, operator -> function;
+    opaque: positions of recorded calls that must stay unfused."""
     opaque |= capture.view.sums
     # Calls that join the parts of a tiled head: fused, they would need all parts at once.
     opaque |= {
@@ -99,7 +103,8 @@ def proposed(
     alone: list[Fused] = []
     compiled: list[Fused] = []
     for one in groups:
-        (alone if _is_one_operator(capture, one) else compiled).append(one)
+        made = [set(capture.calls[owner].call.made) for owner in one.owners]
+        (alone if made == [set(one.results)] else compiled).append(one)
     return Proposal(capture, flow, tuple(compiled), tuple(alone))
 
 
@@ -112,12 +117,6 @@ def _kept(capture: Capture, parts: Parts) -> frozenset[int]:
         for position, part in enumerate(parts.parts)
         if part.kind is PartKind.OPAQUE and (part.writes or not calls[part.owner].is_repeatable)
     )
-
-
-def _is_one_operator(capture: Capture, one: Fused) -> bool:
-    if len(one.owners) != 1:
-        return False
-    return set(one.results) == set(capture.calls[one.owners[0]].call.made)
 
 
 class _KernelRun:
@@ -191,14 +190,3 @@ class _KernelRun:
         for read in reads:
             self._derive(read)
         self._calls.append(replace(owner, call=call, reads=reads))
-
-
-def _warn(capture: Capture, one: Fused, reason: str) -> None:
-    last = capture.calls[one.owners[-1]]
-    _LOGGER.warning(
-        "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators run one by one",
-        last.module or "(root)",
-        last.source or "an unknown line",
-        one.kernel.name,
-        reason,
-    )

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.stored import COMPUTED
@@ -69,8 +69,12 @@ class _Merging:
             phase = Phase.FORWARD if storage in flow.forward else Phase.BACKWARD
             at = flow.made[storage].maker
             self._add(number, Group((storage,), flow.leaves([storage], stored), phase, at))
-        for number in sorted(self.groups, reverse=True):
-            self._delay(number)
+        # What the recording made in the forward phase, but only the backward phase reads, runs just
+        # before its first reader.
+        for number, group in sorted(self.groups.items(), reverse=True):
+            if flow.parts.parts[flow.made[group.targets[0]].maker].phase is not group.phase:
+                before = math.nextafter(self._due(group, ()), -math.inf)
+                self.groups[number] = replace(group, at=before)
 
     def run(self) -> None:
         """Join groups in two passes: groups of small results with a group that reads all that they
@@ -88,15 +92,6 @@ class _Merging:
             self._maker[target] = number
         for read in group.reads:
             self._readers[read].add(number)
-
-    def _delay(self, number: int) -> None:
-        """Move the group `number`, if the recording made it in the forward phase but only the
-        backward phase reads it, to just before its first reader."""
-        group = self.groups[number]
-        part = self._flow.parts.parts[self._flow.made[group.targets[0]].maker]
-        if part.phase is not group.phase:
-            at = math.nextafter(self._due(group, ()), -math.inf)
-            self.groups[number] = Group(group.targets, group.reads, group.phase, at)
 
     def _join(self, number: int, fits: Callable[[Group, Group], bool]) -> None:
         """Join the group with the nearest neighbour that `fits` accepts, if they can be one kernel,
@@ -124,8 +119,7 @@ class _Merging:
 
     def _merged(self, number: int, other: int) -> Group | None:
         """Return the groups `number` and `other` as one, which runs where the later ran, or else
-        the earlier; None if neither is possible or the kernel would exceed the limits on what it
-        reads and computes."""
+        the earlier; None if neither is possible within the limits on what it reads and computes."""
         one, two = self.groups[number], self.groups[other]
         targets = tuple(sorted((*one.targets, *two.targets), key=self._order))
         reads = (one.reads | two.reads) - frozenset(targets)
@@ -135,19 +129,17 @@ class _Merging:
             return None
         if len(self._flow.interior(targets, self._stored)) > MOST_COMPUTED:
             return None
+        makers = (self._maker[read] for read in reads if read in self._maker)
+        ready = max((self.groups[maker].at for maker in makers), default=-1)
+        ready = max([ready, *(self._flow.whole.get(read, -1) for read in reads)])
         for at in sorted((one.at, two.at), reverse=True):
             joint = Group(targets, reads, one.phase, at)
-            is_ready = all(self._available(read) < at for read in reads)
-            if is_ready and at < self._due(joint, (number, other)):
+            if ready < at < self._due(joint, (number, other)):
                 return joint
         return None
 
     def _order(self, storage: int) -> tuple[int, int]:
         return self._flow.made[storage].maker, storage
-
-    def _available(self, storage: int) -> float:
-        made = self.groups[self._maker[storage]].at if storage in self._maker else -1
-        return max(made, self._flow.whole.get(storage, -1))
 
     def _due(self, group: Group, members: Collection[int]) -> float:
         """Return the position of the first part or group that reads a result of `group`, infinity
@@ -160,13 +152,11 @@ class _Merging:
 
     # -- which groups fit together -----------------------------------------------------------
 
-    def _is_small(self, group: Group) -> bool:
-        largest_bytes = max((self._flow.size_bytes[r] for r in group.reads), default=0)
-        return all(SMALL * self._flow.size_bytes[t] <= largest_bytes for t in group.targets)
-
     def _reads_as_much(self, group: Group, other: Group) -> bool:
-        known = other.reads | frozenset(other.targets)
-        return self._is_small(group) and bool(group.reads) and group.reads <= known
+        size_bytes = self._flow.size_bytes
+        largest_bytes = max((size_bytes[r] for r in group.reads), default=0)
+        is_small = all(SMALL * size_bytes[t] <= largest_bytes for t in group.targets)
+        return is_small and bool(group.reads) and group.reads <= other.reads | {*other.targets}
 
     def _reads_mostly_the_same(self, group: Group, other: Group) -> bool:
         size_bytes, targets = self._flow.size_bytes, (*group.targets, *other.targets)

@@ -33,20 +33,7 @@ from rockplan.graph_builder.fusion.indices import looks_of
 from rockplan.graph_builder.fusion.parts import REDUCTIONS, words
 from rockplan.graph_builder.lowering.reinplace import is_dense, is_ours, seen_by_others
 from rockplan.graph_builder.operators import facts
-from rockplan.values.graph import (
-    NAMESPACE,
-    Call,
-    CDGraph,
-    ComputeNode,
-    Kernel,
-    Takeover,
-    TensorSpec,
-    Value,
-    ValueRef,
-    refs,
-    renamed,
-    value_refs,
-)
+from rockplan.values import graph as graphs
 
 MOST = 16
 """Most variants of one graph, those that write the most bytes: each is compiled before planning,
@@ -62,7 +49,7 @@ _BY_ELEMENT = words("_to_copy clone convert_element_type masked_fill where")
 Over = tuple[tuple[int, int], ...]
 """Pairs: position of a result, position of the input over which it is written."""
 
-_Step = tuple[Sequence[Call], Mapping[int, int]]
+_Step = tuple[Sequence[graphs.Call], Mapping[int, int]]
 """Calls in order, and what is written after them: value -> operand."""
 
 
@@ -70,30 +57,25 @@ Way = tuple[str, Over]
 """An in-place variant: operator of the plain kernel, and the results written over inputs."""
 
 
-def with_kernels_in_place(graph: CDGraph) -> CDGraph:
+def with_kernels_in_place(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return `graph` in which nodes list the takeovers that in-place variants of their kernels
     allow, with these variants in `kernels`. Compiles and checks the variants."""
     ways, found = tried(graph)
-    made = {way: kernel for way, kernel in found.items() if isinstance(kernel, Kernel)}
-    takes = {
-        index: (
-            replace(
-                takeover,
-                call=replace(takeover.call, op=kernel.op),
-                more_bytes=kernels.more_bytes_of(kernel),
-            ),
-        )
-        for way, kernel in made.items()
-        for index, takeover in ways[way]
-        if takeover.call is not None
-    }
+    made = {way: kernel for way, kernel in found.items() if isinstance(kernel, graphs.Kernel)}
+    takes: dict[int, tuple[graphs.Takeover, ...]] = {}
+    for way, kernel in made.items():
+        more_bytes = kernels.more_bytes_of(kernel)
+        for index, takeover in ways[way]:
+            if takeover.call is not None:
+                call = replace(takeover.call, op=kernel.op)
+                takes[index] = (replace(takeover, call=call, more_bytes=more_bytes),)
     nodes = tuple(replace(n, takes=takes[n.index]) if n.index in takes else n for n in graph.nodes)
     return replace(graph, nodes=nodes, kernels=(*graph.kernels, *made.values()))
 
 
 def tried(
-    graph: CDGraph,
-) -> tuple[Mapping[Way, Sequence[tuple[int, Takeover]]], Mapping[Way, Kernel | str]]:
+    graph: graphs.CDGraph,
+) -> tuple[Mapping[Way, Sequence[tuple[int, graphs.Takeover]]], Mapping[Way, graphs.Kernel | str]]:
     """Compile the `MOST` variants that write the most bytes. Return (each possible variant -> pairs
     of a node's index and its takeover, each variant tried -> its kernel, or the reason why it has
     none). A variant that fails when it writes at the end is tried once more writing early."""
@@ -108,7 +90,7 @@ def tried(
     return ways, found | _made({way: kernel for way, kernel in others.items() if kernel})
 
 
-def _made(wanted: Mapping[Way, Kernel]) -> dict[Way, Kernel | str]:
+def _made(wanted: Mapping[Way, graphs.Kernel]) -> dict[Way, graphs.Kernel | str]:
     failed = kernels.made(wanted.values())
     return {way: failed.get(kernel.op, kernel) for way, kernel in wanted.items()}
 
@@ -117,30 +99,32 @@ def _made(wanted: Mapping[Way, Kernel]) -> dict[Way, Kernel | str]:
 
 
 def ways_of(
-    graph: CDGraph, known: Mapping[str, KnownKernel]
-) -> dict[Way, list[tuple[int, Takeover]]]:
+    graph: graphs.CDGraph, known: Mapping[str, KnownKernel]
+) -> dict[Way, list[tuple[int, graphs.Takeover]]]:
     """Return each possible variant -> the nodes that may use it, as (index of the node, its
     takeover). known: operator -> kernel; nodes of other calls have no variant."""
     seen = seen_by_others(graph)
     last = {d: node.index for node in graph.nodes for d in node.reads}
-    ways: dict[Way, list[tuple[int, Takeover]]] = {}
+    ways: dict[Way, list[tuple[int, graphs.Takeover]]] = {}
     for node in graph.nodes:
         if len(node.calls) != 1 or node.calls != node.recalls or node.calls[0].op not in known:
             continue
         (call,) = node.calls
         over = tuple(sorted(_pairs(graph, node, known[call.op], seen, last)))
         if over:
-            read = [graph.values[ref.index].data for ref in value_refs(call.args)]
+            read = [graph.values[ref.index].data for ref in graphs.value_refs(call.args)]
             made = [None if r is None else graph.values[r].data for r in call.results]
             results = [d for place, _ in over if (d := made[place]) is not None]
-            takeover = Takeover(tuple(read[place] for _, place in over), tuple(results), call)
+            takeover = graphs.Takeover(
+                tuple(read[place] for _, place in over), tuple(results), call
+            )
             ways.setdefault((call.op, over), []).append((node.index, takeover))
     return ways
 
 
 def _pairs(
-    graph: CDGraph,
-    node: ComputeNode,
+    graph: graphs.CDGraph,
+    node: graphs.ComputeNode,
     known: KnownKernel,
     seen: frozenset[int],
     last: Mapping[int, int],
@@ -153,7 +137,7 @@ def _pairs(
     seen: data that the caller or autograd sees; last: data -> index of the last node that reads it.
     """
     (call,) = node.calls
-    read = [graph.values[ref.index] for ref in value_refs(call.args)]
+    read = [graph.values[ref.index] for ref in graphs.value_refs(call.args)]
     count = Counter(value.data for value in read)
     free = {
         place: value
@@ -175,7 +159,7 @@ def _pairs(
             yield place, operand_place
 
 
-def may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
+def may_hold(graph: graphs.CDGraph, operand: graphs.Value, result: graphs.Value) -> bool:
     """Return whether `result` may be written where `operand` is: both have equal dtype, device,
     bytes and either equal strides or contiguous ones, and the result covers its storage."""
     a, b = operand.spec, result.spec
@@ -186,7 +170,7 @@ def may_hold(graph: CDGraph, operand: Value, result: Value) -> bool:
     return is_as_large and (looks_same or (_is_contiguous(a) and _is_contiguous(b)))
 
 
-def _is_contiguous(spec: TensorSpec) -> bool:
+def _is_contiguous(spec: graphs.TensorSpec) -> bool:
     steps = [prod(spec.shape[i + 1 :]) for i in range(len(spec.shape))]
     sizes = zip(spec.shape, spec.stride, steps, strict=True)
     return all(n == 1 or s == step for n, s, step in sizes)
@@ -198,7 +182,7 @@ def _is_contiguous(spec: TensorSpec) -> bool:
 class KnownKernel:
     """A kernel, and facts about it that are computed when needed."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: graphs.Kernel) -> None:
         self.kernel = kernel
         self._tensors: dict[int, torch.Tensor] = {}
         self._same: dict[int, frozenset[int] | None] = {}
@@ -207,11 +191,11 @@ class KnownKernel:
         """Return whether results may be written over the operand, element by element."""
         return self._aligned(operand) is not None
 
-    def at_the_end(self, over: Over) -> Kernel:
+    def at_the_end(self, over: Over) -> graphs.Kernel:
         """Return the variant that writes when everything is computed."""
         return _Writing(self.kernel, over, self._looks()).kernel([(self.kernel.calls, {})])
 
-    def at_once(self, over: Over) -> Kernel | None:
+    def at_once(self, over: Over) -> graphs.Kernel | None:
         """Return the variant that writes each result over its input as early as possible. An
         intermediate value that several calls read is written there before, if it may be. None if no
         result can be written before the end, or a later call would read an overwritten input."""
@@ -237,7 +221,9 @@ class KnownKernel:
         """Split the calls into steps: step n has the calls that depend on n of the values `early`.
         early: value -> the input that it is written over at the end of the step that makes it."""
         derived = [self._derived(value) for value in early]
-        steps: list[tuple[list[Call], dict[int, int]]] = [([], {}) for _ in range(len(early) + 1)]
+        steps: list[tuple[list[graphs.Call], dict[int, int]]] = [
+            ([], {}) for _ in range(len(early) + 1)
+        ]
         for call in self.kernel.calls:
             calls, written = steps[sum(not d.isdisjoint(_read(call)) for d in derived)]
             calls.append(call)
@@ -245,8 +231,8 @@ class KnownKernel:
         return steps
 
     def _reads_before(self, steps: Sequence[_Step]) -> bool:
-        """Return whether no step reads an input that an earlier step overwrote, or another value
-        aligned with it, except what was computed from the value written there."""
+        # No step reads an input that an earlier step overwrote, or another value aligned with it,
+        # except what was computed from the value written there.
         gone: set[int] = set()
         for calls, written in steps:
             if any(not gone.isdisjoint(_read(call)) for call in calls):
@@ -256,8 +242,7 @@ class KnownKernel:
         return True
 
     def _covers(self, value: int, operand: int) -> bool:
-        """Return whether nothing computed from the value reads another value that is aligned with
-        the operand element by element."""
+        # Nothing computed from the value reads another value that is aligned with the operand.
         derived = self._derived(value)
         others = (self._aligned(operand) or frozenset()) - derived
         reads = map(_read, self.kernel.calls)
@@ -287,12 +272,12 @@ class KnownKernel:
         return a.dtype == b.dtype and (both or looks_same)
 
 
-def _read(call: Call) -> frozenset[int]:
-    return frozenset(ref.index for ref in refs(call))
+def _read(call: graphs.Call) -> frozenset[int]:
+    return frozenset(ref.index for ref in graphs.refs(call))
 
 
 def _aligned(
-    calls: Sequence[Call], looks: Mapping[int, torch.Tensor], root: int
+    calls: Sequence[graphs.Call], looks: Mapping[int, torch.Tensor], root: int
 ) -> frozenset[int] | None:
     """Return the values aligned with `root`, itself included: each element depends on the same
     element of `root` (in row-major order), on others only by reductions of more than `UNROLLED`
@@ -320,20 +305,22 @@ def _aligned(
 class _Writing:
     """Builds a variant: the calls of a kernel, with copies into its operands."""
 
-    def __init__(self, kernel: Kernel, over: Over, looks: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, kernel: graphs.Kernel, over: Over, looks: Mapping[int, torch.Tensor]
+    ) -> None:
         self._kernel, self._over, self._looks = kernel, over, looks
-        self._calls: list[Call] = []
+        self._calls: list[graphs.Call] = []
         self._next = 1 + max(looks)
         self._names: dict[int, int] = {}
 
-    def kernel(self, steps: Sequence[_Step]) -> Kernel:
+    def kernel(self, steps: Sequence[_Step]) -> graphs.Kernel:
         """Return the variant. Its calls are those of `steps`, each step followed by the copies that
         it asks for (value -> input); results that no step writes are copied at the end. Its
         operator's name has a digest of the calls."""
         kernel = self._kernel
         for calls, early in steps:
             for call in calls:
-                self._calls.append(renamed(call, self._name, int))
+                self._calls.append(graphs.renamed(call, self._name, int))
             for value, operand in early.items():
                 self._write(value, operand)
         for place, operand in self._over:
@@ -343,7 +330,7 @@ class _Writing:
         name = kernel.name.rpartition("_")[0]
         content = [kernel.op, list(map(list, self._over)), list(results)]
         copies = [[c.op, canonical_literal(c.args), list(c.results)] for c in calls]
-        op = f"{NAMESPACE}.{name}_over_{digest([content, copies])[:16]}.default"
+        op = f"{graphs.NAMESPACE}.{name}_over_{digest([content, copies])[:16]}.default"
         return replace(
             kernel, op=op, calls=calls, results=results, plain=kernel.op, over=self._over
         )
@@ -352,13 +339,13 @@ class _Writing:
         return self._names.get(value, value)
 
     def _write(self, value: int, operand: int) -> None:
-        shape, over = self._looks[value].shape, ValueRef(operand)
+        shape, over = self._looks[value].shape, graphs.ValueRef(operand)
         if shape != self._looks[operand].shape:
             over = self._call("aten.view.default", (over, tuple(shape)))
-        given = ValueRef(self._name(value))
+        given = graphs.ValueRef(self._name(value))
         self._names[value] = self._call("aten.copy_.default", (over, given)).index
 
-    def _call(self, op: str, args: tuple[object, ...]) -> ValueRef:
-        self._calls.append(Call(op, args, (), (self._next,)))
+    def _call(self, op: str, args: tuple[object, ...]) -> graphs.ValueRef:
+        self._calls.append(graphs.Call(op, args, (), (self._next,)))
         self._next += 1
-        return ValueRef(self._next - 1)
+        return graphs.ValueRef(self._next - 1)

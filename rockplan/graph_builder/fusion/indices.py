@@ -19,8 +19,7 @@ from torch.utils import _pytree as pytree
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.recorded.evaluate import substitute
-from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.tensors import tensor_of
+from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, tensor_of
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
 
 
@@ -100,8 +99,7 @@ class _Indices:
 
 
 def _indices_of(kernel: Kernel) -> _Indices | None:
-    """Return the part of the kernel that computes indices, with the valid range of each; None if it
-    indexes nothing."""
+    """None if it indexes nothing."""
     lookups = tuple(_lookups(kernel))
     if not lookups:
         return None
@@ -171,9 +169,8 @@ _MOST_TRIES = 500
 
 
 def trial_inputs(kernel: Kernel) -> list[torch.Tensor]:
-    """Return arguments on which the kernel reads within its tensors: zeros, except for integers
-    from which indices are computed. Raises RuntimeError if none are found in `_MOST_TRIES`
-    tries."""
+    """Return arguments on which the kernel reads within its tensors. Raises RuntimeError if none
+    are found in `_MOST_TRIES` tries."""
     fills = _fills(kernel)
     return [filled(spec, fills.get(i, 0)) for i, spec in enumerate(kernel.inputs)]
 
@@ -206,25 +203,20 @@ def _fills(kernel: Kernel) -> dict[int, int]:
     read = {r.index for call in indices.kernel.calls for r in refs(call)}
     read.update(indices.kernel.results)
     specs = {i: replace(s, device="cpu") for i, s in enumerate(kernel.inputs) if i in read}
-    integers = [i for i, s in specs.items() if _is_integer(dtype_of(s))]
+    ranges = {
+        i: torch.iinfo(dtype_of(s))
+        for i, s in specs.items()
+        if not is_floating(s) and dtype_of(s) is not torch.bool
+    }
     unread = torch.empty(0)
     zeros = [filled(specs[i]) if i in specs else unread for i in range(len(kernel.inputs))]
-    for integers_tried in itertools.islice(_candidates(indices, len(integers)), _MOST_TRIES):
-        fills = dict(zip(integers, integers_tried, strict=True))
-        if all(_holds(specs[i], fill) for i, fill in fills.items()):
+    for numbers in itertools.islice(_candidates(indices, len(ranges)), _MOST_TRIES):
+        fills = dict(zip(ranges, numbers, strict=True))
+        if all(ranges[i].min <= fill <= ranges[i].max for i, fill in fills.items()):
             others = (filled(specs[i], fills[i]) if i in fills else z for i, z in enumerate(zeros))
             if _is_within(indices, tuple(others)):
                 return fills
     raise RuntimeError("no integers are found by which it reads within its tensors")
-
-
-def _is_integer(dtype: torch.dtype) -> bool:
-    return not (dtype.is_floating_point or dtype.is_complex or dtype is torch.bool)
-
-
-def _holds(spec: TensorSpec, fill: int) -> bool:
-    range_ = torch.iinfo(dtype_of(spec))
-    return range_.min <= fill <= range_.max
 
 
 def _candidates(indices: _Indices, count: int) -> Iterator[tuple[int, ...]]:

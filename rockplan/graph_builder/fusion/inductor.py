@@ -145,7 +145,6 @@ def below_autograd() -> Iterator[None]:
 
 
 def _begun(kernel: Kernel) -> Function:
-    """Start compiling a kernel; return a function that may be called once the compiler is done."""
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
@@ -212,10 +211,10 @@ def _new(kernel: Kernel) -> list[int]:
 
 
 def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
-    """Wait for the compilation, run the function twice on trial inputs, and return a function whose
-    results have the strides of the kernel's specs. Raises RuntimeError if new results share memory
-    with each other or with inputs, or differ from their specs in more than strides of dimensions of
-    size 1."""
+    """Wait for the compilation, run the function twice on trial inputs; return one whose results
+    have the strides of the kernel's specs. Raises RuntimeError if new results share memory with
+    each other or with inputs, or differ from their specs in more than strides of dimensions of size
+    1."""
     for wait in waits:
         wait()
     if kernel.over:
@@ -227,11 +226,10 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     of_inputs = {t.untyped_storage()._cdata for t in inputs}
     if len(made) != 2 * len(new) or made & of_inputs:
         raise RuntimeError("a result shares memory with something else")
-    others = [
-        place
-        for place, (made, spec) in enumerate(zip(first, kernel.result_specs, strict=True))
-        if _differs(made, spec)
-    ]
+    looks = [(tuple(t.shape), t.stride(), t.storage_offset(), str(t.dtype)) for t in first]
+    specs = [(spec.shape, spec.stride, 0, spec.dtype) for spec in kernel.result_specs]
+    pairs = enumerate(zip(looks, specs, strict=True))
+    others = [place for place, (found, wanted) in pairs if found != wanted]
     for place in others:
         if place not in over:
             _check_same_memory(first[place], kernel.result_specs[place])
@@ -251,15 +249,7 @@ def _with_written(function: Function, kernel: Kernel) -> Function:
     return written
 
 
-def _differs(made: torch.Tensor, spec: TensorSpec) -> bool:
-    looks = (tuple(made.shape), tuple(made.stride()), made.storage_offset(), str(made.dtype))
-    return looks != (spec.shape, spec.stride, 0, spec.dtype)
-
-
 def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
-    """Raise RuntimeError unless the tensor has the dtype, shape, strides and offset of the spec;
-    strides of dimensions of size 1 may differ."""
-
     def steps(shape: Sequence[int], stride: Sequence[int]) -> list[tuple[int, int]]:
         return [(n, s) for n, s in zip(shape, stride, strict=True) if n != 1]
 

@@ -61,9 +61,11 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
 
 
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
-    """Compile and check the kernels `missing` (operator -> kernel), and register the function, the
-    operator and the additional bytes of each. Return operator -> reason for those that failed."""
-    looks = {op: _too_many(kernel) or look_at_indices(kernel) for op, kernel in missing.items()}
+    """Return operator -> reason for those that failed."""
+    looks = {op: look_at_indices(kernel) for op, kernel in missing.items()}
+    for op, given in ((op, len(kernel.inputs)) for op, kernel in missing.items()):
+        if given > MOST_READ:
+            looks[op] = f"it reads {given} tensors, of {MOST_READ} at most"
     failed = {op: look for op, look in looks.items() if isinstance(look, str)}
     to_compile = tuple(kernel for op, kernel in missing.items() if op not in failed)
     for op, function in inductor.compiled(to_compile).items():
@@ -80,11 +82,6 @@ def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
         _functions[op] = runs
         _define(kernel)
     return failed
-
-
-def _too_many(kernel: Kernel) -> str | None:
-    given = len(kernel.inputs)
-    return f"it reads {given} tensors, of {MOST_READ} at most" if given > MOST_READ else None
 
 
 def _looked_at(
@@ -123,8 +120,6 @@ def check_compiler(device: str, reason: str) -> None:
 
 
 def _define(kernel: Kernel) -> None:
-    """Define the PyTorch operator of a compiled kernel, so that calls of it can be captured and
-    measured. In-place variants get none: they are neither captured nor measured."""
     if kernel.op in _known or kernel.over:
         return  # in-place variants occur in no graph that is captured or measured
     arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))
@@ -137,10 +132,6 @@ def _define(kernel: Kernel) -> None:
 
 
 def _implementation(kernel: Kernel) -> Callable[..., Any]:
-    """Return the function that PyTorch calls for the kernel's operator: compiled code, or on
-    another device than the kernel's the operators that were fused. One result is returned as a
-    tensor, several as a tuple."""
-
     def run(*arguments: torch.Tensor) -> Any:
         is_on_device = all(str(a.device) == kernel.device for a in arguments)
         results = (
@@ -180,12 +171,9 @@ def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
         for place, _ in kernel.over
     )
     more_bytes = max(0, own_bytes + written_bytes - plain_bytes)
-    return _too_much_memory(more_bytes, written_bytes) or more_bytes
-
-
-def _too_much_memory(more_bytes: int, written_bytes: int) -> str | None:
-    is_slight = more_bytes * SLIGHT <= written_bytes
-    return None if is_slight else f"it needs {more_bytes} bytes more, to write {written_bytes}"
+    if more_bytes * SLIGHT > written_bytes:
+        return f"it needs {more_bytes} bytes more, to write {written_bytes}"
+    return more_bytes
 
 
 def measured(
@@ -201,9 +189,8 @@ def measured(
 
 
 def _made_up(kernel: Kernel) -> list[torch.Tensor] | None:
-    """Return inputs for a comparison of kernels: random floating-point numbers and bools (seed 0),
-    integers with which the kernel reads within its tensors. None if its indices depend on the
-    random numbers."""
+    """Random floating-point numbers and bools (seed 0), integers with which the kernel reads within
+    its tensors. None if its indices depend on the random numbers."""
     generator = torch.Generator(kernel.device).manual_seed(0)
     made = trial_inputs(kernel)
     for tensor in made:

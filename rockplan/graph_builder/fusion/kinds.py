@@ -11,12 +11,12 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, replace
 from math import prod
 
-from rockplan.graph_builder.digests import canonical_literal, digest, spec_fields
+from rockplan.graph_builder.digests import call_fields, digest, spec_fields
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.groups import Group
 from rockplan.graph_builder.fusion.parts import PartKind, words
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, renamed
+from rockplan.values.graph import NAMESPACE, Kernel, TensorSpec, renamed
 
 _ALIGNED_BYTES = 16
 """Triton compiles other code if the address of the first element is no multiple of this."""
@@ -59,16 +59,17 @@ def fused_group(
     for part in parts:
         for made in part.makes:
             local.setdefault(made, len(local))
-    calls = tuple(
-        _without(renamed(part.call, local.__getitem__, local.__getitem__), len(inputs))
-        for part in parts
-    )
+    calls = []
+    for part in parts:
+        call = renamed(part.call, local.__getitem__, local.__getitem__)
+        own = tuple(None if r is not None and r < len(inputs) else r for r in call.results)
+        calls.append(replace(call, results=own))
     values = flow.parts.values
     specs = tuple(_as_input(values[v].spec, flow.is_given(flow.storage(v))) for v in inputs)
     kernel = Kernel(
         "",
         specs,
-        calls,
+        tuple(calls),
         tuple(local[r] for r in results),
         tuple(values[r].spec for r in results),
         values[results[0]].spec.device,
@@ -79,11 +80,6 @@ def fused_group(
     owners = tuple(sorted({part.owner for part in work}))
     op = _name(kernel, [part.call.op for part in work])
     return Fused(group, inputs, results, owners, replace(kernel, op=op))
-
-
-def _without(call: Call, inputs: int) -> Call:
-    results = tuple(None if r is not None and r < inputs else r for r in call.results)
-    return replace(call, results=results)
 
 
 class _Building:
@@ -145,18 +141,15 @@ class _Building:
 def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
     """Return the spec of an input, whose offset is reduced to what the alignment of its address
     depends on (on the CPU 0). is_given: the caller provides the tensor, at any address in the next
-    call: the kernel then assumes no alignment, which would have to be checked and restored by a
-    copy each time."""
+    call, so the kernel assumes no alignment."""
     elements = _ALIGNED_BYTES // dtype_of(spec).itemsize if spec.device != "cpu" else 1
     return replace(spec, offset=1 % elements if is_given else spec.offset % elements)
 
 
 def _name(kernel: Kernel, operators: Iterable[str]) -> str:
-    """Return the name of a kernel's operator: the first operators that it fuses, and a digest of
-    its content, so that equal kernels have equal names. operators: its own without views."""
     content = [
         [spec_fields(s) for s in kernel.inputs],
-        [_call(c) for c in kernel.calls],
+        [call_fields(c) for c in kernel.calls],
         list(kernel.results),
         [spec_fields(s) for s in kernel.result_specs],
         kernel.device,
@@ -166,8 +159,3 @@ def _name(kernel: Kernel, operators: Iterable[str]) -> str:
     named = [p.strip("_") for p in packets if p not in _UNNAMED]
     words = "_".join(named[:_NAMED] + ["etc"] * (len(named) > _NAMED)) or "fill"
     return f"{NAMESPACE}.{words}_{digest(content)[:16]}.default"
-
-
-def _call(call: Call) -> list[object]:
-    kwargs = [[k, canonical_literal(a)] for k, a in call.kwargs]
-    return [call.op, canonical_literal(call.args), kwargs, list(call.results)]

@@ -22,7 +22,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
-from rockplan.graph_builder.recorded.tensors import memory_of, tensor_in
+from rockplan.graph_builder.recorded.specs import new_storage, tensor_in
 from rockplan.values.graph import Call, Phase, ValueRef, refs, renamed
 
 _LOGGER = logging.getLogger("rockplan")
@@ -70,8 +70,7 @@ class Parts:
 
 
 def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
-    """Return the parts of all calls of the run. opaque: positions of calls that must stay unfused;
-    table: decompositions, operator -> function."""
+    """opaque: positions of calls that must stay unfused; table: operator -> its decomposition."""
     expansion = _Expansion(capture, table)
     for position, recorded in enumerate(capture.calls):
         expansion.add(position, recorded, is_opaque=position in opaque)
@@ -126,41 +125,41 @@ class _Expansion:
             )
 
     def _template(self, position: int, recorded: RecordedCall) -> _Template | None:
-        """Return the parts of the call with local numbers, from memory if an equal call was traced;
-        None if it cannot be fused."""
+        """None if it cannot be fused."""
         if recorded.writes or not recorded.is_repeatable:
             return None
-        if not self._is_settled(position, recorded):
+        # A kernel may read the arguments at any later time: neither they nor the results may be
+        # changed in place at or after `position`, and no argument be what the run changes.
+        looked_at = _looked_at(recorded.call)
+        touched = self._run.storages((*looked_at, *recorded.call.made))
+        late = any(self._run.last_change.get(storage, -1) >= position for storage in touched)
+        if late or not touched.isdisjoint(self._run.changed_outside):
             return None
         if not self._is_plain(recorded.call):
             return None
         key = self._key(recorded.call)
         if key not in self._templates:
-            self._templates[key] = self._traced(recorded.call)
+            call = recorded.call
+            self._templates[key] = None
+            try:
+                traced = _Tracing(self._fakes, self._table, self.values, call).template()
+                self._templates[key] = traced
+            except _NotFused as reason:
+                _LOGGER.debug("not fused: %s: %s", call.op, reason)
+            except Exception as error:  # unexpected, but it only costs speed
+                what = f"{type(error).__name__}: {error}"
+                _LOGGER.warning("%s is not fused: its decomposition raises %s", call.op, what)
         return self._templates[key]
 
-    def _is_settled(self, position: int, recorded: RecordedCall) -> bool:
-        """Return whether a kernel may read the call's arguments at any later time: neither they nor
-        its results are changed in place at or after `position`, and no argument is memory of the
-        caller's that the run changes."""
-        looked_at = _looked_at(recorded.call)
-        touched = self._run.storages((*looked_at, *recorded.call.made))
-        late = any(self._run.last_change.get(storage, -1) >= position for storage in touched)
-        return not late and touched.isdisjoint(self._run.changed_outside)
-
     def _is_plain(self, call: Call) -> bool:
-        """Return whether compilers can take the call's tensors: all have elements, are on one
-        device and of supported dtypes, and no result is an argument or another result."""
+        # For compilers all have elements, are on one device and of supported dtypes, and no result
+        # is an argument or another result.
         arguments, made = _arguments_of(call), call.made
         specs = [self.values[v].spec for v in (*arguments, *made)]
         is_new = bool(made) and not set(arguments) & set(made) and len(set(made)) == len(made)
-        return (
-            is_new
-            and len({s.device for s in specs}) == 1
-            and all(
-                s.dtype in _DTYPES and not (s.is_conj or s.is_neg or 0 in s.shape) for s in specs
-            )
-        )
+        is_new = is_new and len({s.device for s in specs}) == 1
+        unusual = (s.is_conj or s.is_neg or 0 in s.shape or s.dtype not in _DTYPES for s in specs)
+        return is_new and not any(unusual)
 
     def _key(self, call: Call) -> Hashable:
         local = {v: i for i, v in enumerate((*_arguments_of(call), *call.made))}
@@ -170,18 +169,6 @@ class _Expansion:
             tuple(self.values[v].spec for v in local),
             tuple(storages.index(s) for s in storages),
         )
-
-    def _traced(self, call: Call) -> _Template | None:
-        """Return the parts found by running the call's decomposition on fake tensors; None if it
-        cannot be fused. A decomposition that raises is logged, and the call stays unfused."""
-        try:
-            return _Tracing(self._fakes, self._table, self.values, call).template()
-        except _NotFused as reason:
-            _LOGGER.debug("not fused: %s: %s", call.op, reason)
-        except Exception as error:  # unexpected, but it only costs speed
-            what = f"{type(error).__name__}: {error}"
-            _LOGGER.warning("%s is not fused: its decomposition raises %s", call.op, what)
-        return None
 
 
 def _arguments_of(call: Call) -> list[int]:
@@ -256,7 +243,11 @@ class _Tracing:
         self._values = values
         self._call = call
         self._arguments = _arguments_of(call)
-        self._mode = _Decomposing({**table, **_of_labels(call)})
+        # The forward has checked these labels, so a comparison may replace the scatter in the
+        # backward of a loss; other indices must be checked by the operator.
+        if call.op in _BY_LABEL:
+            table = {**table, torch.ops.aten.scatter.value: _compared}
+        self._mode = _Decomposing(table)
 
     def template(self) -> _Template:
         """Return the parts of the call, recorded while its decomposition runs on fake tensors.
@@ -285,7 +276,8 @@ class _Tracing:
     def _fake(self, value: int, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         recorded = self._values[value]
         if recorded.storage not in storages:
-            storages[recorded.storage] = memory_of(recorded)
+            made = new_storage(recorded.storage_bytes, recorded.spec.device)
+            storages[recorded.storage] = made
         return tensor_in(storages[recorded.storage], recorded.spec)
 
     def _leaf(self, result: int, made: Any) -> int:
@@ -341,11 +333,7 @@ class _Decomposing(TorchDispatchMode):
         return number
 
     def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
+        self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
         """Run an operator by its decomposition, whose operators come here in turn; record it as a
         part if it has none. Raises _NotFused."""
@@ -368,10 +356,11 @@ class _Decomposing(TorchDispatchMode):
                 return result
         return self._record(func, args, kwargs)
 
-    def _record(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operator on fake tensors, append it to `parts` and return its result. Raises
-        _NotFused if kernels cannot compute it."""
-        if not _is_fusible(func):
+    def _record(self, func: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Any:
+        # If not, it need not run on fake tensors, for which operators of other libraries may have
+        # no rule.
+        is_view = any(r.alias_info is not None for r in func._schema.returns)
+        if not (is_view or _is_pointwise(func) or _packet(func) in REDUCTIONS):
             raise _NotFused(f"{func}")
         operands = [self._known(t) for t in facts.tensors((args, kwargs))]
         result = func(*args, **kwargs)
@@ -403,11 +392,7 @@ class _Decomposing(TorchDispatchMode):
         return self._numbers[id(tensor)]
 
     def _kind(
-        self,
-        func: OpOverload,
-        args: tuple[Any, ...],
-        operands: Sequence[int],
-        is_shared: Sequence[bool],
+        self, func: OpOverload, args: facts.Args, operands: Sequence[int], is_shared: Sequence[bool]
     ) -> PartKind:
         """Return whether an operator is a view, a reduction or pointwise. Raises _NotFused for one
         that kernels do not compute as eager does. operands: local numbers of its tensor arguments;
@@ -430,11 +415,12 @@ class _Decomposing(TorchDispatchMode):
             raise _NotFused(f"{func}, which is of the digits that are stored")
         if packet in _ANY and args[0].dtype is torch.uint8:
             raise _NotFused(f"{func} of uint8, which compilers make of bool")
-        if packet in _DIVISIONS and _may_divide_by_zero(args):
+        is_whole = packet in _DIVISIONS and not (isinstance(args[1], float) or _are_floating(args))
+        if is_whole and (isinstance(args[1], torch.Tensor) or args[1] == 0):
             raise _NotFused(f"{func}, which eager refuses for zero")
         if packet in REDUCTIONS:
             return PartKind.REDUCTION
-        if torch.Tag.pointwise in func.tags or packet in _POINTWISE:
+        if _is_pointwise(func):
             return PartKind.POINTWISE
         raise _NotFused(f"{func}")
 
@@ -451,22 +437,11 @@ _BY_MEMORY = frozenset(["as_strided", "view_as_complex", "view_as_real", "real",
 """Views that depend on the memory layout of the viewed tensor, not only on its elements."""
 
 
-def _is_fusible(func: OpOverload) -> bool:
-    """Return whether kernels may compute the operator. If not, it need not run on fake tensors, for
-    which operators of other libraries may have no rule."""
-    is_view = any(r.alias_info is not None for r in func._schema.returns)
-    is_pointwise = torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
-    return is_view or is_pointwise or _packet(func) in REDUCTIONS
+def _is_pointwise(func: OpOverload) -> bool:
+    return torch.Tag.pointwise in func.tags or _packet(func) in _POINTWISE
 
 
 _BY_LABEL = frozenset(["aten.nll_loss_backward.default", "aten.nll_loss2d_backward.default"])
-
-
-def _of_labels(call: Call) -> Table:
-    """Return operator -> decomposition for the scatter by labels in the backward of a loss, an
-    empty table for other calls. The forward has checked these labels, so a comparison may replace
-    the scatter; other indices must be checked by the operator."""
-    return {torch.ops.aten.scatter.value: _compared} if call.op in _BY_LABEL else {}
 
 
 def _compared(table: torch.Tensor, dim: int, index: torch.Tensor, value: float) -> Any:
@@ -484,14 +459,6 @@ def _compared(table: torch.Tensor, dim: int, index: torch.Tensor, value: float) 
 
 def _are_floating(arguments: Any) -> bool:
     return any(t.is_floating_point() for t in facts.tensors(arguments))
-
-
-def _may_divide_by_zero(args: tuple[Any, ...]) -> bool:
-    """Return whether a division is of integers, and its divisor (`args[1]`) a tensor or zero: eager
-    raises an error for a zero there."""
-    divisor = args[1]
-    is_whole = not isinstance(divisor, float) and not _are_floating(args)
-    return is_whole and (isinstance(divisor, torch.Tensor) or divisor == 0)
 
 
 def _packet(operator: OpOverload) -> str:

@@ -47,8 +47,7 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
     decides what a kernel call costs."""
 
     def call_bytes(storage: int) -> int:
-        """Return what one more kernel, which stores `storage`, costs: the bytes that memory could
-        move in its time."""
+        """Bytes that memory could move in the time of one more kernel, which stores `storage`."""
         spec = flow.parts.values[flow.made[storage].value].spec
         elements = flow.size_bytes[storage] if spec.dtype == "torch.bool" else 0
         own_bytes = CALL_BYTES.get(device_type, CALL_BYTES["cuda"])
@@ -84,25 +83,18 @@ def stored(flow: Dataflow, device_type: str) -> frozenset[int]:
 
 
 def _should_store(flow: Dataflow, storage: int, in_memory: set[int], call_bytes: int) -> bool:
-    """Return whether `storage` should be stored besides those of `in_memory`. call_bytes: bytes by
-    which the traffic of kernels must fall to be worth a call."""
-    return _is_computed_too_often(flow, storage, in_memory) or _is_worth_it(
-        flow, storage, in_memory, call_bytes
-    )
-
-
-def _is_computed_too_often(flow: Dataflow, storage: int, in_memory: set[int]) -> bool:
+    """call_bytes: by so many the traffic of kernels must fall to be worth a call."""
     computed = len(flow.interior([storage], in_memory))
-    if computed * USERS <= AGAIN:
-        return False
-    users = len(flow.nearest_users(storage, in_memory, USERS))
-    return users > 1 and computed * users > AGAIN
+    if computed * USERS > AGAIN:
+        users = len(flow.nearest_users(storage, in_memory, USERS))
+        if users > 1 and computed * users > AGAIN:
+            return True
+    return _is_worth_it(flow, storage, in_memory, call_bytes)
 
 
 def _store_operands(flow: Dataflow, storage: int, in_memory: set[int]) -> None:
     """Add operands of `storage` to `in_memory`, those of the largest kernels first, until the
-    kernel of `storage` computes at most `COMPUTED` values and reads at most `READ` tensors, or
-    nothing is left to store."""
+    kernel of `storage` computes at most `COMPUTED` values and reads at most `READ` tensors."""
 
     def effort(one: int) -> tuple[int, int]:
         return len(flow.interior([one], in_memory)), len(flow.leaves([one], in_memory))

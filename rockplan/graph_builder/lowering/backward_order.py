@@ -53,8 +53,17 @@ def reordered(graph: CDGraph) -> CDGraph:
     often fewer are needed; all nodes are renumbered, and `eager_order` has the order they had.
     Returns `graph` itself if nothing moves."""
     first = len(graph.forward)
-    order = (*range(first), *_backward_order(graph))
-    if order == tuple(sorted(order)):
+    after, memory = predecessors(graph), _Liveness(graph)
+    # The first ones, beside which the caller's loss hides, stay.
+    fixed = first + _beside_the_loss(graph)
+    order = [*range(fixed)]
+    for node in graph.nodes[first:fixed]:
+        memory.run(node)
+    for node in graph.nodes[fixed:]:
+        before = _place(graph, memory, after[node.index], order[fixed:], node)
+        order.insert(fixed + before, node.index)
+        memory.run(node)
+    if order == sorted(order):
         return graph
     place = {node: position for position, node in enumerate(order)}
     eager_order = tuple(place[node] for node in range(len(order)))
@@ -68,8 +77,7 @@ def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
 
 
 def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Return `schedule` with the node numbers that the graph had before `reordered`; the schedule
-    itself if nothing moved."""
+    """Return `schedule` with the node numbers that the graph had before `reordered`."""
     if not graph.eager_order:
         return schedule
     eager = dict(zip(graph.eager_order, required(graph.nodes), strict=True))
@@ -79,27 +87,9 @@ def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
     return replace(schedule, events=tuple(events))
 
 
-def _backward_order(graph: CDGraph) -> list[int]:
-    """Return the indices of the backward nodes in the new order: each is inserted into the order of
-    those before it where memory is least. The first ones, beside which the caller's loss hides,
-    stay."""
-    after = predecessors(graph)
-    memory = _Liveness(graph)
-    fixed = _beside_the_loss(graph)
-    order = [n.index for n in graph.backward[:fixed]]
-    for node in graph.backward[:fixed]:
-        memory.run(node)
-    for node in graph.backward[fixed:]:
-        place = _place(graph, memory, after[node.index], order[fixed:], node)
-        order.insert(fixed + place, node.index)
-        memory.run(node)
-    return order
-
-
 def _beside_the_loss(graph: CDGraph) -> int:
-    """Return the number of backward nodes that keep their places: up to and including the first one
-    during which at least as many bytes are alive as beside the caller's loss, or else the one with
-    most."""
+    """How many backward nodes keep their places: up to and including the first one during which at
+    least as many bytes are alive as beside the caller's loss, or else the one with most."""
     schedule = keep_all(graph)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     needs = [step.during_bytes for event, step in steps if isinstance(event, Compute)]

@@ -38,7 +38,9 @@ def with_copies(capture: Capture) -> Capture:
         return capture
     buffers = _buffers_to_copy(view)
     copied_bytes = 2 * sum(capture.values[b].storage_bytes for b in buffers)
-    most_bytes = max(LEAST_BYTES, SHARE * _forward_bytes(view))
+    sizes = {v.storage: v.storage_bytes for v in view.values}
+    made = (s for s, kind in view.kinds.items() if kind is DataKind.ACTIVATION)
+    most_bytes = max(LEAST_BYTES, SHARE * sum(sizes[s] for s in made))
     if not buffers or copied_bytes > most_bytes:
         return capture
     values = list(capture.values)
@@ -49,22 +51,18 @@ def with_copies(capture: Capture) -> Capture:
         touched = view.touched_outside(recorded) & waiting.keys()
         for buffer in map(waiting.pop, sorted(touched)):
             copies.append((buffer, len(values)))
-            calls.append(_copying(buffer, len(values), recorded))
+            both = (ValueRef(buffer), ValueRef(buffer))
+            call = Call("aten.stack.default", (both,), (), (len(values),))
+            place = recorded.module, recorded.source
+            calls.append(RecordedCall(call, Phase.FORWARD, (buffer, buffer), (), False, *place))
             values.append(_doubled(values[buffer], view.next_storage + len(copies)))
         calls.append(recorded)
     return replace(capture, values=tuple(values), calls=tuple(calls), copies=tuple(copies))
 
 
-def _copying(buffer: int, copy: int, place: RecordedCall) -> RecordedCall:
-    call = Call("aten.stack.default", ((ValueRef(buffer), ValueRef(buffer)),), (), (copy,))
-    reads = (buffer, buffer)
-    return RecordedCall(call, Phase.FORWARD, reads, (), False, place.module, place.source)
-
-
 def _buffers_to_copy(view: RunView) -> list[int]:
-    """Return the buffers to copy: those that the forward changes and from which it computes
-    results, with all that are changed in the same unit of calls. A group in which one cannot be
-    copied is left out."""
+    """Those that the forward changes and from which it computes results, with all that are changed
+    in the same unit of calls. A group in which one cannot be copied is left out."""
     together = networkx.utils.UnionFind(view.changed_outside)
     wanted: set[int] = set()
     for unit in divided(view, needed_calls(view)):
@@ -90,28 +88,16 @@ def _copyable_storages(view: RunView) -> dict[int, int]:
     owners: dict[int, int] = {}
     for storage in view.changed_outside - changed_late:
         value, *others = members[storage]
-        is_alone = not others and _fills_storage(view.values[value])
-        if is_alone and view.kinds[storage] is DataKind.BUFFER:
+        of, spec = view.values[value], view.spec(value)
+        is_whole = math.prod(spec.shape) * dtype_of(spec).itemsize == of.storage_bytes
+        is_whole = is_whole and not spec.offset and not others
+        is_dense = spec.stride == make_contiguous_strides_for(spec.shape)
+        if is_whole and is_dense and view.kinds[storage] is DataKind.BUFFER:
             owners[storage] = value
     return owners
-
-
-def _fills_storage(value: RecordedValue) -> bool:
-    spec = value.spec
-    return (
-        spec.offset == 0
-        and spec.stride == make_contiguous_strides_for(spec.shape)
-        and math.prod(spec.shape) * dtype_of(spec).itemsize == value.storage_bytes
-    )
 
 
 def _doubled(value: RecordedValue, storage: int) -> RecordedValue:
     shape = (2, *value.spec.shape)
     spec = replace(value.spec, shape=shape, stride=make_contiguous_strides_for(shape))
     return RecordedValue(spec, storage, 2 * value.storage_bytes)
-
-
-def _forward_bytes(view: RunView) -> int:
-    sizes = {v.storage: v.storage_bytes for v in view.values}
-    made = (s for s, kind in view.kinds.items() if kind is DataKind.ACTIVATION)
-    return sum(map(sizes.__getitem__, made))

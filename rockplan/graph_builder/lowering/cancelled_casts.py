@@ -54,19 +54,12 @@ def _cancel(run: RunView, start: int, between: int, end: int) -> bool:
     """True if every number of `start` is one of the dtype of `between`, and `end` is `start` in
     memory of its own, which nobody else gets."""
     first, middle, last = map(run.spec, (start, between, end))
-    is_exact = _holds_all(dtype_of(middle), dtype_of(first))
     of_start, of_end = run.values[start], run.values[end]
-    return (
-        is_exact
-        and first == last
-        and of_start.storage_bytes == of_end.storage_bytes
-        and of_end.storage not in run.wanted
-    )
-
-
-def _holds_all(wide: torch.dtype, narrow: torch.dtype) -> bool:
-    if not (wide.is_floating_point and narrow.is_floating_point):
+    is_alike = first == last and of_start.storage_bytes == of_end.storage_bytes
+    if not is_alike or of_end.storage in run.wanted:
         return False
-    of_wide, of_narrow = torch.finfo(wide), torch.finfo(narrow)
-    least = [of.smallest_normal * of.eps for of in (of_wide, of_narrow)]
-    return of_wide.max >= of_narrow.max and of_wide.eps <= of_narrow.eps and least[0] <= least[1]
+    if not (dtype_of(middle).is_floating_point and dtype_of(first).is_floating_point):
+        return False
+    wide, narrow = torch.finfo(dtype_of(middle)), torch.finfo(dtype_of(first))
+    least = [of.smallest_normal * of.eps for of in (wide, narrow)]
+    return wide.max >= narrow.max and wide.eps <= narrow.eps and least[0] <= least[1]

@@ -25,8 +25,7 @@ from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, renamed
 
 def with_versions(capture: Capture, everywhere: bool = False) -> Capture:
     """Return `capture` in which changes in place that should not run in one node with what they
-    change are replaced by operators that make new storages. everywhere: all changes are, if such an
-    operator exists."""
+    change are replaced by operators that make new storages. everywhere: all that can be."""
     if not any(recorded.writes for recorded in capture.calls):
         return capture
     rewriting = _Rewriting(capture, everywhere)
@@ -69,8 +68,7 @@ class _Rewriting:
         self._written: dict[int, int] = {}
 
     def capture(self) -> Capture:
-        """Return the capture as rewritten so far; the results of the forward are the latest
-        versions of theirs."""
+        """As rewritten so far; results of the forward are the latest versions of theirs."""
         outputs = tuple(
             o if o.value is None else replace(o, value=self._latest(o.value))
             for o in self._capture.outputs
@@ -80,8 +78,7 @@ class _Rewriting:
 
     def add(self, position: int) -> None:
         """Append the call at `position` of the recorded run, on the latest versions of its
-        arguments. Its change in place makes a new version of the storage if it should not run in
-        one node with the old."""
+        arguments."""
         recorded = self._run.calls[position]
         read = self._run.storages(recorded.reads)
         call = renamed(recorded.call, self._latest, int)
@@ -99,9 +96,7 @@ class _Rewriting:
         self._calls.append(replace(made, was_in_place=changing is not None))
 
     def _note_versions(self, recorded: RecordedCall, read: frozenset[int]) -> None:
-        """Update what is known of the latest versions (what they were made from, whether something
-        has read them), for a call that is appended next. read: the storages that it reads, as
-        recorded."""
+        # For a call that is appended next. read: the storages that it reads, as recorded.
         made = self._run.storages((*recorded.call.made, *recorded.writes))
         for storage in made & self._versions.keys():
             self._versions[storage].inputs |= read & self._versions.keys() - {storage}
@@ -135,8 +130,6 @@ class _Rewriting:
     # -- values ----------------------------------------------------------------------------
 
     def _renew(self, changed: int, phase: Phase) -> int:
-        """Begin a new version of the storage of the value `changed`, in a storage of its own;
-        return the new value that covers all of it. phase: in which the change runs."""
         value = replace(self._run.values[changed], storage=self._storages)
         self._storages += 1
         base = self._new(value)

@@ -8,32 +8,21 @@ the caller (buffers, inputs), or reads one that the run mutates, runs once (docs
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.lowering.atomic_units import check_mutation, divided, needed_calls
-from rockplan.graph_builder.lowering.kept_alive import keep_what_acts, summed_in_place
-from rockplan.graph_builder.operators.facts import without_statistics
+from rockplan.graph_builder.lowering.reinplace import is_dense
+from rockplan.graph_builder.operators.facts import facts_of, without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import allocated_bytes, dtype_of
-from rockplan.graph_builder.recorded.view import RunView
-from rockplan.values.graph import (
-    CALLER_LOSS,
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    DataNode,
-    Phase,
-    Value,
-    renamed,
-    stem,
-)
+from rockplan.graph_builder.recorded.view import Gradients, RunView
+from rockplan.values import graph as graphs
 from rockplan.values.interface import Interface
 from rockplan.values.plan import PassTrace
 
@@ -47,7 +36,7 @@ class Lowered:
     the graph's numbering; samples: value of the graph -> real tensor, for measuring; run: what the
     graph was made from; trace: of the passes that made it."""
 
-    graph: CDGraph
+    graph: graphs.CDGraph
     interface: Interface
     samples: dict[int, torch.Tensor]
     run: Capture
@@ -78,26 +67,26 @@ def assembled(
         numbering.value(value, f"input_{position}")
     for number, (value, _) in enumerate(capture.constants):
         numbering.value(value, f"constant_{number}")
-    nodes: list[ComputeNode] = []
+    nodes: list[graphs.ComputeNode] = []
     needed = frozenset(needed_calls(view))
-    forward = [p for p, c in enumerate(capture.calls) if c.phase is Phase.FORWARD]
+    forward = [p for p, c in enumerate(capture.calls) if c.phase is graphs.Phase.FORWARD]
     dead = {p for p in forward if not view.is_view(p)} - needed if with_dead else set()
     units = sorted(
         divided(view, sorted(needed | dead)),
-        key=lambda u: capture.calls[u[-1]].phase is Phase.BACKWARD,
+        key=lambda u: capture.calls[u[-1]].phase is graphs.Phase.BACKWARD,
     )
     for unit in units:
         if capture.calls[unit[0]].phase is not capture.calls[unit[-1]].phase:
             recorded = capture.calls[unit[0]]
-            check_mutation(DataKind.TANGENT, DataKind.TANGENT, recorded)
+            check_mutation(graphs.DataKind.TANGENT, graphs.DataKind.TANGENT, recorded)
         nodes.append(_node(view, numbering, unit, len(nodes), reruns))
     interface = _interface(capture, numbering)
     contributions = {
         target: [numbering.values[g].data for g in several]
         for target, several in interface.gradients
     }
-    summed = summed_in_place(nodes, numbering.values, interface.gradients)
-    keep_what_acts(nodes, numbering.values, interface)
+    summed = _summed_in_place(nodes, numbering.values, interface.gradients)
+    _keep_acting(nodes, numbering.values, interface)
     # What eager lets go after a call that is in no unit, such as a view, it does after the node.
     node_of = {position: index for index, unit in enumerate(units) for position in unit}
     ends, index = defaultdict[int, list[int]](list), 0
@@ -124,7 +113,7 @@ def assembled(
     def own(data: set[int]) -> tuple[int, ...]:
         return tuple(sorted(d for d in data if not numbering.data[d].kind.resident))
 
-    graph = CDGraph(
+    graph = graphs.CDGraph(
         data=tuple(numbering.data),
         nodes=tuple(nodes),
         outputs=own(of_outputs),
@@ -140,9 +129,8 @@ def assembled(
     return Lowered(graph, interface, samples, capture)
 
 
-def _is_same_value(call: Call) -> bool:
-    """Return whether the call is a view that returns its argument. (A plan executes below autograd,
-    where `alias` and `detach` do nothing.)"""
+def _is_same_value(call: graphs.Call) -> bool:
+    # A plan executes below autograd, where `alias` and `detach` do nothing.
     return row_of(call.op).view is ViewKind.SAME_VALUE
 
 
@@ -152,8 +140,8 @@ class _Numbering:
     def __init__(self, view: RunView) -> None:
         self._run = view
         self._names: dict[str, int] = defaultdict(int)
-        self.data: list[DataNode] = []
-        self.values: list[Value] = []
+        self.data: list[graphs.DataNode] = []
+        self.values: list[graphs.Value] = []
         self.data_of: dict[int, int] = {}
         self.value_of: dict[int, int] = {}
 
@@ -162,7 +150,7 @@ class _Numbering:
             index = len(self.data)
             self.data_of[ordinal] = index
             kind = self._run.kinds[ordinal]
-            self.data.append(DataNode(index, name, kind, size_bytes))
+            self.data.append(graphs.DataNode(index, name, kind, size_bytes))
         return self.data_of[ordinal]
 
     def value(self, recorded: int, name: str | None = None) -> int:
@@ -186,10 +174,10 @@ class _Numbering:
         index = len(self.values)
         self.value_of[recorded] = index
         view = None if derived is None else self.call(derived.call)
-        self.values.append(Value(index, data, name, value.spec, view))
+        self.values.append(graphs.Value(index, data, name, value.spec, view))
         return index
 
-    def views_with_siblings(self) -> tuple[Value, ...]:
+    def views_with_siblings(self) -> tuple[graphs.Value, ...]:
         """Return all values of the graph, in which the call of a view names every result that the
         graph uses, so that one execution of, say, `split` derives them all."""
         values = list(self.values)
@@ -206,14 +194,14 @@ class _Numbering:
         return tuple(values)
 
     def name(self, op: str) -> str:
-        packet = stem(op).split(".")[1] if "." in op else op
+        packet = graphs.stem(op).split(".")[1] if "." in op else op
         name = packet.strip("_") or packet
         number = self._names[name]
         self._names[name] += 1
         return f"{name}_{number}"
 
-    def call(self, call: Call) -> Call:
-        return renamed(call, self.value, self.value_of.get)
+    def call(self, call: graphs.Call) -> graphs.Call:
+        return graphs.renamed(call, self.value, self.value_of.get)
 
 
 def _interface(capture: Capture, numbering: _Numbering) -> Interface:
@@ -275,18 +263,20 @@ def _held_tangents(capture: Capture, numbering: _Numbering) -> set[int]:
     index = len(numbering.data)
     scalar_bytes = allocated_bytes(dtype_of(first.spec).itemsize, first.spec.device)
     numbering.data.append(
-        DataNode(index, CALLER_LOSS, DataKind.TANGENT, _CALLER_SCALARS * scalar_bytes)
+        graphs.DataNode(
+            index, graphs.CALLER_LOSS, graphs.DataKind.TANGENT, _CALLER_SCALARS * scalar_bytes
+        )
     )
     return held | {index}
 
 
 def _node(
     view: RunView, numbering: _Numbering, unit: Sequence[int], index: int, reruns: bool
-) -> ComputeNode:
+) -> graphs.ComputeNode:
     recorded = [view.calls[p] for p in unit]
     reads: set[int] = set()
     writes: set[int] = set()
-    calls: list[Call] = []
+    calls: list[graphs.Call] = []
     names: list[str] = []
     for entry in recorded:
         for read in entry.reads:
@@ -302,14 +292,17 @@ def _node(
         calls.append(numbering.call(entry.call))
     main = recorded[0]
     effect = any(view.changes_outside(e) for e in recorded)
-    recalls = tuple(_recall_of(call) for call in calls)
+    recalls = []
+    for call in calls:
+        plain = without_statistics(call.op, call.args)
+        recalls.append(call if plain is None else replace(call, op=plain[0], args=plain[1]))
     pure_again = all(
         not view.changes_outside(e) or again is not call
         for e, call, again in zip(recorded, calls, recalls, strict=True)
     )
     acts = any(e.effect and not (reruns and e.effect.is_exchange) for e in recorded)
     unstable = acts or any(map(view.reads_changed, recorded))
-    return ComputeNode(
+    return graphs.ComputeNode(
         index=index,
         name=next((n for n in names if "empty" not in n), names[0]),  # what fills it says more
         phase=main.phase,
@@ -318,7 +311,7 @@ def _node(
         random=any(e.random for e in recorded),
         recomputable=(not effect or pure_again) and not unstable,
         calls=tuple(calls),
-        recalls=recalls,
+        recalls=tuple(recalls),
         module=main.module,
         source=main.source,
         function=main.function,
@@ -326,6 +319,58 @@ def _node(
     )
 
 
-def _recall_of(call: Call) -> Call:
-    plain = without_statistics(call.op, call.args)
-    return call if plain is None else replace(call, op=plain[0], args=plain[1])
+# Reads added to nodes that do not compute with them, so that storages stay alive until these run:
+# autograd, and a backward pass in other strides than planned, find what they need, and schedules
+# count its memory
+
+
+def _summed_in_place(
+    nodes: list[graphs.ComputeNode], values: Sequence[graphs.Value], gradients: Gradients
+) -> frozenset[int]:
+    """Let nodes read contributions to one gradient, so that these stay alive as long as autograd
+    needs them; `nodes` is changed. Returns the values whose gradient is summed into its first
+    contribution as others are made; for other values all contributions wait for the last.
+    gradients: pairs (value, its contributions)."""
+    made_by = {d: n.index for n in nodes for d in n.writes}
+    read = {d for node in nodes for d in node.reads}
+    times_handed = Counter(values[g].data for _, parts in gradients for g in parts)
+    summed = []
+    for target, parts in gradients:
+        data = [values[g].data for g in parts]
+        if len(data) < 2:
+            continue
+        is_ours = times_handed[data[0]] == 1 and data[0] not in read
+        makers = [made_by.get(d, -1) for d in data]
+        is_in_order = makers == sorted(makers) and makers[0] >= 0
+        if is_ours and is_in_order and is_dense(values[parts[0]].spec):
+            # Autograd adds each to the first in place when it is handed over.
+            for maker in {*makers} - {makers[0]}:
+                _keep(nodes, maker, data[:1])
+            summed.append(target)
+        elif max(makers) >= 0:
+            # All are handed over together: autograd never holds one that the plan does not count.
+            _keep(nodes, max(makers), data)
+    return frozenset(summed)
+
+
+def _keep(nodes: list[graphs.ComputeNode], index: int, alive: Iterable[int]) -> None:
+    node = nodes[index]
+    nodes[index] = replace(node, reads=tuple(sorted({*node.reads, *alive} - {*node.writes})))
+
+
+def _keep_acting(
+    nodes: list[graphs.ComputeNode], values: Sequence[graphs.Value], interface: Interface
+) -> None:
+    """Let the first backward node read the results of forward operators that must not run again,
+    for their side effects, so that they stay alive until it; `nodes` is changed. If incoming
+    gradients have other strides than planned, the rest of the forward runs again. Nothing to do if
+    backward starts from scalars only."""
+    tangents = [o.tangent for o in interface.outputs if o.tangent is not None]
+    if not any(values[t].spec.shape for t in tangents):
+        return
+    once = (n for n in nodes if not n.recomputable)
+    acting = (n for n in once if any(facts_of(c.op).effect for c in n.calls))
+    made = {d for n in acting if n.phase is graphs.Phase.FORWARD for d in n.writes}
+    first = next((n for n in nodes if n.phase is graphs.Phase.BACKWARD), None)
+    if made and first is not None:
+        _keep(nodes, first.index, made)

@@ -16,48 +16,31 @@ from dataclasses import replace
 from math import prod
 
 import torch
-from torch._ops import OpOverload
 
-from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.rows import (
-    FIRST_OPERAND,
-    OPERAND,
-    OPERAND_ON_CPU,
-    ViewKind,
-    row_of,
-)
-from rockplan.values.graph import (
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    Takeover,
-    TensorSpec,
-    Value,
-    ValueRef,
-    refs,
-)
+from rockplan.graph_builder.operators import facts, rows
+from rockplan.values import graph as graphs
 
 _FLOATING = ("torch.float32", "torch.float64", "torch.bfloat16", "torch.float16")
 
 
-def with_takeovers(graph: CDGraph) -> CDGraph:
+def with_takeovers(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return `graph` whose nodes list the operands that they may take over."""
     seen = seen_by_others(graph)
-    return replace(graph, nodes=tuple(_annotated(graph, node, seen) for node in graph.nodes))
+    nodes = [*graph.nodes]
+    for node in graph.nodes:
+        if takes := {t.operands: t for t in _takeovers(graph, node, seen)}:
+            nodes[node.index] = replace(node, takes=tuple(takes.values()))
+    return replace(graph, nodes=tuple(nodes))
 
 
-def seen_by_others(graph: CDGraph) -> frozenset[int]:
+def seen_by_others(graph: graphs.CDGraph) -> frozenset[int]:
     """Return the storages that the caller or autograd sees."""
     return frozenset((*graph.outputs, *graph.held, *graph.handed))
 
 
-def _annotated(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> ComputeNode:
-    takes = {t.operands: t for t in _takeovers(graph, node, seen)}
-    return replace(node, takes=tuple(takes.values())) if takes else node
-
-
-def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Iterator[Takeover]:
+def _takeovers(
+    graph: graphs.CDGraph, node: graphs.ComputeNode, seen: frozenset[int]
+) -> Iterator[graphs.Takeover]:
     if node.random or not node.calls or node.recalls != node.calls or len(node.writes) != 1:
         return
     (call, *rest), (written,) = node.calls, node.writes
@@ -67,43 +50,39 @@ def _takeovers(graph: CDGraph, node: ComputeNode, seen: frozenset[int]) -> Itera
     if result is None or graph.values[result].data != written:
         return
     spec = graph.values[result].spec
-    admitted = row_of(call.op).may_write_into
-    is_admitted = admitted in (OPERAND, FIRST_OPERAND)
-    if not is_admitted and not (admitted == OPERAND_ON_CPU and spec.device == "cpu"):
+    admitted = rows.row_of(call.op).may_write_into
+    is_admitted = admitted in (rows.OPERAND, rows.FIRST_OPERAND)
+    if not is_admitted and not (admitted == rows.OPERAND_ON_CPU and spec.device == "cpu"):
         return
     operands = _operands(graph, call)
-    may_be_taken = operands[:1] if admitted == FIRST_OPERAND else operands
+    may_be_taken = operands[:1] if admitted == rows.FIRST_OPERAND else operands
     read_later = {operand.data for other in rest for operand in _operands(graph, other)}
     # An operator that may take over only its first operand may have indices among the others.
-    of_numbers = may_be_taken if admitted == FIRST_OPERAND else operands
+    of_numbers = may_be_taken if admitted == rows.FIRST_OPERAND else operands
     if not all(o.spec.dtype in (spec.dtype, "torch.bool") for o in of_numbers):
         return
     for operand in may_be_taken:
         alone = sum(o.data == operand.data for o in operands) == 1
-        if (
-            alone
-            and operand.data not in read_later
-            and operand.spec == spec
-            and is_ours(graph, operand, seen)
-        ):
+        alone = alone and operand.data not in read_later
+        if alone and operand.spec == spec and is_ours(graph, operand, seen):
             variant = _variant(call, operand.index)
             if variant is not None:
-                yield Takeover((operand.data,), node.writes, variant)
+                yield graphs.Takeover((operand.data,), node.writes, variant)
 
 
-def _operands(graph: CDGraph, call: Call) -> list[Value]:
-    return [graph.values[i] for i in dict.fromkeys(r.index for r in refs(call))]
+def _operands(graph: graphs.CDGraph, call: graphs.Call) -> list[graphs.Value]:
+    return [graph.values[i] for i in dict.fromkeys(r.index for r in graphs.refs(call))]
 
 
-def is_ours(graph: CDGraph, operand: Value, seen: frozenset[int]) -> bool:
+def is_ours(graph: graphs.CDGraph, operand: graphs.Value, seen: frozenset[int]) -> bool:
     """Return whether the tensor covers all of a storage that only the plan sees."""
     kind = graph.data[operand.data].kind
-    if kind not in (DataKind.ACTIVATION, DataKind.GRADIENT) or operand.data in seen:
+    if kind not in (graphs.DataKind.ACTIVATION, graphs.DataKind.GRADIENT) or operand.data in seen:
         return False
     return is_dense(operand.spec) and not _is_reinterpreted(graph, operand)
 
 
-def is_dense(spec: TensorSpec) -> bool:
+def is_dense(spec: graphs.TensorSpec) -> bool:
     """Return whether a tensor of floating dtype has its elements without gaps from the start of the
     storage on, in any order of dimensions."""
     if spec.dtype not in _FLOATING or spec.offset or 0 in spec.shape:
@@ -112,19 +91,18 @@ def is_dense(spec: TensorSpec) -> bool:
     return all(t == prod(n for _, n in pairs[:i]) for i, (t, _) in enumerate(pairs))
 
 
-def _is_reinterpreted(graph: CDGraph, value: Value) -> bool:
+def _is_reinterpreted(graph: graphs.CDGraph, value: graphs.Value) -> bool:
     if value.view is None:
         return False
-    bases = [graph.values[r.index] for r in refs(value.view)]
-    kind = row_of(value.view.op).view
-    return kind is ViewKind.OTHER_NUMBERS or any(_is_reinterpreted(graph, b) for b in bases)
+    bases = [graph.values[r.index] for r in graphs.refs(value.view)]
+    kind = rows.row_of(value.view.op).view
+    return kind is rows.ViewKind.OTHER_NUMBERS or any(_is_reinterpreted(graph, b) for b in bases)
 
 
-def _variant(call: Call, operand: int) -> Call | None:
-    """Return `call` with its result written into `operand`, the value of one of its arguments, by
-    `out=` or by the in-place operator; None if no operator does so."""
-    target = ValueRef(operand)
-    if row_of(call.op).writes_as and len(call.args) > 2:  # `add.Scalar` with a factor
+def _variant(call: graphs.Call, operand: int) -> graphs.Call | None:
+    """None if no operator writes its result into `operand`, by `out=` or in place."""
+    target = graphs.ValueRef(operand)
+    if rows.row_of(call.op).writes_as and len(call.args) > 2:  # `add.Scalar` with a factor
         return None
     name, argument = _writing_operator(call.op)
     if argument is not None:
@@ -138,17 +116,14 @@ def _variant(call: Call, operand: int) -> Call | None:
 def _writing_operator(op: str) -> tuple[str, str | None]:
     """Return (name of the overload of `op` that writes its result into an operand, name of the
     argument for it; None if it is the first one). ('', None) if there is no such overload."""
-    functional = facts.resolve(row_of(op).writes_as or op)
+    functional = facts.resolve(rows.row_of(op).writes_as or op)
     packet = functional.overloadpacket
     namespace, name, overload = op.split(".")
     for candidate in packet.overloads():
         operator = getattr(packet, candidate)
         results = [a.name for a in operator._schema.arguments if a.is_out]
-        if (
-            len(results) == 1
-            and torch.Tag.generated not in operator.tags
-            and _inputs(operator) == _inputs(functional)
-        ):
+        is_own = len(results) == 1 and torch.Tag.generated not in operator.tags
+        if is_own and facts.takes(operator) == facts.takes(functional):
             return f"{namespace}.{name}.{candidate}", results[0]
     in_place = getattr(getattr(torch.ops, namespace), f"{name}_", None)
     if in_place is not None and overload in in_place.overloads():
@@ -163,12 +138,8 @@ def out_of_place(op: str) -> str | None:
     not in place, or nothing says so of that operator."""
     namespace, name, overload = op.split(".")
     functional = f"{namespace}.{name.removesuffix('_')}.{overload}"
-    row = row_of(functional)
-    if not name.endswith("_") or row.may_write_into != OPERAND or row.writes_as:
+    row = rows.row_of(functional)
+    if not name.endswith("_") or row.may_write_into != rows.OPERAND or row.writes_as:
         return None
-    same = _inputs(facts.resolve(op)) == _inputs(facts.resolve(functional))
+    same = facts.takes(facts.resolve(op)) == facts.takes(facts.resolve(functional))
     return functional if same and _writing_operator(functional)[0] else None
-
-
-def _inputs(operator: OpOverload) -> list[tuple[str, str]]:
-    return [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]

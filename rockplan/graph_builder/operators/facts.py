@@ -19,18 +19,11 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import make_contiguous_strides_for
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.operators.effects import ANNOTATIONS, PURE_LIBRARIES, Effect
-from rockplan.graph_builder.operators.rows import (
-    HIGHER_ORDER,
-    OF_UNKNOWN_SIZES,
-    OPAQUE,
-    PAD,
-    PARTS,
-    ROWS,
-    OperatorFacts,
-    ShapeRule,
-    ViewKind,
-)
+from rockplan.graph_builder.operators import rows
+from rockplan.graph_builder.operators.rows import ANNOTATIONS, PURE_LIBRARIES, Effect
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
 
 CALL_ERRORS = (RuntimeError, ValueError, IndexError, TypeError)
 """Errors of operators that reject their arguments; TypeError from torch 2.15 on (`maximum` of
@@ -70,16 +63,16 @@ _CONTAINERS = (tuple, list, dict)
 
 
 @functools.cache
-def facts_of(operator: Any) -> OperatorFacts:
+def facts_of(operator: Any) -> rows.OperatorFacts:
     """Return what the schema and our rows say of an operator: what it writes, whether it draws
-    random numbers, has side effects, is refused, and so on. operator: an overload, or a name. A
-    higher-order operator, which is no overload, is refused unless its row says that what it calls
-    is recorded."""
+    random numbers, has side effects, is refused. operator: an overload, or a name. A higher-order
+    operator, which is no overload, is refused unless its row says that what it calls is
+    recorded."""
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
-        operator_facts = _merged(OperatorFacts(str(operator)), str(operator))
-        refused = OperatorFacts(str(operator), "", HIGHER_ORDER, PARTS)
+        operator_facts = _merged(rows.OperatorFacts(str(operator)), str(operator))
+        refused = rows.OperatorFacts(str(operator), "", rows.HIGHER_ORDER, rows.PARTS)
         return operator_facts if operator_facts.composite else _merged(refused, str(operator))
     namespace, packet, _ = str(operator).split(".")
     names = (f"{namespace}.*", f"*.{packet}", f"{namespace}.{packet}", str(operator))
@@ -87,19 +80,19 @@ def facts_of(operator: Any) -> OperatorFacts:
     return replace(facts, changes_shape_as="") if facts.refused_because else facts
 
 
-_ROWS = {row.name: row for row in ROWS}
+_ROWS = {row.name: row for row in rows.ROWS}
 # Arguments by which operators draw random numbers: only if the argument is not zero or False.
 _DRAWS_IF = ("dropout_p", "dropout", "draws")
 
 
-def _merged(facts: OperatorFacts, *names: str) -> OperatorFacts:
+def _merged(facts: rows.OperatorFacts, *names: str) -> rows.OperatorFacts:
     for row in (_ROWS[name] for name in names if name in _ROWS):
         said = {f.name: getattr(row, f.name) for f in fields(row) if f.name != "name"}
         facts = replace(facts, **{name: fact for name, fact in said.items() if fact})
     return facts
 
 
-def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
+def _facts_of_schema(operator: OpOverload) -> rows.OperatorFacts:
     name, arguments = str(operator), operator._schema.arguments
     namespace = operator.namespace
     packet = operator._schema.name.split("::")[-1]
@@ -111,9 +104,11 @@ def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
     because = instead = ""
     if torch.Tag.inplace_view in operator.tags and view is None:
         because, instead = "changes the shape of a tensor in place", "use an operator that does not"
+    is_implicit = torch._C._dispatch_has_kernel_for_dispatch_key
+    has_kernel = torch._C._dispatch_has_kernel(operator.name())
     if "nested" in name:
-        because, instead = f"makes or reads a nested tensor, {OF_UNKNOWN_SIZES}", PAD
-    return OperatorFacts(
+        because, instead = f"makes or reads a nested tensor, {rows.OF_UNKNOWN_SIZES}", rows.PAD
+    return rows.OperatorFacts(
         name,
         refused_because=because,
         instead=instead,
@@ -121,11 +116,15 @@ def _facts_of_schema(operator: OpOverload) -> OperatorFacts:
         draws=draws,
         draws_if=next((n for n in _DRAWS_IF if draws and n in names), ""),
         reads_no_element_of=tuple(names[:1]) if new else (),
-        view=ViewKind.PLAIN if aliased and not operator._schema.is_mutable else ViewKind.NONE,
+        view=rows.ViewKind.PLAIN
+        if aliased and not operator._schema.is_mutable
+        else rows.ViewKind.NONE,
         changes_shape_as="" if view is None else operator_name(view),
         shape_by_values=torch.Tag.dynamic_output_shape in operator.tags,
-        shape_rule=ShapeRule.OF_A_RUN if namespace == OPAQUE else ShapeRule.OF_PYTORCH,
-        composite=_is_composite(operator.name()),
+        shape_rule=rows.ShapeRule.OF_A_RUN
+        if namespace == rows.OPAQUE
+        else rows.ShapeRule.OF_PYTORCH,
+        composite=has_kernel and is_implicit(operator.name(), "CompositeImplicitAutograd"),
         effect=_effect(operator),
     )
 
@@ -157,22 +156,16 @@ def pure(operator: Any) -> Any:
 
 
 def _effect(operator: OpOverload) -> Effect:
-    """Return which side effect an operator has, by its library and schema: none, unknown (of
-    libraries we do not know), or CHECKS if it returns nothing and writes nothing, since it is
-    called for that."""
     schema, library = operator._schema, operator.namespace
     is_view = not schema.is_mutable and any(r.alias_info is not None for r in schema.returns)
     if library in ANNOTATIONS or schema.name in _PURE or is_view:
         return Effect.NONE
-    if library not in PURE_LIBRARIES and not _is_known_to_be_pure(operator):
+    of_triton = getattr(sys.modules.get("torch._library.triton"), "triton_ops_to_kernels", {})
+    is_pure = library in PURE_LIBRARIES or schema.name in of_triton
+    if not is_pure and torch.Tag.pointwise not in operator.tags:
         return Effect.UNKNOWN
+    # What returns nothing and writes nothing is called to check.
     return Effect.NONE if schema.returns or schema.is_mutable else Effect.CHECKS
-
-
-def _is_known_to_be_pure(operator: OpOverload) -> bool:
-    launches = sys.modules.get("torch._library.triton")
-    of_triton = getattr(launches, "triton_ops_to_kernels", {})
-    return torch.Tag.pointwise in operator.tags or operator._schema.name in of_triton
 
 
 def operators_named(name: str) -> tuple[Any, ...]:
@@ -203,11 +196,6 @@ def _nearest(name: str) -> str:
     return f"{alike}; write the name of one of PyTorch's, such as aten.add.Tensor, aten.add or add"
 
 
-def _is_composite(name: str) -> bool:
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-    return torch._C._dispatch_has_kernel(name) and has_kernel(name, "CompositeImplicitAutograd")
-
-
 @functools.cache
 def _declared_writes(operator: OpOverload) -> tuple[int, ...]:
     return tuple(
@@ -231,11 +219,8 @@ def given(operator: OpOverload, name: str, args: Sequence[Any], kwargs: Mapping[
     return kwargs.get(name, operator._schema.arguments[position].default_value)
 
 
-def written(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[torch.Tensor, ...]:
-    """Return the tensors among the arguments that this call changes in place, by the schema and our
-    rows."""
+def written(operator: OpOverload, args: Args, kwargs: Kwargs) -> tuple[torch.Tensor, ...]:
+    """Return the tensors that this call changes in place, by the schema and our rows."""
     facts, names = facts_of(operator), argument_names(operator)
     places = [names[position] for position in _declared_writes(operator)]
     undeclared = [name for name in facts.writes if name not in places]
@@ -252,21 +237,21 @@ def out_of_place_view(operator: OpOverload) -> OpOverload | None:
 
 
 def _out_of_place_view(operator: OpOverload) -> OpOverload | None:
-    """Return the view operator that does to a new tensor what `operator` does to its argument in
-    place, shape or strides and no element: `squeeze` for `squeeze_`. None for other operators."""
+    """`squeeze` for `squeeze_`; None if it changes no shape in place, or has no such variant."""
     if torch.Tag.inplace_view not in operator.tags:
         return None
     namespace, name = operator._schema.name.split("::")
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     overloads = [getattr(packet, overload) for overload in packet.overloads()] if packet else []
-    return next((o for o in overloads if _takes(o) == _takes(operator)), None)
+    return next((o for o in overloads if takes(o) == takes(operator)), None)
 
 
-def _takes(operator: OpOverload) -> list[tuple[str, str]]:
-    return [(argument.name, str(argument.type)) for argument in operator._schema.arguments]
+def takes(operator: OpOverload) -> list[tuple[str, str]]:
+    """Return (name, type) of each argument but `out`."""
+    return [(a.name, str(a.type)) for a in operator._schema.arguments if not a.is_out]
 
 
-def is_random(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def is_random(operator: OpOverload, args: Args, kwargs: Kwargs) -> bool:
     """Return whether the call may draw from a generator; attention and RNNs do with dropout > 0."""
     facts = facts_of(operator)
     if not facts.draws or not facts.draws_if:
@@ -323,7 +308,7 @@ def reads_first(operator: OpOverload) -> bool:
 
 
 def without_argument(
-    operator: OpOverload, args: tuple[Any, ...], result: Any
+    operator: OpOverload, args: Args, result: Any
 ) -> tuple[OpOverload, tuple[Any, ...], dict[str, Any]] | None:
     """Return (operator, args, kwargs) that make the same as this call, which reads no element of
     its argument (`zeros_like`), without that argument: then a dropout mask can be drawn while what
@@ -360,7 +345,7 @@ def is_plain_view(operator: OpOverload) -> bool:
     """Return whether the operator returns a view with the elements of its only tensor argument."""
     facts = facts_of(operator)
     tensors_taken = sum("Tensor" in str(a.type) for a in operator._schema.arguments)
-    is_view = facts.view not in (ViewKind.NONE, ViewKind.OTHER_NUMBERS)
+    is_view = facts.view not in (rows.ViewKind.NONE, rows.ViewKind.OTHER_NUMBERS)
     is_view = is_view and not operator._schema.is_mutable
     return is_view and tensors_taken == 1
 

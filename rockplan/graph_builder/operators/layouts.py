@@ -18,9 +18,10 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.operators.effects import Effect
 from rockplan.graph_builder.operators.facts import (
     CALL_ERRORS,
+    Args,
+    Kwargs,
     argument_names,
     facts_of,
     given,
@@ -29,14 +30,14 @@ from rockplan.graph_builder.operators.facts import (
     tensors,
     written,
 )
-from rockplan.graph_builder.operators.rows import ShapeRule
+from rockplan.graph_builder.operators.rows import Effect, ShapeRule
 from rockplan.graph_builder.operators.symbols import are_known, hints, known_number
 
 # Functions of the base class, as in `recorded.run.tensor_spec`.
 _OF = torch._C.TensorBase
 
 
-def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call on fake tensors, with three kinds of PyTorch's shape rules
     corrected.
 
@@ -57,18 +58,21 @@ def fake_result(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, A
         return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
     result = operator(*args, **kwargs)
     if rule is ShapeRule.STORAGE_AS_LARGE:
-        return _on_storage_as_large(result, args[0])
+        # If the argument repeats elements, so that the result has other strides, only elements are
+        # copied.
+        if result.stride() != args[0].stride():
+            return result
+        elements = args[0].untyped_storage().nbytes() // result.itemsize
+        storage = torch.empty(elements, dtype=result.dtype, device=result.device)
+        return storage.as_strided(result.shape, result.stride(), result.storage_offset())
     if "output_mask" not in argument_names(operator):
         return result
     pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
 
 
-def _grouped_product(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> torch.Tensor:
-    """Return an empty tensor like the result of a grouped matrix product of `self` and `mat2` (2 or
-    3 dimensions each; `offs`: ends of the groups), in any dtype."""
+def _grouped_product(operator: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
+    # Of `self` and `mat2` (2 or 3 dimensions each; `offs`: ends of the groups), in any dtype.
     named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
     offsets: Any = named.get("offs")
     left, right = named["self"], named["mat2"]
@@ -80,17 +84,6 @@ def _grouped_product(
         shape = (left.shape[0], rows, columns)
     dtype = named.get("out_dtype") or left.dtype
     return torch.empty(shape, dtype=dtype, device=left.device)
-
-
-def _on_storage_as_large(made: torch.Tensor, argument: torch.Tensor) -> torch.Tensor:
-    """Return `made`, the result of an operator that copies the whole storage of `argument`, in a
-    new storage as large as that. If `argument` repeats elements, so that `made` has other strides,
-    only elements are copied: `made` is right already."""
-    elements = argument.untyped_storage().nbytes() // made.itemsize
-    if made.stride() != argument.stride():
-        return made
-    storage = torch.empty(elements, dtype=made.dtype, device=made.device)
-    return storage.as_strided(made.shape, made.stride(), made.storage_offset())
 
 
 _Layout = tuple[tuple[int, ...], torch.dtype]
@@ -115,9 +108,8 @@ class SeenLayouts:
     checked: set[object] = field(default_factory=set)
 
     def layouts(self, call: object, shapes: Sequence[Sequence[int]]) -> tuple[_Layout, ...] | None:
-        """Return (strides, dtype) of each result as a call of the same form had them: dense, in the
-        same order of dimensions. None if none was seen, or its results were not dense; shapes: of
-        the fake results."""
+        """(Strides, dtype) of each result in the order of a call of the same form. None if none was
+        seen, or its results were not dense. shapes: of the fake results."""
         orders = self.results.get(call)
         if orders is None or len(orders) not in (0, len(shapes)):
             return None
@@ -141,12 +133,10 @@ SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other siz
 
 def form(name: str, arguments: object) -> object:
     """Return a key of a call that is equal for calls which differ in sizes only: the operator's
-    name, of tensors dtype and order of dimensions, other literals. arguments: nested, with tensors
-    or their specs as leaves."""
+    name, of tensors dtype and order of dimensions, other literals. arguments: tensors or specs as
+    leaves."""
 
     def described(leaf: Any) -> object:
-        """Return a leaf without its sizes: of a tensor the order of its dimensions and dtype;
-        sizes, alone or in a list, as 0, 1 or 2; other literals as they are."""
         if hasattr(leaf, "shape") and hasattr(leaf, "stride"):
             strides = leaf.stride() if callable(leaf.stride) else leaf.stride
             return _arrangement(tuple(leaf.shape), tuple(strides)), str(leaf.dtype)
@@ -209,9 +199,7 @@ class Layouts:
         self._known: dict[object, tuple[_Layout, ...]] = {}
         self._seen = SEEN.get()  # here: the thread of autograd's backward on CUDA has another
 
-    def corrected(
-        self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], result: Any
-    ) -> Any:
+    def corrected(self, operator: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> Any:
         """Return `result` of a call on fake tensors with the strides and dtypes that the real call
         gives; itself where the rules are trusted (new tensors from contiguous arguments of one
         dtype) or the real call fails."""
@@ -254,8 +242,8 @@ class Layouts:
     def _layouts(
         self,
         operator: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: Args,
+        kwargs: Kwargs,
         shapes: Sequence[Sequence[int]],
         is_view: bool,
     ) -> tuple[_Layout, ...]:
@@ -282,9 +270,9 @@ class Layouts:
         return self._known[key]
 
 
-def _may_differ(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """True if fake strides or dtypes of the result may be wrong: all arguments are floating-point
-    tensors and masks, and one has not the strides of a new tensor, or they differ in precision."""
+def _may_differ(args: Args, kwargs: Kwargs) -> bool:
+    # All arguments are floating-point tensors and masks, and one has not the strides of a new
+    # tensor, or they differ in precision.
     given = tensors((args, kwargs))
     dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
@@ -324,7 +312,7 @@ def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) 
 
 
 def _real_layouts(
-    operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], is_view: bool
+    operator: OpOverload, args: Args, kwargs: Kwargs, is_view: bool
 ) -> tuple[_Layout, ...]:
     """Run the call on zeros like its fake arguments (on the meta device if is_view) and return
     (strides, dtype) of each tensor of its result; () if it fails. Generators are put back."""
@@ -348,7 +336,7 @@ def _real_layouts(
         return tuple((t.stride(), t.dtype) for t in tensors(result))
 
 
-def _generators(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Generator]:
+def _generators(args: Args, kwargs: Kwargs) -> list[torch.Generator]:
     devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
     of_devices = [torch.cuda.default_generators[device.index] for device in devices]
     given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]

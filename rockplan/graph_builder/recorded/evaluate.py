@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,11 +22,27 @@ from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
 from rockplan.values.graph import Call, ValueRef
 
 
+@dataclass(frozen=True, slots=True)
+class Prefix:
+    """The calls that some values depend on, in order, with in-place calls on storages that these
+    read. leaves: the values that they start from, which no call makes."""
+
+    recorded: tuple[RecordedCall, ...]
+    leaves: frozenset[int]
+
+    @property
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(recorded.call for recorded in self.recorded)
+
+    @property
+    def is_repeatable(self) -> bool:
+        return all(recorded.is_repeatable for recorded in self.recorded)
+
+
 def prefix(
     calls: Sequence[RecordedCall], values: Sequence[RecordedValue], targets: Sequence[int]
-) -> tuple[tuple[RecordedCall, ...], frozenset[int]]:
-    """Return (the calls that the values `targets` depend on, in order, with in-place calls on
-    storages that these read; the values that they start from, which no call makes)."""
+) -> Prefix:
+    """Return what the values `targets` depend on."""
     storages = {values[v].storage for v in targets}
     needed = set(targets)
     kept: list[RecordedCall] = []
@@ -38,23 +55,16 @@ def prefix(
         needed.update(recorded.reads)
         storages |= {values[v].storage for v in recorded.reads}
     kept.reverse()
-    return tuple(kept), frozenset(_leaves(kept, targets))
-
-
-def _leaves(calls: Sequence[RecordedCall], targets: Sequence[int]) -> set[int]:
-    """Return values that are read before a call makes them, and those of `targets` that no call
-    makes; an in-place call reads what it returns."""
-    made: set[int] = set()
     leaves: set[int] = set()
-    for recorded in calls:
-        leaves |= set(recorded.reads) - made
-        made.update(recorded.call.made)
-    return leaves | (set(targets) - made)
+    known: set[int] = set()
+    for recorded in kept:  # an in-place call reads what it returns
+        leaves |= set(recorded.reads) - known
+        known.update(recorded.call.made)
+    return Prefix(tuple(kept), frozenset(leaves | (set(targets) - known)))
 
 
 def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-    """Execute `calls` for real, starting from the tensors `known`; return value -> tensor for these
-    and for all results."""
+    """Execute `calls` for real; return value -> tensor for `known` and for all results."""
     environment = dict(known)
     for call in calls:
         result = execute(call, environment)

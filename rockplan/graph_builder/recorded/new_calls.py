@@ -17,7 +17,7 @@ from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.results import Results
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
-from rockplan.graph_builder.recorded.tensors import memory_of, tensor_in
+from rockplan.graph_builder.recorded.specs import new_storage, tensor_in
 from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import Call, refs
 
@@ -60,8 +60,6 @@ class NewCalls:
             return self._results.of(facts.resolve(call.op), args, kwargs)
 
     def _value(self, tensor: Any) -> int:
-        """Append a value for a tensor that a call has made; return its number. Raises TypeError for
-        what is no tensor."""
         if not isinstance(tensor, torch.Tensor):
             raise TypeError("a call makes what is no tensor")
         storage = tensor.untyped_storage()
@@ -78,13 +76,11 @@ class NewCalls:
         return number
 
     def _fake(self, value: int) -> torch.Tensor:
-        """Return the fake tensor of a value, the same at each call, in one storage with those of
-        values that share it."""
         if value not in self._fakes:
             recorded = self.values[value]
             with self._results.fake_mode:
                 if recorded.storage not in self._memory:
-                    storage = memory_of(recorded)
+                    storage = new_storage(recorded.storage_bytes, recorded.spec.device)
                     self._memory[recorded.storage] = storage
                     self._ordinals[storage._cdata] = recorded.storage
                 self._fakes[value] = tensor_in(self._memory[recorded.storage], recorded.spec)

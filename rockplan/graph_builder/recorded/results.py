@@ -79,7 +79,7 @@ class Results:
         self._layouts = layouts.Layouts()
         self._known: dict[Hashable, _Recipe | None] = {}
 
-    def of(self, operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def of(self, operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Any:
         """Return the result of a call on fake tensors: by the recipe of an equal call, a run of the
         real code on meta tensors, or the shape rules. Raises what the operator raises."""
         tensors = facts.tensors((args, kwargs))
@@ -110,8 +110,7 @@ class Results:
         return made[0] if recipe.container is None else recipe.container(made)
 
     def _make(self, leaf: _Leaf, tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-        """Return one tensor of a recipe, None if the operator returns none there. tensors: those
-        among the arguments."""
+        """None if the operator returns none there."""
         if leaf is None:
             return None
         if isinstance(leaf, _Same):
@@ -124,9 +123,7 @@ class Results:
         return FakeTensor(self.fake_mode, tensor, leaf.device)
 
 
-def _worked_out(
-    operator: OpOverload, args: tuple[Any, ...], tensors: Sequence[Any]
-) -> _Recipe | None:
+def _worked_out(operator: OpOverload, args: facts.Args, tensors: Sequence[Any]) -> _Recipe | None:
     """Return the recipe of the call's result by running the real code on meta tensors; None unless
     the operator is a view, a matrix product or an elementwise one whose result shapes alone decide.
     Shape rules take ten times as long. tensors: those of `args`."""
@@ -142,7 +139,11 @@ def _worked_out(
     if others:
         return None
     with torch._C._DisableTorchDispatch():
-        stand_ins = {id(t): _without_memory(t) for t in tensors}
+        stand_ins: dict[int, torch.Tensor] = {}
+        for t in tensors:
+            storage = torch.UntypedStorage(t.untyped_storage().nbytes(), device="meta")
+            made = torch.empty(0, dtype=t.dtype, device="meta")
+            stand_ins[id(t)] = made.set_(storage, t.storage_offset(), t.shape, t.stride())
         try:
             result = operator(*(_exchanged(a, stand_ins) for a in args))
         except facts.CALL_ERRORS:
@@ -161,12 +162,6 @@ def _worked_out(
     return _Recipe(tuple(recipes), container)
 
 
-def _without_memory(tensor: torch.Tensor) -> torch.Tensor:
-    storage = torch.UntypedStorage(tensor.untyped_storage().nbytes(), device="meta")
-    made = torch.empty(0, dtype=tensor.dtype, device="meta")
-    return made.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
 def _exchanged(argument: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
     if isinstance(argument, torch.Tensor):
         return stand_ins[id(argument)]
@@ -176,13 +171,9 @@ def _exchanged(argument: Any, stand_ins: dict[int, torch.Tensor]) -> Any:
 
 
 def _key(
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    tensors: Sequence[torch.Tensor],
+    operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs, tensors: Sequence[torch.Tensor]
 ) -> Hashable | None:
-    """Return everything that the result of a call depends on, as a key; None if it may depend on
-    more than shapes, dtypes, devices and literals. tensors: those among the arguments."""
+    """None if the result may depend on more than shapes, dtypes, devices and literals."""
     if not tensors or not facts.follows_shapes(operator) or not all(map(_is_plain, tensors)):
         return None
     key = (
@@ -262,8 +253,7 @@ def _sharing(tensors: Sequence[torch.Tensor]) -> tuple[tuple[int, int, Hashable]
 
 
 def _recipe(result: Any, tensors: Sequence[torch.Tensor]) -> _Recipe | None:
-    """Return how to make a result like `result` from other arguments; None if that is not known.
-    tensors: those among the arguments."""
+    """None if that is not known."""
     container = type(result) if type(result) in (list, tuple) else None
     leaves: list[_Leaf] = []
     seen: list[int] = []
@@ -275,9 +265,8 @@ def _recipe(result: Any, tensors: Sequence[torch.Tensor]) -> _Recipe | None:
             return None
         made = _leaf(leaf, tensors)
         storage = leaf.untyped_storage()._cdata
-        if made is None or (
-            isinstance(made, _MadeTensor) and made.source is None and storage in seen
-        ):
+        is_new = isinstance(made, _MadeTensor) and made.source is None
+        if made is None or (is_new and storage in seen):
             return None
         leaves.append(made)
         seen.append(storage)
@@ -285,8 +274,7 @@ def _recipe(result: Any, tensors: Sequence[torch.Tensor]) -> _Recipe | None:
 
 
 def _leaf(leaf: FakeTensor, tensors: Sequence[torch.Tensor]) -> _Leaf:
-    """Return the recipe of one tensor of a result; None for one in a new storage that is larger
-    than it needs. tensors: those among the arguments."""
+    """None for a tensor in a new storage that is larger than it needs."""
     for place, tensor in enumerate(tensors):
         if tensor is leaf:
             return _Same(place)
@@ -296,11 +284,5 @@ def _leaf(leaf: FakeTensor, tensors: Sequence[torch.Tensor]) -> _Leaf:
     size_bytes = leaf.dtype.itemsize * spanned(leaf.shape, leaf.stride())
     if source is None and (leaf.storage_offset() or storage.nbytes() != size_bytes):
         return None
-    return _MadeTensor(
-        tuple(leaf.shape),
-        leaf.stride(),
-        leaf.storage_offset(),
-        leaf.dtype,
-        fake_device(leaf),
-        source,
-    )
+    layout = tuple(leaf.shape), leaf.stride(), leaf.storage_offset()
+    return _MadeTensor(*layout, leaf.dtype, fake_device(leaf), source)

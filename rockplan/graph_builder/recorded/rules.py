@@ -1,6 +1,6 @@
 """Legality of a recorded run: a table of rules, each a function that yields what breaks it.
 
-takes: a Capture. `oracles.forms.check` applies them after each pass if `CHECKED` is on;
+takes: a Capture. `oracles.graph_rules.check` applies them after each pass if `CHECKED` is on;
 `oracles.graph_rules` has those of graphs.
 """
 

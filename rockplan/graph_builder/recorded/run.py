@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.results import fake_device
 from rockplan.graph_builder.recorded.text import run_text
@@ -27,8 +27,7 @@ from rockplan.values.sizes import STATIC, Sizes
 
 @dataclass(frozen=True, slots=True)
 class RecordedValue:
-    """One tensor. storage: a number that tensors on the same memory have in common; storage_bytes:
-    size of that memory."""
+    """One tensor. storage: number of its memory; storage_bytes: size of that memory."""
 
     spec: TensorSpec
     storage: int

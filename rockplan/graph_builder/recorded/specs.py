@@ -1,12 +1,14 @@
-"""Memory of a tensor, derived from its spec.
+"""Memory of a tensor, derived from its spec, and tensors made from it: the one place that makes
+them.
 
-takes: a TensorSpec. returns: bytes, dtypes.
+takes: a TensorSpec; the memory, or a function that fills it. returns: bytes, dtypes, tensors (fake
+under a FakeTensorMode).
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 
 import torch
@@ -62,8 +64,7 @@ def _item_bytes(spec: TensorSpec) -> int:
 
 
 def allocated_bytes(size_bytes: int, device: str) -> int:
-    """Return the bytes that the allocator of a device ('cuda:0', or its type) hands out for a
-    storage of `size_bytes`."""
+    """What the allocator of a device ('cuda:0', or its type) hands out for a storage."""
     if not device.startswith("cuda"):
         return size_bytes
     rounded = -(-size_bytes // CUDA_GRANULE_BYTES) * CUDA_GRANULE_BYTES
@@ -71,3 +72,34 @@ def allocated_bytes(size_bytes: int, device: str) -> int:
         return rounded
     granules = f"-(-({size_bytes.text}) // {CUDA_GRANULE_BYTES})"
     return Size(rounded, f"{granules} * {CUDA_GRANULE_BYTES}")
+
+
+Fill = Callable[[int, torch.dtype, torch.device], torch.Tensor]
+"""Makes a flat tensor of so many elements, of a dtype, on a device."""
+
+
+def unwritten(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    return torch.empty(elements, dtype=dtype, device=device)
+
+
+def tensor_of(spec: TensorSpec, fill: Fill = unwritten, size_bytes: int = 0) -> torch.Tensor:
+    """Return a tensor of this spec in a new storage of `size_bytes`, or of as many as it needs."""
+    dtype = dtype_of(spec)
+    elements = max(spec.offset + span(spec), -(-size_bytes // dtype.itemsize))
+    flat = fill(elements, dtype, torch.device(spec.device))
+    return _marked(flat.as_strided(spec.shape, spec.stride, spec.offset), spec)
+
+
+def tensor_in(storage: torch.UntypedStorage, spec: TensorSpec) -> torch.Tensor:
+    """Return the tensor of this spec in an existing storage."""
+    made = torch.empty(0, dtype=dtype_of(spec), device=spec.device)
+    return _marked(made.set_(storage, spec.offset, spec.shape, spec.stride), spec)
+
+
+def new_storage(size_bytes: int, device: str) -> torch.UntypedStorage:
+    return unwritten(size_bytes, torch.uint8, torch.device(device)).untyped_storage()
+
+
+def _marked(tensor: torch.Tensor, spec: TensorSpec) -> torch.Tensor:
+    tensor = tensor.conj() if spec.is_conj else tensor
+    return torch._neg_view(tensor) if spec.is_neg else tensor

@@ -80,20 +80,18 @@ class _Text:
         arguments = [self._argument(a) for a in call.args]
         arguments += [f"{name}={self._argument(a)}" for name, a in call.kwargs]
         results = ", ".join("_" if r is None else self._typed(r) for r in call.results)
+        storages = ((v, self._run.values[v].storage) for v in made)
+        bases = ((v, self._first.setdefault(storage, v)) for v, storage in storages)
         remarks = [
             f"writes {', '.join(map(self._name, recorded.writes))}" if recorded.writes else "",
             "draws" if recorded.random else "",
-            *map(self._view_remark, made),
+            *(f"in {self._name(base)}" for v, base in bases if base != v),
         ]
         shown = "; ".join(filter(None, remarks))
         equals = f"{results} = " if results else ""
         remark = f"  # {shown}" if shown else ""
         op = stem(call.op).removesuffix(".default")
         return f"{equals}{op}({', '.join(arguments)}){remark}"
-
-    def _view_remark(self, value: int) -> str:
-        first = self._first.setdefault(self._run.values[value].storage, value)
-        return "" if first == value else f"in {self._name(first)}"
 
     def _argument(self, argument: object) -> str:
         if isinstance(argument, ValueRef):

@@ -7,17 +7,20 @@ once; they rest on `recorded.rules`.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 from rockplan.graph_builder.operators.facts import unread_arguments
-from rockplan.graph_builder.recorded import gradient_sums
-from rockplan.values.graph import DataKind, Phase, TensorSpec, ValueRef, value_refs
+from rockplan.values.graph import DataKind, Phase, TensorSpec, ValueRef, refs, value_refs
 
 if TYPE_CHECKING:
     from rockplan.graph_builder.recorded.run import Capture, RecordedCall
+
+
+Gradients = tuple[tuple[int, tuple[int, ...]], ...]
+"""(Target, its contributions) of each target, all values."""
 
 
 class RunView:
@@ -178,19 +181,19 @@ class RunView:
                 readers[storage].append(position)
         return {storage: tuple(positions) for storage, positions in readers.items()}
 
-    @cached_property
-    def contributions(self) -> gradient_sums.Gradients:
+    @property
+    def contributions(self) -> Gradients:
         """For each target, the gradients that the engine of autograd sums up for it."""
         return self._split[0]
 
-    @cached_property
+    @property
     def sums(self) -> frozenset[int]:
         """Positions of the calls that add these contributions."""
         return self._split[1]
 
     @cached_property
-    def _split(self) -> tuple[gradient_sums.Gradients, frozenset[int]]:
-        return gradient_sums.split(self)
+    def _split(self) -> tuple[Gradients, frozenset[int]]:
+        return _split(self)
 
     # -- one call ---------------------------------------------------------------------------
 
@@ -231,3 +234,49 @@ def needed(
             running.append(position)
             storages |= read
     return tuple(reversed(running)), frozenset(storages)
+
+
+def _split(view: RunView) -> tuple[Gradients, frozenset[int]]:
+    """Return (for each target the gradients that the engine of autograd sums up for it, in its
+    order; the positions of the calls that add these). A target without a gradient has none.
+
+    Where a tensor is used several times, the engine adds each arriving gradient to the sum so far.
+    A plan leaves these sums to the engine: with several forwards in flight it associates them in
+    another way than for a single one, and the bits depend on that.
+    """
+    producer: dict[int, int] = {}
+    uses: Counter[int] = Counter()
+    for position, recorded in enumerate(view.calls):
+        uses.update(recorded.reads)
+        if recorded.phase is Phase.BACKWARD:
+            producer |= dict.fromkeys(recorded.call.made, position)
+    added: set[int] = set()
+
+    # An `add` of a term that is also read elsewhere may be part of the formula of one gradient (the
+    # backward of a custom function: g + g * k): it does not count as a sum of the engine.
+    def is_engine_sum(gradient: int) -> bool:
+        call = view.calls[producer[gradient]].call if gradient in producer else None
+        if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
+            return False
+        added_values = [a.index for a in call.args if isinstance(a, ValueRef)]
+        spec = view.spec(gradient)
+        return len(added_values) == 2 and all(
+            view.spec(t).shape == spec.shape and uses[t] == 1 for t in added_values
+        )
+
+    def terms(gradient: int, most: int) -> tuple[int, ...]:
+        """Return the contributions that add up to `gradient`, `most` of them, in the engine's
+        order; the gradient itself if the engine did not add it up. (What the target was added to
+        may have the same gradient, and be read several times: that sum is made inside.) Notes the
+        positions of additions in `added`."""
+        if most <= 1 or not is_engine_sum(gradient):
+            return (gradient,)
+        position = producer[gradient]
+        added.add(position)
+        arrived, last = (r.index for r in refs(view.calls[position].call))
+        uses[arrived] -= 1
+        return (*terms(arrived, most - 1), last)
+
+    pairs = zip(view.gradients, view.arrivals, strict=True)
+    gradients = tuple((t, () if g is None else terms(g, most)) for (t, g), most in pairs)
+    return gradients, frozenset(added)

@@ -19,15 +19,7 @@ from math import prod
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.recorded.view import RunView
-from rockplan.graph_builder.tiling.rules import (
-    FIRST,
-    PRODUCTS,
-    Groups,
-    Rows,
-    RowWise,
-    row_wise,
-    viewed,
-)
+from rockplan.graph_builder.tiling import rules
 from rockplan.values.graph import Phase, refs
 
 
@@ -38,16 +30,15 @@ class Region:
     make in parts, and views of them; depth: columns of the seed's left operand."""
 
     run: RunView
-    groups: Groups
+    groups: rules.Groups
     seed: int
-    calls: Mapping[int, RowWise]
-    rows: Mapping[int, Rows]
+    calls: Mapping[int, rules.RowWise]
+    rows: Mapping[int, rules.Rows]
     depth: int
 
     @property
     def widening(self) -> int:
-        """Return the largest item size of tiled floating-point values over that of the seed's
-        result, at least 1."""
+        """Largest item size of tiled floating values over that of the seed's result, at least 1."""
         dtypes = [dtype_of(self.run.spec(v)) for v in self.rows]
         (made,) = self.run.made(self.seed)
         floating = [d.itemsize for d in dtypes if d.is_floating_point]
@@ -70,7 +61,7 @@ def _seed(run: RunView) -> int | str:
     sizes: dict[int, int] = {}
     for position in run.live:
         recorded = run.calls[position]
-        if recorded.phase is Phase.FORWARD and recorded.call.op in PRODUCTS:
+        if recorded.phase is Phase.FORWARD and recorded.call.op in rules.PRODUCTS:
             sizes[position] = prod(run.spec(run.made(position)[0]).shape)
     largest = [p for p, size in sizes.items() if size == max(sizes.values())]
     if not largest:
@@ -82,36 +73,35 @@ def _seed(run: RunView) -> int | str:
     return largest[0]
 
 
-def _groups_of(run: RunView, seed: int) -> Iterator[Groups]:
-    """Yield groups of single rows; then groups of sequences, for each size of a first dimension in
-    views of the seed's result that divides its rows."""
+def _groups_of(run: RunView, seed: int) -> Iterator[rules.Groups]:
+    # Sequences: each size of a first dimension in views of the seed's result that divides its rows.
     (made,) = run.made(seed)
     rows = run.spec(made).shape[0]
-    yield Groups(rows)
+    yield rules.Groups(rows)
     shapes = [run.spec(v).shape for v in run.views if run.storage(v) == run.storage(made)]
     for size in sorted({s[0] for s in shapes if len(s) > 2 and 1 < s[0] < rows}):
         if rows % size == 0:
-            yield Groups(size, of_sequences=True)
+            yield rules.Groups(size, of_sequences=True)
 
 
 @dataclass(frozen=True, slots=True)
 class _WideMaker:
     """How a call that makes a wide value is cut. rows: of its result, and of views of it."""
 
-    cut: RowWise
-    rows: Mapping[int, Rows]
+    cut: rules.RowWise
+    rows: Mapping[int, rules.Rows]
 
 
 class _Growth:
     """Collects the calls of a region, down from the seed, and up to the makers of wide operands."""
 
-    def __init__(self, run: RunView, seed: int, groups: Groups) -> None:
+    def __init__(self, run: RunView, seed: int, groups: rules.Groups) -> None:
         self._run, self._seed, self._groups = run, seed, groups
         (self._made,) = run.made(seed)
         self._left = refs(run.calls[seed].call)[-2].index
         self._elements = prod(run.spec(self._made).shape)
-        self._known: dict[int, Rows] = {}
-        self._cuts: dict[int, RowWise] = {}
+        self._known: dict[int, rules.Rows] = {}
+        self._cuts: dict[int, rules.RowWise] = {}
         self._core: set[int] = set()
 
     def region(self) -> Region | str:
@@ -121,8 +111,7 @@ class _Growth:
         return growth if isinstance(without, str) else without
 
     def _grown(self, goes_up: bool) -> Region | str:
-        """Return the region, or a reason why there is none. goes_up: calls before the seed that
-        make wide operands may join."""
+        """goes_up: calls before the seed that make wide operands may join."""
         run, makers = self._run, dict[int, _WideMaker]()
         while True:
             self._start(makers)
@@ -143,34 +132,29 @@ class _Growth:
     def _start(self, makers: Mapping[int, _WideMaker]) -> None:
         run, call = self._run, self._run.calls[self._seed].call
         # If the caller gets the result of the seed it stays whole, and parts read its rows.
-        self._known = {self._made: FIRST}
+        self._known = {self._made: rules.FIRST}
         self._cuts = {position: maker.cut for position, maker in makers.items()}
         for maker in makers.values():
             self._known |= maker.rows
-        seed = row_wise(call, run.spec, {self._left: FIRST}, self._groups)
+        seed = rules.row_wise(call, run.spec, {self._left: rules.FIRST}, self._groups)
         if seed and run.storage(self._made) not in run.wanted and run.is_plain(self._seed):
             self._cuts[self._seed] = seed
         self._core = set(self._cuts)
 
     def _go_down(self) -> None:
-        """Visit all calls in order: note the rows of views in `_known`, and add (`_add`) the calls
-        that keep rows apart."""
         live = frozenset(self._run.live) - self._run.sums
         for position in range(len(self._run.calls)):
             base = self._run.viewed_by(position)
             if base in self._known:
-                self._look(position, self._known[base])
+                recorded = self._run.calls[position]
+                view = rules.viewed(recorded.call, self._run.spec, self._known[base], self._groups)
+                if view is not None:
+                    self._known[self._run.made(position)[0]] = view
             elif position in live and position not in self._cuts and position != self._seed:
                 self._add(position)
 
     def _is_wide(self, value: int) -> bool:
         return 2 * prod(self._run.spec(value).shape) >= self._elements
-
-    def _look(self, position: int, rows: Rows) -> None:
-        recorded = self._run.calls[position]
-        view = viewed(recorded.call, self._run.spec, rows, self._groups)
-        if view is not None:
-            self._known[self._run.made(position)[0]] = view
 
     def _add(self, position: int) -> None:
         """Add the call at `position` to `_cuts`, and the rows of its results to `_known`, if it
@@ -180,7 +164,7 @@ class _Growth:
         recorded = run.calls[position]
         if not any(v in self._known for v in recorded.reads) or not run.is_plain(position):
             return
-        row_wise_call = row_wise(recorded.call, run.spec, self._known, self._groups)
+        row_wise_call = rules.row_wise(recorded.call, run.spec, self._known, self._groups)
         if row_wise_call is None:
             return
         made = {
@@ -191,7 +175,7 @@ class _Growth:
         is_wide = any(
             self._is_wide(v) for v in (*made, *row_wise_call.operands.keys() & self._known)
         )
-        if not is_wide and recorded.call.op in PRODUCTS:
+        if not is_wide and recorded.call.op in rules.PRODUCTS:
             return
         self._known |= made
         if any(self._is_wide(v) and run.storage(v) in run.wanted for v in made):
@@ -200,9 +184,8 @@ class _Growth:
         if is_wide:
             self._core.add(position)
 
-    def _with_statistics(self) -> dict[int, RowWise]:
-        """Return position -> cut for the calls that read or make wide rows, and for those that make
-        what they read of rows."""
+    def _with_statistics(self) -> dict[int, rules.RowWise]:
+        """Position -> cut for the calls that read or make wide rows, and what makes these."""
         run, needed = self._run, set(self._core)
         for position in sorted(self._cuts, reverse=True):
             if position in needed:
@@ -211,7 +194,7 @@ class _Growth:
                 needed |= {m for m in makers if m in self._cuts}
         return {p: kept for p, kept in self._cuts.items() if p in needed}
 
-    def _makers(self, calls: Mapping[int, RowWise]) -> dict[int, _WideMaker]:
+    def _makers(self, calls: Mapping[int, rules.RowWise]) -> dict[int, _WideMaker]:
         run, makers = self._run, dict[int, _WideMaker]()
         for value, rows in ((v, r) for cut in calls.values() for v, r in cut.operands.items()):
             position = run.maker(value)
@@ -222,38 +205,32 @@ class _Growth:
                 continue
             of_views = self._cut_of_base(value, rows)
             call = run.calls[position].call
-            cut = of_views and row_wise(
+            cut = of_views and rules.row_wise(
                 call, run.spec, {}, self._groups, result_rows=of_views[base]
             )
             if of_views and cut:
                 makers[position] = _WideMaker(cut, of_views)
         return makers
 
-    def _cut_of_base(self, value: int, rows: Rows) -> dict[int, Rows] | None:
-        """Return value -> rows, for `value` (whose rows are `rows`) and each tensor that it is a
-        view of, down to the base; None if one of these has no such rows."""
+    def _cut_of_base(self, value: int, rows: rules.Rows) -> dict[int, rules.Rows] | None:
+        """None if `value`, or a tensor that it is a view of, has no such rows."""
         run, cut = self._run, {value: rows}
         while (position := run.views.get(value)) is not None:
             base = run.viewed_by(position)
             if base is None:
                 return None
-            dims = range(len(run.spec(base).shape))
-            call = run.calls[position].call
-            tried = (Rows(a, b) for a in dims for b in dims if a <= b)
-            shape = run.spec(base).shape
-            fit = (
-                r
-                for r in tried
-                if prod(shape[r.first : r.last + 1]) % self._groups.count == 0
-                and viewed(call, run.spec, r, self._groups) == cut[value]
-            )
+            shape, call = run.spec(base).shape, run.calls[position].call
+            dims = range(len(shape))
+            tried = (rules.Rows(a, b) for a in dims for b in dims if a <= b)
+            even = (r for r in tried if not prod(shape[r.first : r.last + 1]) % self._groups.count)
+            fit = (r for r in even if rules.viewed(call, run.spec, r, self._groups) == cut[value])
             of_base = next(fit, None)
             if of_base is None:
                 return None
             value, cut[base] = base, of_base
         return cut
 
-    def _open_at(self, calls: Mapping[int, RowWise]) -> str:
+    def _open_at(self, calls: Mapping[int, rules.RowWise]) -> str:
         """Return the reason why `calls` (position -> cut) are no region: another call, or the
         caller, reads all rows of a wide result. Return '' if none does."""
         run = self._run

@@ -160,8 +160,7 @@ def _dim(given: Any, dims: int) -> int:
 
 
 def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
-    """Return the dimensions that are rows in a tensor reshaped to `made`; None if no dimensions
-    are. before: product of the dimensions before the rows, which reshaping keeps."""
+    """before: product of the dimensions before the rows, which reshaping keeps."""
     first = next((i for i in range(len(made)) if prod(made[:i]) == before), None)
     if first is None:
         return None
@@ -208,8 +207,7 @@ def row_wise(
 
 
 def _product(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
-    """Return how a matrix product is cut: along rows of the left operand, or along the summed
-    dimension, where parts add up; None for neither."""
+    """Along rows of the left operand, or along the summed dimension, where parts add up."""
     *bias, left, right = (a.index for a in call.args if isinstance(a, ValueRef))
     rows, columns = rows_of.get(left), rows_of.get(right)
     if rows == FIRST and columns is None:
@@ -229,8 +227,7 @@ def _product(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
 
 
 def _nll(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
-    """Return how a nll loss of a matrix, or its backward, is cut along rows; None if it cannot be.
-    The loss of a row needs only its target."""
+    # The loss of a row needs only its target.
     gradient = () if call.op == NLL else call.args[:1]
     scores, targets, weight, reduction, *_ = call.args[len(gradient) :]
     assert isinstance(scores, ValueRef) and isinstance(targets, ValueRef)
@@ -251,8 +248,7 @@ def _nll(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
 
 
 def _along(call: Call, specs: Specs, rows_of: RowsOf, result_rows: Rows | None) -> RowWise | None:
-    """Return how an operator along one dimension is cut; None if that dimension is among the rows,
-    or if operands and result differ in rows. result_rows: rows if no operand is cut."""
+    """None if that dimension is among the rows, or operands and result differ in rows."""
     rows = _common(rows_of) if rows_of else result_rows
     operands = [r.index for r in refs(call)]
     result = specs(call.results[0] or 0).shape
@@ -267,14 +263,14 @@ def _along(call: Call, specs: Specs, rows_of: RowsOf, result_rows: Rows | None) 
 
 
 def _common(rows_of: RowsOf) -> Rows | None:
-    """Return the rows that all operands have, None if they differ."""
+    """None if operands differ."""
     kinds = set(rows_of.values())
     return kinds.pop() if len(kinds) == 1 else None
 
 
 def _reduction(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
-    """Return how a reduction is cut: by rows, or, over all rows, as a sum of parts; None if it
-    reduces some dimensions of rows only, or parts cannot be added up."""
+    """By rows, or, over all rows, as a sum of parts; None if it reduces some dimensions of rows, or
+    parts cannot be added up."""
     rows = _common(rows_of)
     (operand,) = (r.index for r in refs(call))
     if rows is None:
@@ -296,8 +292,7 @@ def _reduction(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
 
 
 def _select_backward(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | None:
-    """Return how the backward of `select` is cut, whose result has one dimension more; None if that
-    is among the rows."""
+    # The result has one dimension more.
     rows = _common(rows_of)
     if rows is None:
         return None
@@ -310,8 +305,7 @@ def _select_backward(call: Call, specs: Specs, rows_of: RowsOf) -> RowWise | Non
 def _pointwise(
     call: Call, specs: Specs, rows_of: RowsOf, result_rows: Rows | None
 ) -> RowWise | None:
-    """Return how an elementwise operator is cut; None if operands disagree on rows. Operands of
-    size 1 along rows are broadcast, not cut. result_rows: rows if no operand has any."""
+    # Operands of size 1 along rows are broadcast, not cut.
     result = specs(call.results[0] or 0).shape
     places = {r.moved(len(result) - len(specs(v).shape)) for v, r in rows_of.items()}
     places |= {result_rows} if result_rows else set()

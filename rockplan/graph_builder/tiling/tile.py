@@ -53,8 +53,6 @@ def tiled(capture: Capture, parts: int | None = None) -> Capture | str:
 
 
 def _written(capture: Capture, region: Region, parts: int | None) -> Capture | str:
-    """Return the run with this region tiled, or the reason why that is impossible. parts: how many;
-    None: chosen by size."""
     (seed,) = region.run.made(region.seed)
     rows = region.run.spec(seed).shape[0]
     size = _size(region.groups, rows, region.depth, region.widening, parts)
@@ -109,7 +107,13 @@ class _TiledRun:
         count = self._groups.count
         self._parts = [_RowsPart(b, min(size, count - b), {}) for b in range(0, count, size)]
         made = {v for p in region.calls for v in self._run.made(p) if v in region.rows}
-        self._whole = {v for v in made if self._is_read_whole(v)}
+        wanted, readers = self._run.wanted, self._run.readers
+        storages = ((v, self._run.storage(v)) for v in made)
+        self._whole = {
+            v
+            for v, s in storages
+            if s in wanted or not region.calls.keys() >= {*readers.get(s, ())}
+        }
         self._in_parts = self._run.storages(made - self._whole)
 
     def capture(self) -> Capture:
@@ -130,18 +134,12 @@ class _TiledRun:
             tiles=Tiles(len(self._parts), frozenset(self._sliced), frozenset(self._joined)),
         )
 
-    def _is_read_whole(self, value: int) -> bool:
-        storage = self._run.storage(value)
-        readers = self._run.readers.get(storage, ())
-        return storage in self._run.wanted or any(r not in self._region.calls for r in readers)
-
     # -- order -----------------------------------------------------------------------------
 
     def _levels(self) -> list[tuple[list[int], list[int]]]:
         """Return levels in execution order: (positions of calls outside the head, positions of
         calls of the head that run after them, for each part). A call that needs all rows of a
-        result of the head is in a later level than that. Calls outside the head that are no views
-        stay in their order."""
+        result of the head is in a later level than that. Others but views keep their order."""
         levels: list[tuple[list[int], list[int]]] = []
         for phase in Phase:
             by_level: dict[int, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -171,8 +169,7 @@ class _TiledRun:
         return levels
 
     def _running(self, phase: Phase) -> Iterator[tuple[int, bool]]:
-        """Yield (position, whether it is a view) of the calls of a phase, without unneeded calls
-        and views of values that exist in parts only."""
+        """Yield (position, whether it is a view), but of views of what exists in parts only."""
         live = frozenset(self._run.live)
         of_dead = (p for p in range(len(self._run.calls)) if p not in live)
         dead = self._run.storages(
@@ -191,10 +188,10 @@ class _TiledRun:
     # -- one call --------------------------------------------------------------------------
 
     def _add(self, position: int, part: _RowsPart) -> None:
-        """Write the call of the head at `position` for a part: operands become rows of the part,
-        shapes those of the part. Results with rows go into `part.made`; one summed over rows is
-        added to that of the parts before, in `_sums`: a product by `addmm`, a mean weighted by the
-        part's share of the rows."""
+        """Write the call of the head at `position` for a part, on rows and with shapes of the part.
+        Results with rows go into `part.made`; one summed over rows is added to that of the parts
+        before, in `_sums`: a product by `addmm`, a mean weighted by the part's share of the
+        rows."""
         recorded, cut = self._recorded.calls[position], self._region.calls[position]
         args, kwargs = in_part(recorded.call, cut, self._run.spec, self._groups, part.size)
 
@@ -226,9 +223,8 @@ class _TiledRun:
                 self._sum(recorded, result, own_result)
 
     def _loss(self, recorded: RecordedCall, args: tuple[Any, ...]) -> tuple[int, ...]:
-        """Return the results of a part's nll loss, computed as a sum by new calls: (sum of losses,
-        sum of the weights by which the total is divided at the end), both in float32 at least,
-        since 16 bits are too few."""
+        # As a sum, with the sum of the weights by which the total is divided at the end; both in
+        # float32 at least, since 16 bits are too few.
         scores, targets, weight, _, ignored = args
         if self._values[scores.index].spec.dtype in _SHORT:
             scores = self._as(recorded, scores, torch.float32)
@@ -268,9 +264,8 @@ class _TiledRun:
         return made
 
     def _slice(self, value: int, rows: Rows, part: _RowsPart, recorded: RecordedCall) -> int:
-        """Return the rows of a part, of a value that exists whole: a slice that a new call, placed
-        like `recorded`, makes. Rows of several dimensions are first viewed as one, once for all
-        parts."""
+        """A slice of a value that exists whole, made by a new call that is placed like `recorded`.
+        Rows of several dimensions are first viewed as one, once for all parts."""
         self._sliced.add(value)
         shape = self._run.spec(value).shape
         one = rows.shape(shape, self._groups.count, self._groups.count)
@@ -285,8 +280,6 @@ class _TiledRun:
         return made
 
     def _check(self, made: int, whole: int, rows: Rows, part: _RowsPart) -> None:
-        """Raise _NotTiled unless the value `made` has the shape that a part of the value `whole`
-        must have, and its dtype."""
         shape = rows.shape(self._run.spec(whole).shape, self._groups.count, part.size)
         spec = self._values[made].spec
         if (spec.shape, spec.dtype) != (shape, self._run.spec(whole).dtype):
@@ -316,8 +309,6 @@ class _TiledRun:
                 self._is_now(recorded, result, whole)
 
     def _divide(self, recorded: RecordedCall) -> None:
-        """Divide the summed nll loss by the summed weights if it is a mean; cast both to the
-        recorded dtypes. Raises _NotTiled if the call was recorded without one of the two."""
         loss, weights = recorded.call.results
         if loss is None or weights is None:
             raise _NotTiled("the loss has no weights")
@@ -332,8 +323,7 @@ class _TiledRun:
                 self._sums[result] = made.index
 
     def _is_now(self, recorded: RecordedCall, result: int, made: int) -> None:
-        """Let the recorded value `result` be an alias of the value `made`, in the recorded storage.
-        Raises _NotTiled if their specs differ."""
+        # An alias of `made`, in the recorded storage.
         if self._values[made].spec != self._run.spec(result):
             raise _NotTiled(
                 f"{self._values[made].spec} is made of parts, where eager makes "
@@ -352,8 +342,6 @@ class _TiledRun:
         args: tuple[Any, ...],
         kwargs: tuple[tuple[str, Any], ...] = (),
     ) -> tuple[int, ...]:
-        """Write a call, placed in module and source line like `like`; return the values of its
-        results. Raises _NotTiled if the operator raises an error."""
         try:
             return self._new.add(like, op, args, kwargs)
         except facts.CALL_ERRORS as error:

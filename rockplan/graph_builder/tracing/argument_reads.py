@@ -42,8 +42,7 @@ _DUNDERS = re.findall(
 
 
 class _Watched:
-    """A proxy for a number or text: whatever it is asked for is noted, and answered by the
-    value."""
+    """A proxy for a number or text: what it is asked is noted, and answered by the value."""
 
     __slots__ = ("__weakref__", "_note", "_value")
 

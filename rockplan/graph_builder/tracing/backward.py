@@ -1,9 +1,14 @@
-"""Backward: the recorded backward pass, without autocast."""
+"""Backward: the recorded backward pass, without autocast; and uses of autograd in the forward.
+
+A plan returns gradients of parameters and arguments to autograd. In eager execution the forward can
+also run backward itself, which adds to `.grad` at once, change which tensors require a gradient, or
+return a tensor of its own that gets one. A planned step would do none of that, so each is refused.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +66,56 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
     for leaf in leaves_reached(roots):
         if not is_fake(leaf):
             raise foreign_gradient(leaf)
+
+
+@dataclass(frozen=True, slots=True)
+class AutogradState:
+    """What autograd kept of a tensor before the run. name: in messages; gradient: its `.grad`;
+    version: of `.grad`, which changes where autograd adds in place, -1 without one."""
+
+    name: str
+    tensor: torch.Tensor
+    requires_grad: bool
+    gradient: torch.Tensor | None
+    version: int
+
+
+def kept(named: Mapping[str, torch.Tensor]) -> tuple[AutogradState, ...]:
+    """Return what autograd keeps of named tensors, before a run."""
+    return tuple(_kept(name, tensor) for name, tensor in named.items())
+
+
+def _kept(name: str, tensor: torch.Tensor) -> AutogradState:
+    gradient = tensor.grad
+    version = -1 if gradient is None else gradient._version
+    return AutogradState(name, tensor, tensor.requires_grad, gradient, version)
+
+
+def refuse_changes(before: Iterable[AutogradState]) -> None:
+    """Raise CaptureError if the run has changed `requires_grad` or `.grad` of a leaf, or written
+    something with a gradient into a tensor without. before: states before the run."""
+    for one in before:
+        if not one.tensor.is_leaf:
+            if not one.requires_grad:
+                raise NAMED["write of what has a gradient"].error(tensor=one.name)
+            continue
+        now = _kept(one.name, one.tensor)
+        if now.requires_grad != one.requires_grad:
+            raise NAMED["requires_grad"].error(tensor=one.name)
+        if now.gradient is not one.gradient or now.version != one.version:
+            raise NAMED["backward in the forward"].error(tensor=one.name)
+
+
+def refuse_history(constants: Sequence[torch.Tensor]) -> None:
+    """Raise if the run has written something with a gradient into `constants`."""
+    for tensor in constants:
+        raise NAMED["write into another tensor"].error(shape=tuple(tensor.shape))
+
+
+def refuse_none(gradients: Sequence[torch.Tensor | None]) -> None:
+    """Raise if the backward pass reaches no tensor of the caller."""
+    if all(gradient is None for gradient in gradients):
+        raise NAMED["detached"].error()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,8 +207,6 @@ def recorded_backward(
 
 
 def _tangent(output: torch.Tensor, strides: Strides) -> torch.Tensor:
-    """Return an incoming gradient of `output`, not initialized, in these strides. Raises
-    UnsupportedModel for a DTensor that is not shown to be planned."""
     kind: Any = {"dtype": output.dtype, "device": output.device}
     if not isinstance(strides, PlacedStrides):
         return torch.empty_strided(output.shape, strides, **kind)

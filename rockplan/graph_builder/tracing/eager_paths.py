@@ -37,7 +37,9 @@ def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
     return replacement
 
 
-def _refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
+def refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
+    """Return `replacement` of a patch: a call raises this refusal (of NAMED)."""
+
     def replacement(original: Any, recording: RecordingAccess) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
             recording.refuse(NAMED[refusal].text())
@@ -144,8 +146,7 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
 
 
 def _compile(original: Any, recording: RecordingAccess) -> Any:
-    """Return a replacement for `torch.compile`, whose results, which the forward may keep, refer to
-    no recording and run uncompiled in one."""
+    # What it returns, which the forward may keep, refers to no recording.
 
     def compile(function: Any = None, **how: Any) -> Any:
         if function is None:
@@ -177,8 +178,6 @@ def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     def data_ptr(owner: Any) -> Any:
         # `Tensor.__deepcopy__` asks whether there is memory.
         is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
-        if is_copied and isinstance(owner, FakeTensor):
-            return 0
         if not is_copied and recording.is_active():
             recording.refuse(addresses.of_address(addresses.running()))
         return original(owner)
@@ -211,8 +210,8 @@ def _data(original: Any, recording: RecordingAccess) -> Any:
 
 # Rows
 
-_SEED = _refusing("seeds")
-_HOOK = _refusing("hook on a tensor")
+_SEED = refusing("seeds")
+_HOOK = refusing("hook on a tensor")
 _BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
 # Up to torch 2.13 the generator has no inner implementation.
@@ -334,10 +333,10 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         NestedTensor,
         "__new__",
-        _refusing("nested tensor"),
+        refusing("nested tensor"),
         "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
     ),
-    Patch("torch", "_object_to_tensor", _refusing("objects between processes"), _OBJECTS),
+    Patch("torch", "_object_to_tensor", refusing("objects between processes"), _OBJECTS),
     # Of 446 operators of PyTorch's own database and those of its modules, these.
     Patch(torch, "affine_grid_generator", _refusing_autocast("affine_grid_generator"), _BY_KERNEL),
     Patch(torch, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),

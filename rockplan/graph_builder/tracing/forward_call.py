@@ -15,7 +15,6 @@ from torch.nn.modules import module as module_hooks
 from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.tracing import addresses, eager_paths, left_behind, modes, patches
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
-from rockplan.graph_builder.tracing.host_random import DrawingLine
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread
 from rockplan.graph_builder.tracing.recorder import Recorder
@@ -92,8 +91,7 @@ class ForwardCall:
                 torch.clear_autocast_cache()
 
     def run(self, recorder: Recorder) -> ForwardRun:
-        """Run the forward under `recorder`; return the run. Raises CaptureError for what a plan
-        could not repeat."""
+        """Raises CaptureError for what a plan could not repeat."""
         args, kwargs = self.arguments.args, self.arguments.kwargs
         call = GivenCall.of(args, kwargs)
         with recorder, _module_paths(self.module, recorder):
@@ -108,10 +106,10 @@ class ForwardCall:
         refuse_unwritten(recorder, outputs)
         return ForwardRun(outputs, spec)
 
-    def draw_again(self, recorder: Recorder, generator: Any) -> DrawingLine:
+    def draw_again(self, recorder: Recorder, generator: Any) -> left_behind.DrawingLine:
         """Run the forward once more, to see which line of it draws from `generator`."""
         with recorder, _module_paths(self.module, recorder):
-            line = DrawingLine(generator, lambda: recorder.place()[0])
+            line = left_behind.DrawingLine(generator, lambda: recorder.place()[0])
             args, kwargs = self.arguments.args, self.arguments.kwargs
             line.find(functools.partial(_call_module, self, args, kwargs))
         return line

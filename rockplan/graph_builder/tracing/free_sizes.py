@@ -61,8 +61,7 @@ class FreeSizes:
         self._symbols: list[tuple[Symbol, Any]] = []
 
     def fake(self, tensor: torch.Tensor, mode: FakeTensorMode) -> torch.Tensor | None:
-        """Return a fake tensor with symbols for a leaf; None if its sizes are those of the other
-        call."""
+        """With symbols for a leaf; None if its sizes are those of the other call."""
         if id(tensor) not in self._earlier:
             return None
         position, before = self._earlier[id(tensor)]
@@ -125,8 +124,7 @@ class FreeSizes:
         return made
 
     def sizes(self) -> Sizes:
-        """Return the symbols, and the guards on them. Raises StaticSizes if the forward made
-        constants of some."""
+        """Raises StaticSizes if the forward made constants of some symbols."""
         fixed = [s for s, expr in self._symbols if self.env.replace(expr).is_number]
         if fixed:
             listed = ", ".join(s.place for s in fixed)

@@ -14,12 +14,17 @@ import torch
 from torch.autograd.graph import Node
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.tracing import own_gradients
 from rockplan.graph_builder.tracing.recorder import Recorder, node_name
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import distributed, trees
 from rockplan.python_state.given import GivenContainer, WithContents
 from rockplan.values import interface as interfaces
+
+_RETURNED = (
+    *(type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Size),
+    *(interfaces.GivenLeaf, GivenContainer),
+)
+"""Classes of leaves of a result beside tensors."""
 
 
 def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
@@ -27,7 +32,9 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     A real tensor that no call has read (a cached table) becomes a constant. Raises CaptureError for
     a leaf that a plan cannot return."""
     if not isinstance(leaf, torch.Tensor):
-        _refuse_opaque(leaf, position)
+        if not isinstance(leaf, _RETURNED):
+            name = "key-value cache" if "Cache" in type(leaf).__name__ else "opaque result"
+            raise NAMED[name].error(position=position, kind=type(leaf).__qualname__)
         return leaf
     if distributed.is_distributed(leaf) and (
         why := distributed.why_not_shown(distributed.spec_of(leaf))
@@ -41,15 +48,6 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     except RuntimeError as error:
         raise NAMED["result without a gradient"].error(position=position, error=error) from error
     return recorder.known_tensor(leaf)
-
-
-def _refuse_opaque(output: object, position: int) -> None:
-    plain: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes)
-    plain += (torch.dtype, torch.device, torch.Size, interfaces.GivenLeaf, GivenContainer)
-    if isinstance(output, plain):
-        return
-    name = "key-value cache" if "Cache" in type(output).__name__ else "opaque result"
-    raise NAMED[name].error(position=position, kind=type(output).__qualname__)
 
 
 def refuse_unwritten(recorder: Recorder, outputs: Sequence[Any]) -> None:
@@ -214,8 +212,7 @@ def without_unread(
 
 
 def _position_of_loss(outputs: Sequence[Any], spec: trees.TreeSpec) -> int | None:
-    """Return the position of the leaf that the result, or a container of the caller's that was
-    filled, calls `loss`; None if there is none."""
+    """None if neither the result nor a container of the caller's calls a leaf `loss`."""
     result = trees.tree_unflatten(outputs, spec)
     if isinstance(result, WithContents):
         named = [_loss_of(r) for r in (result.result, *result.contents.values())]
@@ -266,16 +263,17 @@ def output_leaves(
     sources: Sequence[tuple[int, ...]],
     tangents: Mapping[int, torch.Tensor],
 ) -> tuple[interfaces.OutputLeaf, ...]:
-    """Return an OutputLeaf for each leaf of the result. sources: as `sources_of`; tangents:
-    position of a leaf -> its incoming gradient. Raises CaptureError for leaves that a plan cannot
-    return."""
+    """sources: as `sources_of`; tangents: position of a leaf -> its incoming gradient. Raises
+    CaptureError for leaves that a plan cannot return."""
     leaves: list[interfaces.OutputLeaf] = []
     for position, (output, first) in enumerate(zip(outputs, first_places(outputs), strict=True)):
         if isinstance(output, torch.Tensor):
             value, tangent = recorder.value(output), tangents.get(position)
             if output.requires_grad and recorder.values[value].storage in recorder.leaf_storages:
                 raise NAMED["result that is an argument"].error(position=position)
-            own_gradients.refuse_of_result(output, position)
+            # One with a gradient of its own the caller would find in `.grad`.
+            if output.requires_grad and (output.is_leaf or output.retains_grad):
+                raise NAMED["result with a gradient of its own"].error(position=position)
             incoming = None if tangent is None else recorder.value(tangent)
             leaf = (value, None, first, sources[position], incoming, output.requires_grad)
             specs = distributed.spec_of(output), distributed.spec_of(tangent)

@@ -98,6 +98,16 @@ class Patch:
         return [file for file in files if self.name in vars(file)]
 
 
+def unrecorded(original: Any, recording: RecordingAccess) -> Callable[..., Any]:
+    """Return `replacement` of a patch, whose operators are none of the step."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with _disable_current_modes():
+            return original(*args, **kwargs)
+
+    return run
+
+
 PatchSource = Callable[[], Iterable[Patch]]
 """Returns rows when called: a forward may import the modules that they patch."""
 
@@ -125,8 +135,7 @@ _ABSENT = object()
 
 @contextlib.contextmanager
 def exchanged(owner: Any, name: str, replacement: Any) -> Iterator[None]:
-    """While active, an attribute of a class or module is `replacement`; afterwards as it was, also
-    if it was inherited."""
+    """While active, an attribute of a class or module is `replacement`, afterwards as before."""
     own = vars(owner).get(name, _ABSENT)
     setattr(owner, name, replacement)
     try:

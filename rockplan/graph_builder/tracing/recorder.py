@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import facts
-from rockplan.graph_builder.operators.effects import Effect
+from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.operators.symbols import is_unknown, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
@@ -79,9 +79,8 @@ _OPERATIONS = {
 
 
 def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
-    """Return the message for a tensor that a plan cannot handle (sparse, nested, of a class with
-    its own operators, a DTensor in unequal parts); None if it can. called: its name in the
-    message."""
+    """The message for a tensor that plans cannot handle (sparse, nested, of a class with its own
+    operators, a DTensor in unequal parts); None if it can. called: its name."""
     kind = type(tensor)
     if distributed.is_distributed(tensor):
         why = distributed.why_not_shown(distributed.spec_of(tensor))
@@ -272,9 +271,7 @@ class Recorder(TorchDispatchMode):
         except CaptureError as error:
             self.refuse(error)
 
-    def _refuse_distributed(
-        self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
+    def _refuse_distributed(self, func: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> None:
         tensors = [t for t in facts.tensors((args, kwargs)) if distributed.is_distributed(t)]
         for tensor in tensors:
             self._note_spec(tensor)
@@ -288,8 +285,6 @@ class Recorder(TorchDispatchMode):
             self.refuse(NAMED["distributed tensor"].at(*self.place(), tensor="what", why=why))
 
     def _record(self, func: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Record a call; return its fake result, or the Python value of a call that reads one.
-        Raises CaptureError if a plan cannot repeat it."""
         kwargs = kwargs or {}
         if isinstance(func, OpOverload) and func.namespace == "prim":
             return func(*args, **kwargs)
@@ -362,7 +357,7 @@ class Recorder(TorchDispatchMode):
     def _follow_writes(
         self,
         func: OpOverload,
-        args: tuple[Any, ...],
+        args: facts.Args,
         reads: Sequence[int],
         writes: Sequence[int],
         results: Sequence[int | None],
@@ -389,7 +384,7 @@ class Recorder(TorchDispatchMode):
         if self._unwritten:
             self._unwritten.refuse([self.values[v].storage for v in values], reader)
 
-    def _result(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _result(self, func: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Any:
         """Return the fake result of the call. Raises DynamicOutputShapeException where its shape
         depends on values. For CTC loss that is the length of the longest target, which may be read
         if lengths are integer inputs."""
@@ -456,13 +451,13 @@ class Recorder(TorchDispatchMode):
         self,
         func: OpOverload,
         view: OpOverload,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        args: facts.Args,
+        kwargs: facts.Kwargs,
         where: Where,
     ) -> torch.Tensor:
-        """Record `view` for `func`, which changes the shape of its argument in place; return that
-        tensor. It gets a new value, because calls before saw the old shape. Raises CaptureError for
-        a tensor of the caller."""
+        """Record `view` for `func`, which changes the shape of its argument in place, which gets a
+        new value, because calls before saw the old shape. Raises CaptureError for a tensor of the
+        caller."""
         changed: torch.Tensor = args[0]
         if self.value(changed) < self.given_values or self.value(changed) in dict(self.constants):
             raise NAMED["shape in place"].at(*where, operator=func)
@@ -514,7 +509,7 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedModel.at(*where, what)
 
     def _known(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self, args: facts.Args, kwargs: facts.Kwargs
     ) -> tuple[tuple[Any, ...], dict[str, Any], list[torch.Tensor]]:
         """Return (args, kwargs with fake tensors only; these tensors, registered as values)."""
         tensors = facts.tensors((args, kwargs))
@@ -550,8 +545,7 @@ class Recorder(TorchDispatchMode):
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
         """While active, the run may write what has a gradient into constants; afterwards these are
-        detached. The recorder of a failed run, to which the traceback may refer, keeps no
-        tensors."""
+        detached. That of a failed run keeps no tensors."""
         try:
             yield
         except BaseException:
@@ -567,7 +561,7 @@ class Recorder(TorchDispatchMode):
         if reason is not None:
             raise UnsupportedModel.at(*self.place(), reason)
 
-    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(self, func: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Call:
         named = tuple((name, self._symbolic(argument)) for name, argument in kwargs.items())
         call = Call(facts.operator_name(func), tuple(map(self._symbolic, args)), named, ())
         if facts.facts_of(func).effect is Effect.COMMUNICATES:
@@ -615,8 +609,7 @@ def whole_storage(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return copies of tensors on one storage: of one tensor a dense copy, of several views of a
-    copy of the whole storage."""
+    """Of one tensor a dense copy, of several on a storage views of a copy of all of it."""
     is_one = len(tensors) == 1
     source = tensors[0] if is_one else whole_storage(tensors[0])
     layout = tuple(source.shape), source.stride()

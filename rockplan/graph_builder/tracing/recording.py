@@ -21,13 +21,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.tracing import free_sizes, left_behind, modes, own_gradients
+from rockplan.graph_builder.tracing import backward as backwards
+from rockplan.graph_builder.tracing import free_sizes, left_behind, modes
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
-from rockplan.graph_builder.tracing.backward import (
-    RecordedBackward,
-    recorded_backward,
-    refuse_gradients,
-)
 from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
@@ -36,11 +32,10 @@ from rockplan.graph_builder.tracing.outputs import (
     without_unread,
 )
 from rockplan.graph_builder.tracing.patches import Interrupted, PatchSource
-from rockplan.graph_builder.tracing.places import ask_places, without_places
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_numbers, with_stand_ins
-from rockplan.graph_builder.tracing.tensor_questions import Questions
+from rockplan.graph_builder.tracing.tensor_questions import Questions, ask_places, without_places
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
@@ -93,8 +88,6 @@ def record(sample: Sample) -> Capture | Interrupted:
 
 
 def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
-    """Record forward and backward. leftovers: gets the tensors of the run, none of which must be
-    left in Python. Raises CaptureError for what a plan could not repeat."""
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, found = recording.recorder, recording.stand_ins, recording.found
     with (
@@ -108,7 +101,10 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
         with exchanged.forward.as_in_eager(recorder), recording.fake_mode, answers:
             with _disable_current_modes():
-                before = _reached_now(recording, exchanged)
+                real = recording.stand_ins.real.values()
+                roots = [root for root in found.roots if not root.is_callers]
+                roots += roots_of_arguments(call.forward, *exchanged.forward.arguments)
+                before = Walk([*roots, *(Root("a tensor", t, is_callers=True) for t in real)])
             first = exchanged.forward.run(recorder)
             made = left_behind.RunTensors(recorder, recording.reader, stand_ins.real)
             with _disable_current_modes():
@@ -204,7 +200,7 @@ class _Exchanged:
     inputs: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int | float], ...]
     questions: Questions
-    autograd: tuple[own_gradients.AutogradState, ...]
+    autograd: tuple[backwards.AutogradState, ...]
 
 
 def _exchanged(recording: _Recording) -> _Exchanged:
@@ -244,7 +240,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     questions = Questions(recording.fake_mode, stand_ins.real, refuse)
     for (role, key), (called, tensor) in callers.items():
         questions.name(stand_ins.of(tensor), called, role, key)
-    autograd = own_gradients.kept({called: stand_ins.of(t) for called, t in callers.values()})
+    autograd = backwards.kept({called: stand_ins.of(t) for called, t in callers.values()})
     recorder.begin_forward()
     given_inputs = {v: (i, real_leaves[i]) for i, v in inputs}
     recording.reader.start(given_inputs, parameters, buffers, [t for _, t in names[1]])
@@ -263,31 +259,21 @@ def _exchanged(recording: _Recording) -> _Exchanged:
 
 def _with_backward(
     recording: _Recording, exchanged: _Exchanged, first: ForwardRun
-) -> tuple[ForwardRun, RecordedBackward]:
-    """Record the backward pass; return (the forward, in whose result stand-ins and `Unmade` mark
-    leaves that the plan does not make; the backward). Raises CaptureError for what the two passes
-    have done that a plan would not."""
+) -> tuple[ForwardRun, backwards.RecordedBackward]:
+    """Return (the forward, in whose result stand-ins and `Unmade` mark leaves that the plan does
+    not make; the backward). Raises CaptureError for what a plan would not do."""
     recorder, call = recording.recorder, recording.call
-    own_gradients.refuse_changes(exchanged.autograd)
-    own_gradients.refuse_history(recorder.constants_with_history())
+    backwards.refuse_changes(exchanged.autograd)
+    backwards.refuse_history(recorder.constants_with_history())
     first = replace(first, outputs=given_apart(recorder, first.outputs, exchanged.inputs))
     starts = backward_starts(first.outputs, first.spec, call.incoming, call.only_loss)
     if call.only_loss:
         made = without_unread(recorder, first.outputs, first.spec, starts)
         first = replace(first, outputs=made)
-    refuse_gradients(recorder, [first.outputs[i] for i in starts])
+    backwards.refuse_gradients(recorder, [first.outputs[i] for i in starts])
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
-    backward = recorded_backward(call.module, recorder, first.outputs, starts, targets)
-    own_gradients.refuse_changes(exchanged.autograd)
-    own_gradients.refuse_none(backward.gradients)
+    backward = backwards.recorded_backward(call.module, recorder, first.outputs, starts, targets)
+    backwards.refuse_changes(exchanged.autograd)
+    backwards.refuse_none(backward.gradients)
     exchanged.questions.refuse_set(first.outputs)
     return first, backward
-
-
-def _reached_now(recording: _Recording, exchanged: _Exchanged) -> Walk:
-    call, arguments = recording.call, exchanged.forward.arguments
-    others = [Root("a tensor", t, is_callers=True) for t in recording.stand_ins.real.values()]
-    own = [root for root in recording.found.roots if not root.is_callers]
-    return Walk(
-        [*own, *roots_of_arguments(call.forward, arguments.args, arguments.kwargs), *others]
-    )

@@ -20,15 +20,7 @@ from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize
 from torch.overrides import _get_current_function_mode_stack
 
-from rockplan.errors import (
-    CaptureError,
-    DataDependentShape,
-    InvalidInput,
-    NothingToDifferentiate,
-    RockplanError,
-    UnsupportedModel,
-    ValueDependentControlFlow,
-)
+from rockplan import errors
 from rockplan.graph_builder.operators.rows import (
     FUNCTIONAL,
     IN_PLACE_ON_PROCESSES,
@@ -119,7 +111,7 @@ class Refusal:
     remedy: str
     when: When = When.FORWARD
     rule: Callable[[nn.Module], Iterator[dict[str, Any]]] | None = None
-    kind: type[RockplanError] = UnsupportedModel
+    kind: type[errors.RockplanError] = errors.UnsupportedModel
 
     def text(self, **facts: Any) -> str:
         """Return the message. facts: fill the places; a fact `remedy` replaces the row's remedy."""
@@ -128,15 +120,15 @@ class Refusal:
         joined = ". " if remedy[:1].isupper() else "; "
         return f"{says}{joined}{remedy}" if remedy else says
 
-    def error(self, module_path: str | None = None, **facts: Any) -> RockplanError:
+    def error(self, module_path: str | None = None, **facts: Any) -> errors.RockplanError:
         """Return the error. module_path: of the submodule in question."""
-        if not issubclass(self.kind, CaptureError):
+        if not issubclass(self.kind, errors.CaptureError):
             return self.kind(self.text(**facts))
         return self.kind(self.text(**facts), module_path=module_path)
 
-    def at(self, module: str, source: str, **facts: Any) -> CaptureError:
+    def at(self, module: str, source: str, **facts: Any) -> errors.CaptureError:
         """Return the error with its place in the user's model."""
-        assert issubclass(self.kind, CaptureError)
+        assert issubclass(self.kind, errors.CaptureError)
         return self.kind.at(module, source, self.text(**facts))
 
 
@@ -249,7 +241,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "",
         when=When.MODULE,
         rule=_lazy,
-        kind=InvalidInput,
+        kind=errors.InvalidInput,
     ),
     Refusal(
         "meta",
@@ -258,7 +250,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "memory",
         when=When.MODULE,
         rule=_on_meta,
-        kind=InvalidInput,
+        kind=errors.InvalidInput,
     ),
     Refusal(
         "shard",
@@ -394,7 +386,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "a function of PyTorch reads values of a tensor while the forward runs, of which a plan "
         "knows shapes alone (those of a PackedSequence, for instance)",
         "Pass padded tensors, or leave that function outside of the module",
-        kind=ValueDependentControlFlow,
+        kind=errors.ValueDependentControlFlow,
     ),
     Refusal(
         "memory of an array",
@@ -407,7 +399,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "cross entropy with class weights, label smoothing and the mean selects the targets that "
         "are not ignored, a shape that depends on values; a plan needs static shapes",
         "Compute this loss outside of the module, or leave out the weights or the smoothing",
-        kind=DataDependentShape,
+        kind=errors.DataDependentShape,
     ),
     Refusal(
         "autocast inside",
@@ -468,7 +460,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "{who} reads {what} (.item(), bool(), float(), .tolist(), .numpy(), str(), print() or "
         "`if` on a tensor), so the operations may differ from call to call and cannot be planned",
         "Keep the decision on the tensor (torch.where), or move it out of the module",
-        kind=ValueDependentControlFlow,
+        kind=errors.ValueDependentControlFlow,
     ),
     Refusal(
         "shape",
@@ -476,7 +468,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "known before the call (masks, counts and indices that are arguments, or made of integer "
         "arguments, are)",
         "Replace it by a masked operation (torch.where, multiplication by the mask)",
-        kind=DataDependentShape,
+        kind=errors.DataDependentShape,
     ),
     Refusal(
         "unwritten memory",
@@ -651,7 +643,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "there is no backward pass to plan",
         "Unfreeze a parameter, or set requires_grad on the sample input",
         when=When.RESULT,
-        kind=NothingToDifferentiate,
+        kind=errors.NothingToDifferentiate,
     ),
     Refusal(
         "detached",
@@ -659,7 +651,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "(they are detached on the way to it), so there is no backward pass to plan",
         "",
         when=When.RESULT,
-        kind=NothingToDifferentiate,
+        kind=errors.NothingToDifferentiate,
     ),
     Refusal(
         "flat parameters",

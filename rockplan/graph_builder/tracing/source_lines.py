@@ -93,8 +93,7 @@ _EXPERTS = re.compile("expert|moe", re.IGNORECASE)
 
 
 def of_function() -> str:
-    """Return the remedy, to be appended, for the innermost autograd.Function that is running; '' if
-    none is."""
+    """The remedy, to be appended, for the innermost autograd.Function that runs, or ''."""
     for frame in frames():
         context = first_argument(frame)
         if isinstance(context, FunctionCtx):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -24,8 +23,7 @@ from rockplan.python_state.distributed import distributed, is_distributed, local
 from rockplan.values.sizes import is_number
 
 
-@dataclass(frozen=True, slots=True)
-class Arguments:
+class Arguments(NamedTuple):
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
 
@@ -79,8 +77,7 @@ class StandIns:
         self.fakes: list[torch.Tensor] = []
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the stand-in of a tensor, the same for each call; a tensor computed by autograd
-        gets one that is a leaf."""
+        """The same for each call; a tensor computed by autograd gets one that is a leaf."""
         fake = self._of.get(id(tensor))
         if fake is None:
             source = tensor if tensor.is_leaf else tensor.detach()

@@ -11,16 +11,21 @@ from __future__ import annotations
 import contextlib
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.rows import ShapeRule
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
+from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.patches import exchanged, nobody
-from rockplan.graph_builder.tracing.recorder import overrides
+from rockplan.graph_builder.tracing.recorder import Recorder, overrides
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
 from rockplan.python_state.contents import described
@@ -30,6 +35,7 @@ from rockplan.values.interface import ABSENT, Question
 _NEVER_TOLD: dict[type, dict[str, str]] = {
     torch.Tensor: {"_version": "how often it was written to"},
     FakeTensor: {
+        "__deepcopy__": "a copy with its attributes: take a clone",
         "__reduce_ex__": "a copy with its attributes: take a clone",
         "__dir__": "the names of its attributes",
         "as_subclass": "itself as one of another class",
@@ -78,8 +84,8 @@ class Questions:
     @contextlib.contextmanager
     def answered(self, namespaces: Sequence[dict[str, Any]]) -> Iterator[None]:
         """While active, stand-ins answer the forward's questions as real tensors do, and questions
-        that later calls must answer alike are noted. namespaces: global variables of the code that
-        may ask `type` and `id`."""
+        that later calls must answer alike are noted. namespaces: of code that may ask `type` and
+        `id`."""
         with contextlib.ExitStack() as stack:
             for owner, name, member in self._members():
                 stack.enter_context(exchanged(owner, name, member))
@@ -104,8 +110,7 @@ class Questions:
                     )
 
     def _members(self) -> Iterator[tuple[type, str, Any]]:
-        """Yield (class, name, member) for each member of a class that is another meanwhile: the
-        answers of real tensors."""
+        """Yield (class, name, member) for each member of a class that is another meanwhile."""
 
         def attribute(tensor: torch.Tensor, name: str) -> Any:
             return self._attribute(tensor, name, _asks_users_file())
@@ -121,7 +126,6 @@ class Questions:
 
         yield FakeTensor, "__getattribute__", class_too
         yield FakeTensor, "__getattr__", attribute
-        yield FakeTensor, "__deepcopy__", lambda tensor, memo: self._deep_copy(tensor, memo)
         yield FakeTensor, "is_leaf", property(self._is_leaf)
         for name, what in _TOLD_IF_NONE.items():
             yield FakeTensor, name, self._if_none(name, what)
@@ -148,8 +152,7 @@ class Questions:
         return real if real is not None and _asks_users_file() else None
 
     def _class(self, tensor: torch.Tensor) -> type:
-        """Return the class that a stand-in, or another fake tensor of the recording, has in eager
-        execution; FakeTensor for one of another mode."""
+        """FakeTensor for a fake tensor of another mode."""
         own = _ATTRIBUTE(tensor, "__dict__")
         if own.get("fake_mode") is not self.mode:
             return FakeTensor
@@ -186,8 +189,7 @@ class Questions:
 
     def ask(self, tensor: torch.Tensor, attribute: str, answer: Any) -> None:
         """Note that the forward read `attribute` of a tensor of the caller: later calls must find
-        the first `answer`; ABSENT if the tensor has no such attribute. Other tensors do not
-        count."""
+        the first `answer`; ABSENT if the tensor has no such attribute."""
         name = self.names.get(id(tensor))
         if name is not None:
             _, role, key = name
@@ -242,21 +244,7 @@ class Questions:
                 for attribute in attributes:
                     self.ask(stand_in, attribute, answer_of(self.real[identity], attribute))
 
-    def _deep_copy(self, tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-        """Return what `copy.deepcopy` makes of a fake tensor: a detached clone, stored in `memo`
-        (id -> copy). Raises the refusal where a clone would be no copy: for another class,
-        attributes that the user has set, a tensor computed by autograd."""
-        real = self.real.get(id(tensor), tensor)
-        is_plain = self._class(tensor) is torch.Tensor
-        if not is_plain or _users_attributes(_ATTRIBUTE(real, "__dict__")) or not real.is_leaf:
-            self._refuse(tensor, "__deepcopy__", "a copy with its attributes: take a clone")
-        # Made by an operator: the fake mode itself must not be copied.
-        copied = tensor.detach().clone().requires_grad_(tensor.requires_grad)
-        return memo.setdefault(id(tensor), copied)  # type: ignore[no-any-return]
-
     def _refused(self, name: str, what: str) -> Any:
-        """Return what replaces a member of tensors: it raises a refusal if the user's code asks for
-        it. what: its meaning, for the message."""
         original: Any = getattr(torch.Tensor, name)
         thread = threading.get_ident()
 
@@ -277,8 +265,7 @@ class Questions:
         return call
 
     def _if_none(self, name: str, what: str) -> property:
-        """Return what replaces a property of tensors: None of the real tensor is noted as the
-        answer, another value is refused. what: its meaning, for the message."""
+        # None of the real tensor is noted as the answer, another value is refused.
         original: Any = getattr(torch.Tensor, name)
 
         def get(tensor: torch.Tensor) -> Any:
@@ -350,3 +337,49 @@ def _variables(namespace: dict[str, Any], variables: Mapping[str, Any]) -> Itera
     finally:
         for name in new:
             namespace.pop(name, None)
+
+
+# Places in memory where tensors of the caller begin, which most forwards do not ask
+
+
+def ask_places(recorder: Recorder, questions: Questions) -> None:
+    """Make questions of the plan of the places in memory (offset, size of the storage) of the
+    caller's tensors that recorded operators depend on."""
+    asked: dict[int, set[str]] = defaultdict(set)
+    for recorded in recorder.calls:
+        for attribute in _asked_by(recorded):
+            asked[recorder.values[recorded.reads[0]].storage].add(attribute)
+    for stand_in in questions.stand_ins.values():
+        questions.ask_place(stand_in, sorted(asked.get(_storage(recorder, stand_in), ())))
+
+
+def _storage(recorder: Recorder, tensor: torch.Tensor) -> int:
+    return recorder.values[recorder.value(tensor)].storage
+
+
+def _asked_by(recorded: RecordedCall) -> Iterator[str]:
+    """Yield what a recorded call depends on of its first argument's place: 'storage_offset' and
+    'untyped_storage' for an explicit storage offset, the latter for a storage that is copied."""
+    operator = facts.resolve(recorded.call.op)
+    arguments = dict(zip(facts.argument_names(operator), recorded.call.args, strict=False))
+    if {**arguments, **dict(recorded.call.kwargs)}.get("storage_offset") is not None:
+        yield from PLACE
+    elif facts.facts_of(operator).shape_rule is ShapeRule.STORAGE_AS_LARGE:
+        yield "untyped_storage"
+
+
+def without_places(recorder: Recorder, questions: Questions) -> tuple[RecordedValue, ...]:
+    """Return the recorded values with offsets relative to the first tensor in each storage of the
+    caller, except in storages whose place the forward has asked for."""
+    values, begins = recorder.values, dict[int, int]()
+    for value in (*values[: recorder.given_values], *(values[v] for v, _ in recorder.constants)):
+        begin_bytes = value.spec.offset * dtype_of(value.spec).itemsize
+        begins[value.storage] = min(begins.get(value.storage, begin_bytes), begin_bytes)
+    for stand_in in questions.asked_for_places():
+        begins.pop(_storage(recorder, stand_in), None)
+    moved = [*values]
+    for i, value in enumerate(values):
+        if begin_bytes := begins.get(value.storage, 0):
+            offset = value.spec.offset - begin_bytes // dtype_of(value.spec).itemsize
+            moved[i] = replace(value, spec=replace(value.spec, offset=offset))
+    return tuple(moved)

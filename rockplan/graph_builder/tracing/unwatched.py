@@ -36,8 +36,7 @@ Operands = tuple[Any, ...]
 
 
 class Unwatched:
-    """Rewrites calls of one recording. storage_of: number of a tensor's storage; result_of: the
-    fake result of a call."""
+    """Rewrites calls of one recording. storage_of: number of a storage; result_of: fake."""
 
     def __init__(
         self,

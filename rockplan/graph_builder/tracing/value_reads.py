@@ -16,16 +16,23 @@ import torch
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import _disable_current_modes
 
+from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded import evaluate
 from rockplan.graph_builder.recorded.run import RecordedCall
-from rockplan.graph_builder.tracing import read_errors, value_shapes
+from rockplan.graph_builder.tracing import value_shapes
 from rockplan.graph_builder.tracing.free_sizes import FreeSizes
-from rockplan.graph_builder.tracing.recorder import Recorder
-from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import Where
+from rockplan.graph_builder.tracing.recorder import OUTSIDE, Recorder
+from rockplan.graph_builder.tracing.refusals import DECIDED, DRAWN, NAMED
+from rockplan.graph_builder.tracing.source_lines import (
+    Where,
+    frames,
+    of_experts,
+    of_function,
+    torch_function,
+)
 from rockplan.python_state.contents import is_same
 from rockplan.values.graph import Call, Phase, ValueRef, value_refs
 from rockplan.values.interface import Guard
@@ -69,9 +76,8 @@ class ValueReader:
         buffers: Sequence[tuple[str, int]],
         real_buffers: Sequence[torch.Tensor],
     ) -> None:
-        """Register the tensors of the caller whose values may be read: integers, and few
-        floating-point numbers without gradient. inputs: value -> (leaf position, real tensor);
-        parameters, buffers: (name, value); real_buffers: in the order of `buffers`."""
+        """inputs: value -> (leaf position, real tensor); parameters, buffers: (name, value);
+        real_buffers: in the order of `buffers`."""
         for value, (position, tensor) in inputs.items():
             if _is_integer(tensor):
                 self._known[value] = tensor
@@ -84,21 +90,18 @@ class ValueReader:
                 self._buffers[value] = tensor
                 self._buffer_positions[value] = position
         self.inputs = frozenset(inputs)
-        self._names = {
-            v: f"{read_errors.ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()
-        }
-        self._names |= {v: f"{read_errors.BUFFER} '{name}'" for name, v in buffers}
+        self._names = {v: f"{_ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
+        self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
         self._names |= {v: f"the parameter '{name}'" for name, v in parameters}
 
     def read(self, recorder: Recorder, call: Call, where: Where) -> object:
-        """Return the Python value that a call reads from a tensor, computed for real; add a guard
-        that compares it before each later call. Raises CaptureError for a value that is not known
-        before the call."""
+        """Return the Python value that a call reads from a tensor; later calls compare it. Raises
+        CaptureError for a value that is not known before the call."""
         read_values = [ref.index for ref in value_refs(call.args)]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
+        before = evaluate.prefix(recorder.calls, recorder.values, read_values)
         more = ""
-        if not leaves and any(c.random for c in calls):
-            outcomes = _outcomes(calls, call)
+        if not before.leaves and any(c.random for c in before.recorded):
+            outcomes = _outcomes(before.calls, call)
             if len(set(outcomes)) == 1:
                 return outcomes[0]
             drawn = self._drawn(recorder, call, where)
@@ -106,10 +109,9 @@ class ValueReader:
                 return drawn
             more = _ALL_BUT_ONE if len(set(outcomes[1:])) == 1 else ""
         numbers = self._numbers.keys() if _is_question(recorder, call) else frozenset[int]()
-        environment = self._environment(recorder, calls, leaves, where, more, numbers)
+        environment = self._environment(recorder, before, where, more, numbers)
         expected = evaluate.execute(call, environment)
-        plain = tuple(c.call for c in calls)
-        return self._guard(recorder, plain, call, expected, leaves, where)
+        return self._guard(recorder, before.calls, call, expected, before.leaves, where)
 
     def _drawn(self, recorder: Recorder, call: Call, where: Where) -> bool | None:
         """Return a bool that depends on few random draws, and add a guard: the draws are repeated
@@ -120,97 +122,84 @@ class ValueReader:
             return None
         read_values = [ref.index for ref in value_refs(call.args)]
         read_values += [r for c in draws for r in c.call.made]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
-        specs = [recorder.values[r].spec for c in calls for r in c.call.made]
+        before = evaluate.prefix(recorder.calls, recorder.values, read_values)
+        specs = [recorder.values[r].spec for c in before.calls for r in c.made]
         is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
-        written = {recorder.values[v].storage for c in calls for v in c.writes}
-        is_kept = all(recorder.values[v].storage not in written for v in leaves)
-        others = [c for c in calls if not c.random]
-        if not (is_small and is_kept) or self._unknown(recorder, others, leaves) is not None:
+        written = {recorder.values[v].storage for c in before.recorded for v in c.writes}
+        is_kept = all(recorder.values[v].storage not in written for v in before.leaves)
+        others = replace(before, recorded=tuple(c for c in before.recorded if not c.random))
+        if not (is_small and is_kept) or self._unknown(recorder, others) is not None:
             return None
         with evaluate.draws_given_back():
-            expected = evaluate.execute(call, self._run(recorder, calls, leaves))
-        plain = tuple(c.call for c in calls)
-        self._guard(recorder, plain, call, expected, leaves, where, draws=True)
+            expected = evaluate.execute(call, self._run(recorder, before.calls, before.leaves))
+        self._guard(recorder, before.calls, call, expected, before.leaves, where, draws=True)
         return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a real copy of `tensor`, whose values Python gets. A guard requires the same bits
-        at later calls; they are kept as a constant. Raises CaptureError if they are not known
-        before the call."""
+        """Return a real copy of `tensor`, whose values Python gets. Later calls compare their bits.
+        Raises CaptureError if they are not known before the call."""
         where = recorder.place()
         value = recorder.value(recorder.known_tensor(tensor))
         recorder.refuse_unwritten([value], f"Python at {where[1]} reads")
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        environment = self._environment(recorder, calls, leaves, where, read_errors.OF_ARRAYS)
-        known = environment[value]
+        before = evaluate.prefix(recorder.calls, recorder.values, [value])
+        known = self._environment(recorder, before, where, _OF_ARRAYS)[value]
         with _disable_current_modes(), torch.no_grad():
             handed = _Handed(known, _bits(known).clone(), where)
         self._handed.append(handed)
-        if leaves or texts_in(tuple(c.call for c in calls)):
+        if before.leaves or texts_in(before.calls):
             # One object for all recorders, so that a second one has the same constants.
-            snapshot = self._snapshots.setdefault((value, len(calls)), handed.bits)
+            snapshot = self._snapshots.setdefault((value, len(before.calls)), handed.bits)
             kept = recorder.value(recorder.known_tensor(snapshot))
             as_bits = len(recorder.values)
-            plain = (
-                *(c.call for c in calls),
-                Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,)),
-            )
+            bits = Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,))
             equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
-            self._guard(recorder, plain, equal, True, leaves | {kept}, where)
+            leaves = before.leaves | {kept}
+            self._guard(recorder, (*before.calls, bits), equal, True, leaves, where)
         return known
 
     def is_of_constants(self, recorder: Recorder, tensor: torch.Tensor) -> bool:
         """Return whether `tensor` depends only on constants that nothing changes."""
-        value = recorder.value(tensor)
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, [value])
-        changed = {recorder.values[v].storage for c in calls for v in c.writes}
-        kept = {v for v in leaves if recorder.values[v].storage not in changed}
-        constants = dict(recorder.constants).keys()
-        return leaves <= constants & kept and all(c.is_repeatable for c in calls)
+        before = evaluate.prefix(recorder.calls, recorder.values, [recorder.value(tensor)])
+        changed = {recorder.values[v].storage for c in before.recorded for v in c.writes}
+        kept = {v for v in before.leaves if recorder.values[v].storage not in changed}
+        return before.is_repeatable and before.leaves <= dict(recorder.constants).keys() & kept
 
     def _environment(
         self,
         recorder: Recorder,
-        calls: Sequence[RecordedCall],
-        leaves: frozenset[int],
+        before: evaluate.Prefix,
         where: Where,
-        more: str = "",
+        more: str,
         numbers: Set[int] = frozenset(),
     ) -> dict[int, torch.Tensor]:
-        """Return value -> real tensor for `leaves` and what `calls` make from them. Raises the
+        """Return value -> real tensor for what the calls of `before` take and make. Raises the
         refusal of the read if these differ between calls and cannot be compared before a call.
         more: a further remedy; numbers: floating-point inputs that are compared."""
-        unknown = self._unknown(recorder, calls, leaves, numbers)
+        unknown = self._unknown(recorder, before, numbers)
         if unknown is not None:
             is_backward = recorder.phase is Phase.BACKWARD
-            recorder.refuse(read_errors.value_read_error(calls, unknown, is_backward, where, more))
-        return self._run(recorder, calls, leaves)
+            calls = before.recorded
+            recorder.refuse(_value_read_error(calls, unknown, is_backward, where, more))
+        return self._run(recorder, before.calls, before.leaves)
 
     def _unknown(
-        self,
-        recorder: Recorder,
-        calls: Sequence[RecordedCall],
-        leaves: frozenset[int],
-        numbers: Set[int] = frozenset(),
+        self, recorder: Recorder, before: evaluate.Prefix, numbers: Set[int] = frozenset()
     ) -> list[str] | None:
-        """Return names of those `leaves` that may differ between calls and cannot be compared
-        before a call (unnamed ones are left out); None if there are none, and no draws or side
-        effects among `calls`. numbers: floating-point inputs that are compared."""
-        constants = dict(recorder.constants)
-        changed = {recorder.values[v].storage for c in calls for v in c.writes}
-        known = {v for v in leaves if recorder.values[v].storage not in changed}
-        compared = self._known.keys() | self._buffers.keys() | numbers | constants.keys()
-        unknown = leaves - (known & compared)
-        if not unknown and all(c.is_repeatable for c in calls):
+        """Return names of those leaves that may differ between calls and cannot be compared before
+        a call (unnamed ones are left out); None if there are none, and no draws or side effects
+        among the calls. numbers: floating-point inputs that are compared."""
+        changed = {recorder.values[v].storage for c in before.recorded for v in c.writes}
+        known = {v for v in before.leaves if recorder.values[v].storage not in changed}
+        known &= self._known.keys() | self._buffers.keys() | numbers | {*dict(recorder.constants)}
+        if known == before.leaves and before.is_repeatable:
             return None
-        return [self._names[v] for v in sorted(unknown) if v in self._names]
+        return [self._names[v] for v in sorted(before.leaves - known) if v in self._names]
 
     def _run(
-        self, recorder: Recorder, calls: Sequence[RecordedCall], leaves: frozenset[int]
+        self, recorder: Recorder, calls: Sequence[Call], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
         known = {**self._known, **self._numbers, **self._buffers, **dict(recorder.constants)}
-        return evaluate.run([c.call for c in calls], _copies(known, leaves))
+        return evaluate.run(calls, _copies(known, leaves))
 
     def shaped(
         self,
@@ -221,26 +210,25 @@ class ValueReader:
         where: Where,
         unsized: Any,
     ) -> Any:
-        """Return the fake result of an operator whose result shape depends on values that are known
+        """Return the fake result of a call whose result shape depends on values that are known
         before the call; guards require the same sizes at each later call, or define them. unsized:
         the result with unknown sizes, None where sizes are no symbols. Raises CaptureError if the
         values are unknown, or it is unknown which values decide."""
         rule = value_shapes.rule_of(func, args, kwargs)
         deciding = [] if rule is None else [recorder.value(t) for t in rule.deciding]
         read_values = deciding or [recorder.value(t) for t in facts.tensors((args, kwargs))]
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, read_values)
-        unknown = self._unknown(recorder, calls, leaves)
+        before = evaluate.prefix(recorder.calls, recorder.values, read_values)
+        unknown = self._unknown(recorder, before)
         if rule is None or not deciding or unknown is not None:
-            raise read_errors.shape_error(func, calls, unknown or [], where)
-        environment = self._run(recorder, calls, leaves)
+            raise _shape_error(func, before.recorded, unknown or [], where)
+        environment = self._run(recorder, before.calls, before.leaves)
         real = {id(t): environment[v] for t, v in zip(rule.deciding, deciding, strict=True)}
-        plain = tuple(c.call for c in calls)
-        free = max((*deciding, *(v for c in plain for v in c.made))) + 1
+        free = max((*deciding, *(v for c in before.calls for v in c.made))) + 1
         counts = []
         for size in rule.sizes(deciding, free):
             expected = evaluate.execute(size.read, evaluate.run(size.calls, environment))
-            all_calls = (*plain, *size.calls)
-            counts.append(self._guard(recorder, all_calls, size.read, expected, leaves, where))
+            calls, leaves = (*before.calls, *size.calls), before.leaves
+            counts.append(self._guard(recorder, calls, size.read, expected, leaves, where))
         result = value_shapes.result(func, args, kwargs, real)
         return value_shapes.sized(result if unsized is None else unsized, result, counts)
 
@@ -291,13 +279,11 @@ class ValueReader:
                 )
 
     def _is_read_again(self, recorder: Recorder, guard: Guard, written: Sequence[int]) -> bool:
-        """Return whether the next call reads what `guard` expects, from buffers that this call
-        changes. written: values of these buffers."""
-        calls, leaves = evaluate.prefix(recorder.calls, recorder.values, written)
+        before = evaluate.prefix(recorder.calls, recorder.values, written)
         known = self._known.keys() | self._buffers.keys() | dict(recorder.constants).keys()
-        if leaves - known or not all(c.is_repeatable for c in calls):
+        if before.leaves - known or not before.is_repeatable:
             return False
-        changed = self._run(recorder, calls, leaves | frozenset(written))
+        changed = self._run(recorder, before.calls, before.leaves | frozenset(written))
         others = [v for v, _ in (*guard.inputs, *guard.constants, *guard.buffers)]
         environment = self._run(recorder, (), frozenset(others))
         environment |= {v: changed[v] for v in written}
@@ -362,11 +348,11 @@ _ALL_BUT_ONE = (
 )
 
 
-def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
+def _outcomes(calls: Sequence[Call], read: Call) -> tuple[bool, ...]:
     """Return the outcomes of a comparison of `torch.rand([])` with a number, one for each of
     `_DRAWS`. The comparison is monotone, so these show whether it is the same for every draw (a
     layer drop of zero). Empty for any other read."""
-    draw, *rest = (c.call for c in calls)
+    draw, *rest = calls
     if draw.op != "aten.rand.default" or not all(row_of(c.op).monotone for c in rest):
         return ()
     drawn = draw.results[0]
@@ -380,8 +366,7 @@ def _outcomes(calls: Sequence[RecordedCall], read: Call) -> tuple[bool, ...]:
 
 
 def _copies(known: dict[int, torch.Tensor], wanted: frozenset[int]) -> dict[int, torch.Tensor]:
-    """Return copies, with equal strides, of those tensors of `known` whose values are `wanted`:
-    evaluated calls may write in place."""
+    # With equal strides: evaluated calls may write in place.
     with _disable_current_modes(), torch.no_grad():
         return {
             v: t.new_empty(0).set_(
@@ -400,6 +385,110 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view as integers, if there are integers of that size: equal for equal NaNs, and
-    different for 0 and -0."""
+    """As integers, if there are any of that size: NaNs are equal, 0 and -0 are not."""
     return tensor.view(_INTEGERS.get(tensor.element_size(), tensor.dtype))
+
+
+# Errors: a message names what the value depends on, which code reads it, and a remedy there
+
+# Parts of a message on what a value depends on: words without a name, prefixes, how many names.
+_CHANGED = "a value that the forward has changed in place"
+_BUFFER = "the buffer"
+_ARGUMENT = "leaf "
+_NAMED = 3
+# Prefix of the name of a function on the stack -> its own remedy.
+_REMEDIES = {
+    "torch.nn.modules.batchnorm._BatchNorm.forward": (
+        "With momentum=None it divides by the number of batches so far: give it a momentum"
+    ),
+    "torch.distributions.": (
+        "torch.distributions checks its arguments like this: pass it validate_args=False"
+    ),
+    "torchdiffeq._impl.solvers.AdaptiveStepsizeODESolver.": (
+        "A method with adaptive steps asks how large its error is: take one with fixed steps "
+        "(method='rk4')"
+    ),
+}
+# Further remedy for code that gets an array.
+_OF_ARRAYS = (
+    "; a function that computes with the array (numpy, scipy, numba) can be planned as an operator "
+    "(torch.library.custom_op with register_fake and register_autograd)"
+)
+
+
+def _value_read_error(
+    calls: Sequence[RecordedCall],
+    names: Sequence[str],
+    is_backward: bool,
+    where: Where,
+    further: str,
+) -> CaptureError:
+    """calls: those that the value depends on; names: parameters, buffers and inputs that it depends
+    on; is_backward: read in the backward pass; further: a remedy."""
+    what = f"a value that depends on {_listed(names)}"
+    if not names:
+        what = "a value of the backward pass (a gradient)" if is_backward else _CHANGED
+    function = torch_function()
+    who = f"the function of PyTorch {function}" if function else "Python (or a function of PyTorch)"
+    remedy = NAMED["value"].remedy
+    if function:
+        remedy = OUTSIDE
+    remedy += _of_the_callers(names)
+    is_drawn = not names and any(c.random for c in calls)
+    what = (_of_outside(calls) if is_drawn or not any(c.random for c in calls) else "") or what
+    if is_drawn:
+        remedy += (
+            f"; or {DRAWN}; where layers are dropped at random, set their share to 0 (layerdrop)"
+        )
+    remedy = f"{_known_remedy() or remedy}{further}{of_function()}{of_experts()}"
+    return NAMED["value"].at(*where, who=who, what=what, remedy=remedy)
+
+
+def _of_outside(calls: Sequence[RecordedCall]) -> str:
+    # A draw, or the result of an operator with side effects.
+    if any(c.random for c in calls):
+        return "a random draw"
+    acting = next((c.call.op for c in calls if c.effect), "")
+    return f"what {acting} returns, which is not called before the step" if acting else ""
+
+
+def _shape_error(
+    operator: OpOverload, calls: Sequence[RecordedCall], names: Sequence[str], where: Where
+) -> CaptureError:
+    """calls, names: what the values depend on that decide the shape."""
+    function = torch_function()
+    if function:
+        remedy = f"It is called by {function}. {OUTSIDE}"
+    else:
+        remedy = "Replace it by a masked operation (torch.where, multiplication by the mask)"
+    what = f"the values of {_listed(names)}" if names else "the values of its input"
+    what = _of_outside(calls) or what
+    remedy = f"{remedy}{_of_the_callers(names)}{of_function()}{of_experts()}"
+    return NAMED["shape"].at(*where, operator=operator, what=what, remedy=remedy)
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = ", ..." if names[_NAMED:] else ""
+    return f"{', '.join(names[:_NAMED])}{more}"
+
+
+def _of_the_callers(names: Sequence[str]) -> str:
+    """If all names are arguments, or arguments and buffers; else ''."""
+    remedy = ""
+    if names and all(name.startswith(_ARGUMENT) for name in names):
+        remedy = f"; or decide before the call, and pass in what was decided {DECIDED}"
+    if names and all(name.startswith((_ARGUMENT, _BUFFER)) for name in names):
+        remedy += (
+            "; a table that stays as it is can be a plain attribute of the module in place of "
+            "that: its values are compared at every call"
+        )
+    return remedy
+
+
+def _known_remedy() -> str:
+    for frame in frames():
+        called = f"{frame.f_globals.get('__name__')}.{frame.f_code.co_qualname}"
+        for prefix, remedy in _REMEDIES.items():
+            if called.startswith(prefix):
+                return remedy
+    return ""

@@ -39,8 +39,8 @@ class Rule:
     """How the shapes of one call are decided. deciding: the tensors whose values decide them."""
 
     operator: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    args: facts.Args
+    kwargs: facts.Kwargs
     deciding: tuple[torch.Tensor, ...]
 
     def sizes(self, deciding: Sequence[int], free: int) -> tuple[ShapeNumber, ...]:
@@ -67,9 +67,8 @@ class Rule:
         return ShapeNumber((call,), Call("aten.sym_size.int", (ValueRef(free), dim), (), ()))
 
 
-def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Rule | None:
-    """Return the rule of a call; None if the table of operators does not say what decides the
-    shape."""
+def rule_of(operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Rule | None:
+    """None if the table of operators does not say what decides the shape."""
     name = facts.facts_of(operator).shape_decided_by
     if not name:
         return None
@@ -81,10 +80,7 @@ def rule_of(operator: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 
 def result(
-    operator: OpOverload,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    real: Mapping[int, torch.Tensor],
+    operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs, real: Mapping[int, torch.Tensor]
 ) -> Any:
     """Return the result of the call as tensors of its shape, fake under a FakeTensorMode. real: id
     of a deciding tensor -> real tensor; other tensors are zeros, since shapes and strides do not

@@ -1,6 +1,7 @@
-"""Memory of calls: workspace and sizes of results.
+"""Costs of calls: workspace and sizes of results, and time with cold caches.
 
-takes: Inputs, calls by key. returns: CallMemory of each call that runs. Workspace is the peak of
+takes: Inputs, calls by key. returns: CallMemory of each call that runs, nanoseconds of each repeat,
+and OpCost. Workspace is the peak of
 bytes alive inside the operator beyond its inputs and its results. On CPU it comes from the
 profiler's memory events, on CUDA from the allocator's peak; so do the sizes of the results, which
 can differ from what fake tensors say (workspaces of mkldnn, padding). Fake tensors do not check
@@ -10,7 +11,10 @@ dtypes: a forward call whose kernel rejects the dtypes that its inputs really ha
 from __future__ import annotations
 
 import contextlib
+import math
 import re
+import statistics
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +30,7 @@ from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.specs import allocated_bytes
 from rockplan.values.graph import Call, CDGraph, Phase, refs
+from rockplan.values.profile import OpCost
 from rockplan.values.progress import report
 
 # Calls in one profiler session: its events take 0.3 MB for each call.
@@ -45,8 +50,8 @@ class CallMemory:
 def measure_memory(
     inputs: Inputs, calls: Mapping[str, Call], is_once: bool = False
 ) -> dict[str, CallMemory]:
-    """Run each call on made-up inputs and return by key its workspace and the bytes of its results.
-    Calls that fail, and operators with side effects, which never run, have no entry. Each runs once
+    """Return by key the workspace and the bytes of results of each call, on made-up inputs. Calls
+    that fail, and operators with side effects, which never run, have no entry. Each runs once
     before it is measured, unless `is_once`: what an operator allocates once and keeps (primitive
     caches, handles) is no part of its workspace."""
     calls = {key: call for key, call in calls.items() if not facts.facts_of(call.op).effect}
@@ -63,8 +68,6 @@ def measure_memory(
 def _measure_session(
     inputs: Inputs, calls: Sequence[tuple[str, Call]], is_once: bool
 ) -> dict[str, CallMemory]:
-    """Measure the memory of up to _SESSION_CALLS calls (key, call) on the CPU in one profiler
-    session, and return it by key; calls that fail have no entry."""
     sizes: dict[str, tuple[int, ...]] = {}
     with ruler.profiled() as session:
         for key, call in calls:
@@ -77,20 +80,17 @@ def _measure_session(
                 sizes[key] = _result_bytes(execution, result)
                 del result, execution
     seen = _seen_in_ranges(session)
-    return {key: _memory(*seen[key], result_bytes) for key, result_bytes in sizes.items()}
-
-
-def _memory(peak_bytes: int, left_bytes: int, result_bytes: tuple[int, ...]) -> CallMemory:
-    """Compute workspace: the peak without the results. left_bytes: allocated by the call and alive
-    at its end. Results that a library allocated outside PyTorch (numpy) cause no events, so no more
-    than `left_bytes` is subtracted."""
-    seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
-    return CallMemory(peak_bytes - seen_bytes, result_bytes)
+    memory: dict[str, CallMemory] = {}
+    for key, result_bytes in sizes.items():
+        peak_bytes, left_bytes = seen[key]
+        # Results that a library allocated outside PyTorch (numpy) cause no events.
+        seen_bytes = min(max(left_bytes, 0), sum(result_bytes))
+        memory[key] = CallMemory(peak_bytes - seen_bytes, result_bytes)
+    return memory
 
 
 def run_first(inputs: Inputs, calls: Iterable[Call]) -> None:
-    """Run foreign code once whose costs are known from another process: what it does at its first
-    run (a kernel is compiled, or tuned on copies of its arguments) is no part of a step."""
+    """Run once what is compiled, or tuned, at its first run, and has costs from another process."""
     for call in calls:
         if call.op.startswith(f"{OPAQUE}."):
             with _else_estimated(inputs, call):
@@ -103,9 +103,8 @@ _OF_DTYPES = re.compile("dtype|scalar type|datatype|not implemented for", re.IGN
 
 @contextlib.contextmanager
 def _else_estimated(inputs: Inputs, call: Call) -> Iterator[None]:
-    """Run the `with` block, which measures `call`, and end it quietly if the call fails: its cost
-    is estimated later. Raises CaptureError if eager would fail too, and what is no failure of a
-    kernel."""
+    """Run the `with` block, which measures `call`, and end quietly if that fails: it is estimated
+    later. Raises CaptureError if eager would fail too, and what is no failure of a kernel."""
     try:
         yield
     except Exception as error:
@@ -138,8 +137,7 @@ def _has_real_dtypes(inputs: Inputs, call: Call) -> bool:
 
 def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
     """Raise CaptureError, which names module and line, for a call of the forward phase that fails
-    with `error` in eager too. Does nothing for a call of the backward: the sample is not to blame
-    if the forward runs."""
+    with `error` in eager too. Of the backward the sample is not to blame."""
     key = call_key(graph, call)
     node = next(n for n in graph.nodes if any(call_key(graph, c) == key for c in n.calls))
     if node.phase is Phase.BACKWARD:
@@ -157,8 +155,7 @@ def _refuse_as_eager(graph: CDGraph, call: Call, error: Exception) -> None:
 
 def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
     """Return key of a measured call -> (peak of bytes allocated since it began, bytes left at its
-    end), from the memory events of a profiler session in which each call is a range named by its
-    key."""
+    end)."""
     ranges = sorted(
         (e.start_ns(), e.end_ns(), e.name().removeprefix(_RANGE))
         for e in ruler.profiler_events(session)
@@ -178,8 +175,6 @@ def _seen_in_ranges(session: profile) -> dict[str, tuple[int, int]]:
 
 
 def _measure_memory_cuda(inputs: Inputs, calls: Mapping[str, Call]) -> dict[str, CallMemory]:
-    """Run each call and return by key its workspace and the bytes of its results, by statistics of
-    CUDA's caching allocator; calls that fail have no entry."""
     device = device_of(inputs.graph)
     memory: dict[str, CallMemory] = {}
     for done, (key, call) in enumerate(calls.items()):
@@ -214,3 +209,101 @@ def _result_bytes(
             size_bytes = allocated_bytes(leaf.untyped_storage().nbytes(), device_type)
         sizes.append(size_bytes)
     return tuple(sizes)
+
+
+# Time, with cold caches
+
+# Limits of profiling time: the 80 unique calls of GPT-2 take about a second.
+_LEAST_REPEATS = 3
+_MOST_REPEATS = 30
+_TIME_BOX_NS = 30_000_000
+
+# Equal calls that together take less than this share of the iteration get the least repeats.
+# The other calls decide what is planned.
+_HEAVY_SHARE = 0.005
+
+# Limit for all calls together: a DenseNet of 240 layers has 1500 unique ones.
+_ALL_BOXES_NS = 6_000_000_000
+
+# Memory overwritten before each repeat, to evict the last-level cache: an iteration touches far
+# more memory than the cache holds. With warm caches elementwise operators of GPT-2 come out at
+# half of their time in an iteration, ResNet as a whole at 70 %; with cold ones both at 100 to
+# 112 %.
+SCRATCH_BYTES = {"cpu": 32 * 2**20, "cuda": 128 * 2**20}
+
+
+def measure_times(
+    inputs: Inputs, calls: Mapping[str, Sequence[Call]], scratch: torch.Tensor
+) -> dict[str, list[int]]:
+    """Return for each key the times in ns of single executions with cold caches, freeing of results
+    included: a few for each, and more for the calls that take most of the iteration. calls: key ->
+    calls of the graph that cost the same, the first of which is executed; `measure_memory` has run
+    it, so operators are warm. scratch: a tensor whose change evicts caches."""
+    times = {}
+    for done, (key, equal) in enumerate(calls.items()):
+        report("measuring times", done, len(calls))
+        times[key] = _repeated(inputs, equal[0], scratch, _LEAST_REPEATS)
+    shares = {key: min(times[key]) * len(equal) for key, equal in calls.items()}
+    heavy = [key for key in calls if shares[key] >= _HEAVY_SHARE * sum(shares.values())]
+    box_ns = min(_TIME_BOX_NS, _ALL_BOXES_NS // max(len(heavy), 1))
+    for key in heavy:
+        # Each repeat also evicted caches, which took at least as long.
+        left_ns = box_ns - 2 * sum(times[key])
+        more = _MOST_REPEATS - _LEAST_REPEATS
+        times[key] += _repeated(inputs, calls[key][0], scratch, more, within_ns=left_ns)
+    report("measuring times", len(calls), len(calls))
+    return times
+
+
+def _repeated(
+    inputs: Inputs,
+    call: Call,
+    scratch: torch.Tensor,
+    repeats: int,
+    *,
+    within_ns: float = math.inf,
+) -> list[int]:
+    """Execute `call` up to `repeats` times, as long as less than within_ns has passed, and return
+    the ns of each. Before each, `scratch` is changed, which evicts caches."""
+    execution = inputs.execution(call)
+    begin = time.perf_counter_ns()
+    times: list[int] = []
+    while len(times) < repeats and time.perf_counter_ns() - begin < within_ns:
+        scratch.add_(1)
+        if scratch.is_cuda:
+            times.append(_cuda_time_ns(execution))
+        else:
+            begin_ns = time.perf_counter_ns()
+            execution.run()
+            times.append(time.perf_counter_ns() - begin_ns)
+    return times
+
+
+def cost_of(times: Sequence[int], memory: CallMemory) -> OpCost:
+    """Return the cost of one call from its measured `times` in ns: the least one, because other
+    work on a busy machine only adds to it; their spread is the distance of the quartiles."""
+    low, _, high = statistics.quantiles(times, n=4, method="inclusive")
+    return OpCost(
+        time_ns=min(times),
+        spread_ns=int(high - low),
+        workspace_bytes=memory.workspace_bytes,
+        result_bytes=memory.result_bytes,
+        repeats=len(times),
+    )
+
+
+def scratch_for(device: torch.device) -> torch.Tensor:
+    return torch.zeros(SCRATCH_BYTES[device.type], dtype=torch.uint8, device=device)
+
+
+def _cuda_time_ns(execution: Execution) -> int:
+    """Execute a call once and return its ns on the device or, if longer, on the host, by which a
+    step of many small calls is bound."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    begin_ns = time.perf_counter_ns()
+    execution.run()
+    host_ns = time.perf_counter_ns() - begin_ns
+    end.record()
+    end.synchronize()
+    return max(host_ns, int(begin.elapsed_time(end) * 1e6))
