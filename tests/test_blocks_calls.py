@@ -69,7 +69,6 @@ class Run(nn.Sequential):
 
 
 CONTAINERS = {
-    "lists": lambda: nn.ModuleList([Attention(), Mixer(16)]),
     "lists of lists": lambda: nn.ModuleList([nn.ModuleList([Attention()]), Mixer(16)]),
     "dictionaries": lambda: nn.ModuleDict({"attention": Attention(), "mixer": Mixer(16)}),
     "namespaces": Namespace,
@@ -163,9 +162,7 @@ def test_found_blocks_called_twice_are_left(caplog: pytest.LogCaptureFixture) ->
 @pytest.mark.parametrize(
     ("blocks", "expected"),
     [
-        ("alias.*", ["layers.0", "layers.1", "layers.2"]),
         ("alias", ["layers.0", "layers.1", "layers.2"]),
-        (["last", "layers.0"], ["layers.0", "layers.2"]),
         (["last", "layers.*"], ["layers.0", "layers.1", "layers.2"]),
     ],
 )
@@ -347,7 +344,6 @@ class Stateful(nn.Module):
 @pytest.mark.parametrize(
     "model",
     [
-        Dense(Join),
         Dense(Join, is_named=True),
         Dense(Mean),
         Shrinking(Mean),
@@ -437,14 +433,13 @@ class Within(nn.Module):
         return x + self.transform(self, x).reshape(-1, 16).sum(0)
 
 
-@pytest.mark.parametrize("transform", [per_sample, jacobian, ensemble, own_backward])
+@pytest.mark.parametrize("transform", [per_sample, jacobian, own_backward])
 def test_transforms_beside_blocks(transform: Any) -> None:
     assert paths_planned(Transforming(transform)) == ["layers.0", "layers.1"]
 
 
-@pytest.mark.parametrize("transform", [per_sample, jacobian, ensemble])
-def test_transforms_inside_of_blocks(transform: Any) -> None:
-    assert paths_planned(Transforming(transform, is_inside=True)) == ["layers.0", "layers.1"]
+def test_transforms_inside_of_blocks() -> None:
+    assert paths_planned(Transforming(ensemble, is_inside=True)) == ["layers.0", "layers.1"]
 
 
 def of_rows(model: Any, x: torch.Tensor) -> torch.Tensor:
@@ -484,14 +479,16 @@ def step_on_gradient(parameter: torch.Tensor) -> None:
     parameter.register_hook(step)
 
 
-@pytest.mark.parametrize("attach", [step_after_accumulation, step_on_gradient])
-@pytest.mark.parametrize(("budget", "is_before"), [("min", True), ("70%", True), ("min", False)])
-def test_optimizers_inside_of_backward(attach: Any, budget: str, is_before: bool) -> None:
+@pytest.mark.parametrize(
+    ("attach", "is_before"),
+    [(step_after_accumulation, True), (step_on_gradient, True), (step_on_gradient, False)],
+)
+def test_optimizers_inside_of_backward(attach: Any, is_before: bool) -> None:
     model = Shared().train()
     eager = copy.deepcopy(model)
     for parameter in [*eager.parameters(), *(model.parameters() if is_before else ())]:
         attach(parameter)
-    rockplan.solve_blocks(model, X, budget, options=OPTIONS)
+    rockplan.solve_blocks(model, X, "min", options=OPTIONS)
     plan = rockplan.blocks_of(model)
     if not is_before:
         for parameter in model.parameters():
@@ -507,7 +504,7 @@ def test_optimizers_inside_of_backward(attach: Any, budget: str, is_before: bool
         assert torch.equal(p, q), name
     if attach is step_after_accumulation:  # of which all that is made goes into the gradient
         measured = rockplan.peak_live_bytes(lambda: model(X).backward())
-        assert not is_before or measured.peak_bytes <= plan.budget_bytes
+        assert measured.peak_bytes <= plan.budget_bytes
 
 
 # All are left
@@ -585,8 +582,8 @@ class SettledLayer(nn.Module):
 
 @pytest.mark.parametrize(
     "config",
-    [dict, types.SimpleNamespace, lambda: transformers.PretrainedConfig(problem=None)],
-    ids=["dictionary", "namespace", "transformers"],
+    [dict, lambda: transformers.PretrainedConfig(problem=None)],
+    ids=["dictionary", "transformers"],
 )
 def test_a_configuration_that_the_first_step_settles(config: Callable[[], Any]) -> None:
     """The error says what changed and what to do, which works."""

@@ -90,7 +90,7 @@ def test_it_trains_without_rockplan(tmp_path: Path) -> None:
     code = rockplan.as_checkpoint_code(rockplan.solve(model, x, "40%", options=QUICK))
     (tmp_path / "checkpointed.py").write_text(code)
     done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120
+        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=500
     )
     assert done.returncode == 0, done.stderr
     eager, other = done.stdout.splitlines()

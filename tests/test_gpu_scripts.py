@@ -94,7 +94,7 @@ def test_a_signal_ends_workers_and_prints_the_table(tmp_path: Path) -> None:
     while "| first |" not in said:
         said = started.stdout.readline()
     started.send_signal(signal.SIGTERM)
-    rest, _ = started.communicate(timeout=60)
+    rest, _ = started.communicate(timeout=500)
     assert "stopped by SIGTERM" in rest
     assert "| own hangs | first | 1.00 | 1.5 |" in rest
     assert (tmp_path / "table.md").read_text() in rest
