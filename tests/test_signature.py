@@ -916,7 +916,7 @@ EQUAL_WRITES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]]
 
 
 @pytest.mark.parametrize("way", EQUAL_WRITES)
-def test_a_write_is_seen_after_one_of_equal_values(way: str) -> None:
+def test_a_write_after_equal_values_is_seen(way: str) -> None:
     equal, other_value = EQUAL_WRITES[way]
     model = Holder().train()
     signature = module_signature(model, model.forward, (model.plain,))
