@@ -52,7 +52,7 @@ from rockplan.programs import (
     stored_program,
 )
 from rockplan.python_state.autocast import Autocast, autocast_state
-from rockplan.remedies import needed_with
+from rockplan.remedies import Figure, best_options, needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import PlanSettings, unplanned
 from rockplan.runtime.program import MakeProgram, ModuleCall, OnRefused, PlannedProgram
@@ -61,6 +61,7 @@ from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.in_flight import needed_bytes
 from rockplan.search.planning import curve_of
+from rockplan.side_by_side import device_of
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, best_of
 from rockplan.values.interface import Interface
@@ -167,7 +168,7 @@ def _first_program(
     agreed: Agreement,
     loss: Loss | None = None,
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
-    least: dict[Autocast, int] = {}
+    options, least = _chosen(call, room, options, agreed, loss)
     given, source = _measured(loss, call, options, agreed)
     program = _program_in(room, call, options, least, agreed, given, source)
     advise(program, options)
@@ -321,26 +322,68 @@ def plan(
         room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
         call = largest_call(model, args, kwargs, options)
-        with named_in_refusals(model), call.named_in_errors():
-            with outside_of_initialization():
-                given, known = _measured(loss, call.of(model), options, agreed)
-                started = given.of(call.of(model))
-                source = known or captured_call(started, options)
-            parts = _interface_of(source)
+        with (
+            named_in_refusals(model),
+            call.named_in_errors(),
+            outside_of_initialization(),
+        ):
+            started = call.of(model)
+            options, least = _chosen(started, room, options, agreed, loss)
+            return _planned(started, room, options, agreed, loss, least)
 
-            def plan_here(wanted: Budget) -> Plan:
-                with outside_of_initialization():
-                    problems = problems_of(source, options)
-                with advised(started, source, options):
-                    return plan_as_asked(problems, wanted, options)
 
-            def new(wanted: Budget) -> Plan:
-                return agreed_plan(source, wanted, options, agreed, lambda: plan_here(wanted))
+def _planned(
+    call: ModuleCall,
+    room: Room,
+    options: Options,
+    agreed: Agreement,
+    loss: Loss | None,
+    least: Mapping[Autocast, int],
+) -> Plan:
+    """Return the plan of a call; arguments as for `_program_in`."""
+    given, known = _measured(loss, call, options, agreed)
+    started = given.of(call)
+    source = known or captured_call(started, options)
+    parts = _interface_of(source)
 
-            def make(wanted: Budget) -> Plan:
-                return beside_loss(new(wanted), parts, given.ratio, new)
+    def plan_here(wanted: Budget) -> Plan:
+        problems = problems_of(source, options)
+        with advised(started, source, options):
+            return plan_as_asked(problems, wanted, options)
 
-            return room.filled(make, parts, agreed=agreed)
+    def new(wanted: Budget) -> Plan:
+        return agreed_plan(source, wanted, options, agreed, lambda: plan_here(wanted))
+
+    def make(wanted: Budget) -> Plan:
+        return beside_loss(new(wanted), parts, given.ratio, new)
+
+    return room.filled(make, parts, least.get(autocast_state(), 0), agreed)
+
+
+def _chosen(
+    call: ModuleCall, room: Room, options: Options, agreed: Agreement, loss: Loss | None
+) -> tuple[Options, dict[Autocast, int]]:
+    """Return the options with those that options.numerics looks for, and for a share the bytes that
+    it means without them, as `_program_in` takes them."""
+    least: dict[Autocast, int] = {}
+    if options.numerics == "eager":
+        return options, least
+
+    def figure_of(own: Options) -> Figure:
+        try:
+            # Neither the smallest plan nor remedies, where none fits.
+            strict = replace(own, on_infeasible="original")
+            plan = _planned(call, room, strict, agreed, loss, least)
+            found = Figure(plan.budget_bytes if room.budget.is_minimum else 0, plan.time_ns)
+            budget_bytes = plan.budget_bytes
+        except InfeasibleBudget as error:
+            found = Figure(error.minimum_bytes - error.budget_bytes, 0)
+            budget_bytes = error.budget_bytes
+        if room.budget.share is not None:
+            least.setdefault(autocast_state(), budget_bytes)
+        return found
+
+    return best_options(options, figure_of, device_of(call.module).type == "cuda"), least
 
 
 def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:

@@ -121,6 +121,10 @@ class Options:
     nothing leaves the device. host_path: of a module on the CPU, the folder of the file that they
     go to. link: bytes a second from device to host and back, both at once ('25GB/s'); None:
     measured (docs/paging.md).
+    numerics: 'eager': the bits of eager, unless other options say otherwise. 'best': beside these,
+    what a training run normally tolerates (only_loss, tile, compile, and host on CUDA), each where
+    a plan for this call and budget says that it gains: all are planned side by side, and the logger
+    has a line for each.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -147,6 +151,12 @@ class Options:
     host_path: str | os.PathLike[str] | None = None
     link: int | str | None = None
     rerun_collectives: bool = False
+    numerics: Literal["eager", "best"] = "eager"
+
+    @classmethod
+    def best(cls, **others: Any) -> Options:
+        """Return these options with numerics='best'."""
+        return cls(numerics="best", **others)
 
     def takes_smallest(self, budget: Budget) -> bool:
         """True if the smallest plan is taken where none fits the budget."""
@@ -407,6 +417,14 @@ ROWS: Mapping[str, OptionRow] = {
                 "sizes, and pad batches to one size, or leave out rerun_collectives"
             )
         },
+    ),
+    "numerics": OptionRow(
+        _choice("eager", "best"),
+        decides=False,
+        no_effect=dict.fromkeys(
+            ("solve_blocks", "fit", "pareto", "load", "explain", "api.plan_each"),
+            "which looks for no options: leave it out, or call rockplan.solve or rockplan.plan",
+        ),
     ),
 }
 """All options, in the order of `Options`."""

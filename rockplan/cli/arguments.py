@@ -80,6 +80,11 @@ OF_PLANNING = {
         "--only-loss",
         "Plan for steps that use the loss of the result alone: logits are not returned.",
     ),
+    "best": _switch(
+        "--best",
+        "Also take compiled kernels, tiles, the loss alone and, on CUDA, the host's memory, each "
+        "where a plan gains by it.",
+    ),
     "solver": _argument(
         str,
         default="HiGHS",
@@ -157,6 +162,7 @@ def planning_options(given: Mapping[str, Any]) -> Options:
         "cache": not given["no_cache"],
         "compile": "near" if given.get("near") else compiled,
         "sizes": _size_ranges(given.get("size") or ()),
+        "numerics": "best" if given.get("best") else "eager",
         "host": True if given.get("host") == "all" else given.get("host"),
     }
     limit_s = given.get("time_limit")

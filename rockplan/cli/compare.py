@@ -16,7 +16,7 @@ from rockplan.reports.progress_bars import waiting
 EXAMPLE = "Example: rockplan compare rockplan.examples:mlp -b 50% --rounds 3"
 
 
-@shared.planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss")
+@shared.planned_with("time_limit", "no_cache", "compiled", "near", "tile", "only_loss", "best")
 def compare(
     context: typer.Context,
     model: shared.Model,

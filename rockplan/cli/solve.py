@@ -34,6 +34,7 @@ EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
     "size",
     "tile",
     "only_loss",
+    "best",
     "solver",
     "host",
     "host_path",
@@ -145,6 +146,8 @@ def _plans(
 ) -> tuple[Plan | InfeasibleBudget, ...]:
     from rockplan.api import plan_each
 
+    if options.numerics == "best":  # which are others for each budget
+        return tuple(_plan_or_error(asked, options, call) for asked in budgets)
     plans = plan_each(budgets=budgets, options=options, **call)
     return tuple(
         rockplan.plan_of(rockplan.solve(budget=asked, options=options, **call))
@@ -152,6 +155,15 @@ def _plans(
         else plan
         for asked, plan in zip(budgets, plans, strict=True)
     )
+
+
+def _plan_or_error(budget: str, options: Options, call: dict[str, Any]) -> Plan | InfeasibleBudget:
+    try:
+        if options.check:
+            return rockplan.plan_of(rockplan.solve(budget=budget, options=options, **call))
+        return rockplan.plan(budget=budget, options=options, **call)
+    except InfeasibleBudget as error:
+        return error
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:

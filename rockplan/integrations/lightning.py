@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from torch import nn
 
@@ -23,12 +24,17 @@ class LightningCallback(_Callback):  # type: ignore[misc]
         trainer = lightning.Trainer(callbacks=[RockplanCallback(budget="auto")])
 
     budget, options: as for `rockplan.solve`; with 'auto' and one optimizer, that is counted.
+    numerics: as `Options.numerics`.
     """
 
     def __init__(
-        self, budget: int | float | str | Budget = "auto", options: Options = DEFAULT_OPTIONS
+        self,
+        budget: int | float | str | Budget = "auto",
+        options: Options = DEFAULT_OPTIONS,
+        numerics: Literal["eager", "best"] | None = None,
     ) -> None:
-        self.budget, self.options = budget, options
+        self.budget = budget
+        self.options = replace(options, numerics=numerics or options.numerics)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None

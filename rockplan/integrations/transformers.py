@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 from transformers import TrainerCallback
 
@@ -17,12 +18,17 @@ class RockplanCallback(TrainerCallback):
         trainer = Trainer(..., callbacks=[RockplanCallback(budget="auto")])
 
     budget, options: as for `rockplan.solve`; with 'auto' the trainer's optimizer is counted.
+    numerics: as `Options.numerics`.
     """
 
     def __init__(
-        self, budget: int | float | str | Budget = "auto", options: Options = DEFAULT_OPTIONS
+        self,
+        budget: int | float | str | Budget = "auto",
+        options: Options = DEFAULT_OPTIONS,
+        numerics: Literal["eager", "best"] | None = None,
     ) -> None:
-        self.budget, self.options = budget, options
+        self.budget = budget
+        self.options = replace(options, numerics=numerics or options.numerics)
 
     def on_train_begin(self, *_: Any, model: Any = None, **more: Any) -> None:
         optimizer = getattr(more.get("optimizer"), "optimizer", more.get("optimizer"))
