@@ -585,3 +585,27 @@ def test_only_convolutions_run_at_each_size(monkeypatch: pytest.MonkeyPatch) -> 
         run.append({op.split(".")[1] for op in ran})
     convolutions = {"convolution", "convolution_backward"}
     assert run[1:] == [convolutions, convolutions, set()]
+
+
+def test_the_loss_alone_is_learned_at_once() -> None:
+    class Shows(Treats):
+        """Returns what its loss is not made of beside it, as Llava does the last of its images."""
+
+        def __init__(self) -> None:
+            super().__init__(SEEN["a part"])
+            self.shown = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> dict[str, Tensor]:
+            return {"loss": super().forward(x), "shown": self.shown(x)}
+
+    torch.manual_seed(0)
+    model = Shows()
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), "100%", options=OPTIONS)
+    eager = copy.deepcopy(model)
+    captured = []
+    for rows in (20, 9, 40, 17):
+        case = Case("shows", model, (torch.randn(rows, 8),), {}, lambda result: result["loss"])
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        planned.zero_grad()
+        train_side_by_side(case, planned, eager, steps=1)
+    assert captured == [True, True, False, False]

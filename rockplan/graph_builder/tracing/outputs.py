@@ -86,7 +86,7 @@ def backward_starts(
     if not candidates:
         raise NAMED["nothing to differentiate"].error()
     if isinstance(incoming, interfaces.Precedent):
-        incoming = _as_before(incoming, outputs, candidates)
+        incoming = _as_before(incoming, outputs, candidates, _position_of_loss(outputs, spec))
     if incoming is None:
         likely = _loss(outputs, spec, candidates) if only_loss else likely_starts(outputs, spec)
         incoming = dict.fromkeys(likely)
@@ -101,11 +101,14 @@ def backward_starts(
 
 
 def _as_before(
-    precedent: interfaces.Precedent, outputs: Sequence[Any], candidates: Sequence[int]
+    precedent: interfaces.Precedent,
+    outputs: Sequence[Any],
+    candidates: Sequence[int],
+    named: int | None,
 ) -> interfaces.Incoming | None:
     """None if the starts of the earlier call do not fit, or if they reach less than all
-    `candidates` reach and occurred only once (a plan serves backward passes that reach less than
-    planned, but none that reach more)."""
+    `candidates` reach, are not the loss (at `named`) alone, and occurred only once (a plan serves
+    backward passes that reach less than planned, but none that reach more)."""
     before = precedent.incoming
     if not set(before) <= set(candidates):
         return None
@@ -118,7 +121,7 @@ def _as_before(
         return None
     reached = leaves_reached(outputs[i] for i in before)
     whole = leaves_reached(outputs[i] for i in candidates)
-    if not (whole <= reached or precedent.is_repeated):
+    if not (whole <= reached or precedent.is_repeated or [*before] == [named]):
         return None
     shapes = precedent.shapes
     return {
