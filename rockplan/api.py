@@ -162,11 +162,7 @@ def _solve(
 
 
 def _first_program(
-    call: ModuleCall,
-    room: Room,
-    options: Options,
-    agreed: Agreement,
-    loss: Loss | None = None,
+    call: ModuleCall, room: Room, options: Options, agreed: Agreement, loss: Loss | None = None
 ) -> tuple[PlannedProgram, functools.partial[PlannedProgram]]:
     options, least = _chosen(call, room, options, agreed, loss)
     given, source = _measured(loss, call, options, agreed)

@@ -39,10 +39,7 @@ libraries (cuBLAS, cuDNN, NCCL) allocate beside it at their first use."""
 
 
 def in_bytes(
-    budget: Budget,
-    model: nn.Module,
-    optimizer: OptimizerLike = None,
-    step: TrainingStep = USUAL,
+    budget: Budget, model: nn.Module, optimizer: OptimizerLike = None, step: TrainingStep = USUAL
 ) -> Budget:
     """Return `budget`, with 'auto' turned into bytes.
 

@@ -22,12 +22,7 @@ from torch import nn
 
 from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import (
-    CapturedCall,
-    captured_call,
-    problems_of,
-    waits_of,
-)
+from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of, waits_of
 from rockplan.captures.open_sizes import may_be_open, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
@@ -58,11 +53,7 @@ from rockplan.runtime.planned_state import (
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
-from rockplan.search.adapt import (
-    adapted,
-    problem_at_other_sizes,
-    replayed,
-)
+from rockplan.search.adapt import adapted, problem_at_other_sizes, replayed
 from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.paging import refuse_beyond_host, with_link_named
@@ -124,10 +115,7 @@ def _shown() -> AbstractContextManager[object]:
 
 
 def best_plan(
-    problems: Sequence[Problem],
-    budget: Budget,
-    options: Options,
-    least: Sequence[LeastPeak],
+    problems: Sequence[Problem], budget: Budget, options: Options, least: Sequence[LeastPeak]
 ) -> Plan:
     """Return the fastest plan of any of the problems (variants of one call) within the budget, the
     first of equally fast ones; for the smallest budget the plan that needs the fewest bytes. least:

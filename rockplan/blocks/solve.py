@@ -146,11 +146,7 @@ def _plan_blocks(
     programs = BlockPrograms(options)
     if is_sharded(model):
         programs.warned.add(SHARDING)
-    with (
-        outside_of_initialization(),
-        key_value_cache.switched_off(model),
-        call.named_in_errors(),
-    ):
+    with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
         report("looking for the inputs of blocks")
         named, run, left = _blocks_called(model, named, call, loss, are_found)
         job = _Job(
@@ -286,11 +282,7 @@ class _Job:
     agreed: Agreement
 
     def plan(
-        self,
-        named: dict[str, nn.Module],
-        calls: dict[str, SampleCall],
-        budget: Budget,
-        left: Left,
+        self, named: dict[str, nn.Module], calls: dict[str, SampleCall], budget: Budget, left: Left
     ) -> None:
         """Plan the blocks `named` (path -> block) within `budget`, in place. Blocks that cannot be
         planned are left out, unless the options say that they are an error, and the rest is planned

@@ -20,14 +20,7 @@ from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.values.copies import without_copies
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    Takeover,
-    Value,
-    in_eager_order,
-)
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Takeover, Value, in_eager_order
 from rockplan.values.interface import Interface
 from rockplan.values.sizes import resized, text_of, texts_in
 
@@ -119,9 +112,7 @@ def _run_differences(opened: Capture, static: Capture) -> list[str]:
 
 
 def _program_differences(
-    unread: frozenset[int],
-    opened: tuple[CDGraph, Interface],
-    static: tuple[CDGraph, Interface],
+    unread: frozenset[int], opened: tuple[CDGraph, Interface], static: tuple[CDGraph, Interface]
 ) -> list[str]:
     """List in what two lowered programs, in eager's order, differ beside prices, takeovers, the
     offsets of arguments and all that is of the leaves at `unread` positions."""

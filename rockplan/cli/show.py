@@ -29,16 +29,14 @@ def show(
     budget: shared.Budget = None,
     code: Annotated[bool, typer.Option("--code", help="The generated Python of a MODEL.")] = False,
     explain: Annotated[
-        bool,
-        typer.Option("--explain", help="Who owns the peak, and what each recomputation buys."),
+        bool, typer.Option("--explain", help="Who owns the peak, and what each recomputation buys.")
     ] = False,
     kernels: Annotated[
         bool,
         typer.Option("--kernels", help="Compiled kernels of a MODEL, each with its operators."),
     ] = False,
     passes: Annotated[
-        bool,
-        typer.Option("--passes", help="Passes from a MODEL to its graph; needs no budget."),
+        bool, typer.Option("--passes", help="Passes from a MODEL to its graph; needs no budget.")
     ] = False,
     as_json: shared.Json = False,
     autocast: shared.Autocast = None,

@@ -84,8 +84,7 @@ def solve(
     autocast: shared.Autocast = None,
     optimizer: shared.Optimizer = None,
     accumulate: Annotated[
-        int,
-        typer.Option(metavar="N", help="With --optimizer: passes before each step of it."),
+        int, typer.Option(metavar="N", help="With --optimizer: passes before each step of it.")
     ] = 1,
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""

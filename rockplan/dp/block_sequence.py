@@ -79,10 +79,7 @@ class _BytesLeft:
 
 
 def fastest_options(
-    families: Families,
-    moments: Sequence[StepMoment],
-    budget_bytes: int,
-    others: Others = NO_OTHERS,
+    families: Families, moments: Sequence[StepMoment], budget_bytes: int, others: Others = NO_OTHERS
 ) -> tuple[BoundedOption, ...] | None:
     """Return an option for each block so that the sum of their times is least and every moment of
     the step stays within the budget, also with `others` in flight; None if none does."""

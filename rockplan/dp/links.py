@@ -226,9 +226,4 @@ def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
 
 
 def _demands(cost: OptionCost) -> tuple[int, ...]:
-    return (
-        cost.saved_bytes,
-        cost.backward_peak_bytes,
-        cost.forward_peak_bytes,
-        cost.reads_output,
-    )
+    return (cost.saved_bytes, cost.backward_peak_bytes, cost.forward_peak_bytes, cost.reads_output)

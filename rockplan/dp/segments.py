@@ -201,10 +201,7 @@ def _roles(
             tuple(arrays[costs][0] for costs in inner),
             tuple(arrays[costs][1] for costs in inner),
         ),
-        last=(
-            tuple(arrays[costs][0] for costs in last),
-            tuple(arrays[costs][1] for costs in last),
-        ),
+        last=(tuple(arrays[costs][0] for costs in last), tuple(arrays[costs][1] for costs in last)),
         forward_time_ns=np.cumsum([0, *(f.time_ns for f in forward)], dtype=np.int64),
         forward_peak_bytes=_integers(f.peak_bytes for f in forward),
         dropped_peak_bytes=_integers(f.dropped_peak_bytes for f in forward),

@@ -191,10 +191,7 @@ def in_own_thread(run: Callable[[], Result], patience_s: float) -> Result:
 
 
 def _solve(
-    program: LinearProgram,
-    time_limit_s: float,
-    absolute_gap: float,
-    node_limit: int,
+    program: LinearProgram, time_limit_s: float, absolute_gap: float, node_limit: int
 ) -> SolveReport:
     """In the calling thread, within time_limit_s of its CPU time. Raises SolverError when HiGHS
     neither solves nor refutes the program."""

@@ -65,11 +65,7 @@ def check_solver(name: str) -> None:
 
 
 def solve_by(
-    name: str,
-    problem: pulp.LpProblem,
-    variables: Sequence[pulp.LpVariable],
-    *,
-    time_limit_s: float,
+    name: str, problem: pulp.LpProblem, variables: Sequence[pulp.LpVariable], *, time_limit_s: float
 ) -> SolveReport:
     """Minimise `problem` by the solver that PuLP knows as `name`. `values` of the report are those
     of `variables`, in that order; the bound is what RELATIVE_GAP allows if the solver finished in

@@ -264,11 +264,7 @@ def add_program(
 
 
 def plan_in_place(
-    module: nn.Module,
-    program: PlannedProgram,
-    kind: Any,
-    settings: PlanSettings,
-    warned: set[str],
+    module: nn.Module, program: PlannedProgram, kind: Any, settings: PlanSettings, warned: set[str]
 ) -> None:
     """Make `module` itself a planned one, which starts with `program` for calls of `kind`
     (`kind_of_call`): code that holds the module runs the plan. Its hooks run as before. warned:
@@ -321,9 +317,7 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rebuild(
-    attributes: dict[str, Any],
-    programs: Sequence[tuple[Any, PlannedProgram]],
-    *state: Any,
+    attributes: dict[str, Any], programs: Sequence[tuple[Any, PlannedProgram]], *state: Any
 ) -> nn.Module:
     """programs, state: as in `_begin`, as `of_copies`."""
     own = PlannedState(*state)

@@ -31,12 +31,7 @@ from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
 from rockplan.runtime import call_checks
 from rockplan.runtime.bound_program import BoundProgram, bind, known_signature, matching, rebind
-from rockplan.runtime.differences import (
-    Difference,
-    Differences,
-    described_call,
-    module_differences,
-)
+from rockplan.runtime.differences import Difference, Differences, described_call, module_differences
 from rockplan.runtime.guards import (
     PLAIN,
     call_key,

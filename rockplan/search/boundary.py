@@ -195,11 +195,7 @@ def _schedule(incumbent: Incumbent) -> Schedule:
 
 
 def _within(
-    graph: CDGraph,
-    saved_bytes: int,
-    peak_bytes: int,
-    effort: ExchangeLimits,
-    options: Options,
+    graph: CDGraph, saved_bytes: int, peak_bytes: int, effort: ExchangeLimits, options: Options
 ) -> Incumbent:
     """The incumbent has no schedule if none is found."""
     goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)

@@ -106,10 +106,7 @@ NAMES = tuple(dict.fromkeys(stage.name for stage in (*STAGES, *LEAST_PEAK)))
 
 @paused_collection()
 def run(
-    stages_in_order: Sequence[Stage],
-    goal: Goal,
-    limits: Limits,
-    incumbent: Incumbent | None = None,
+    stages_in_order: Sequence[Stage], goal: Goal, limits: Limits, incumbent: Incumbent | None = None
 ) -> Incumbent:
     """Run the stages whose condition holds, each from the incumbent that the one before left, and
     return the last one. None begins with no schedule. `is_complete` of the result is False if a

@@ -213,10 +213,7 @@ def open_call(
 
 
 def _lowered(
-    module: nn.Module,
-    arguments: Arguments,
-    options: Options,
-    earlier: CallSizes | None = None,
+    module: nn.Module, arguments: Arguments, options: Options, earlier: CallSizes | None = None
 ) -> Lowered:
     """In eager's order: the best order depends on sizes. earlier: as for `captured_call`."""
     options = replace(options, without=(*options.without, "reorder"))

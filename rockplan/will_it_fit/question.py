@@ -23,13 +23,7 @@ from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_
 from rockplan.fitting.rates import CALLS_A_BLOCK, rates_of, step_ns
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients, waits_of
-from rockplan.fitting.shards import (
-    ALONE,
-    GatheredGroup,
-    Shards,
-    gathered_bytes,
-    unknown_to_fsdp2,
-)
+from rockplan.fitting.shards import ALONE, GatheredGroup, Shards, gathered_bytes, unknown_to_fsdp2
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
 from rockplan.graph_builder.costs.price import profile_key
@@ -354,13 +348,7 @@ class FitQuestion:
         steps = self.steps(gradients)
         adding = self.step.accumulate > 1 or not self.step.set_to_none
         passes = passes_of(
-            graph,
-            schedule,
-            call.interface,
-            steps,
-            self.groups,
-            adding=adding,
-            is_eager=is_eager,
+            graph, schedule, call.interface, steps, self.groups, adding=adding, is_eager=is_eager
         )
         resident = {**self.resident, Holding.INPUTS: call.input_sizes}
         return timeline_of(

@@ -46,11 +46,7 @@ from rockplan.will_it_fit.captured_sizes import (
     TooLargeToTry,
     size_of,
 )
-from rockplan.will_it_fit.limits import (
-    not_for_several,
-    notes_of,
-    refuse_elsewhere,
-)
+from rockplan.will_it_fit.limits import not_for_several, notes_of, refuse_elsewhere
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled, TooSmall
 from rockplan.will_it_fit.twin import twin_of, with_values
 

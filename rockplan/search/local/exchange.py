@@ -144,11 +144,7 @@ def annealed(
 
 
 def repaired(
-    graph: CDGraph,
-    schedule: Schedule,
-    budget_bytes: int,
-    *,
-    limits: ExchangeLimits = DEFAULT,
+    graph: CDGraph, schedule: Schedule, budget_bytes: int, *, limits: ExchangeLimits = DEFAULT
 ) -> Schedule | None:
     """Return a schedule within budget_bytes, made from `schedule`, which may exceed it:
     re-executions are inserted, then one round of exchanges makes it faster. None if no room is
@@ -198,11 +194,7 @@ def fitted(
 
 
 def squeezed(
-    graph: CDGraph,
-    schedule: Schedule,
-    *,
-    deadline: float = NEVER,
-    limits: ExchangeLimits = DEFAULT,
+    graph: CDGraph, schedule: Schedule, *, deadline: float = NEVER, limits: ExchangeLimits = DEFAULT
 ) -> Schedule:
     """Search a schedule with a smaller peak than that of `schedule`, at whatever time up to
     `limits.longest`; return the one with the smallest, or `schedule`. deadline: as of

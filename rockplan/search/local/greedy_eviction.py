@@ -173,11 +173,7 @@ def within(
 
 
 def _attempt(
-    graph: CDGraph,
-    budget_bytes: int,
-    rule: EvictionRule,
-    effort: _Effort,
-    limits: EvictionLimits,
+    graph: CDGraph, budget_bytes: int, rule: EvictionRule, effort: _Effort, limits: EvictionLimits
 ) -> Schedule | None:
     """None if room or effort runs out. Spends from `effort`."""
     run = _Run(graph, budget_bytes, rule, effort, limits)
