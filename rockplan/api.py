@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from rockplan import programs
 from rockplan.agreement import ALONE, Agreement, agreement
 from rockplan.blocks.instead import plan_parts
 from rockplan.budget import Budget, parse_budget
@@ -41,16 +42,6 @@ from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
-from rockplan.programs import (
-    advise,
-    advised,
-    agreed_plan,
-    least_bytes,
-    new_or_known_program,
-    plan_as_asked,
-    program_in_training,
-    stored_program,
-)
 from rockplan.python_state.autocast import Autocast, autocast_state
 from rockplan.remedies import Figure, best_options, needed_with
 from rockplan.runtime import planned_module as planned_modules
@@ -167,7 +158,7 @@ def _first_program(
     options, least = _chosen(call, room, options, agreed, loss)
     given, source = _measured(loss, call, options, agreed)
     program = _program_in(room, call, options, least, agreed, given, source)
-    advise(program, options)
+    programs.advise(program, options)
     if options.reserve:
         _reserve(room, program, call)
     # Without `agreed`: in training one process may meet a new kind of call alone.
@@ -233,7 +224,7 @@ class AtFirstCall:
 
 def _settings(make: MakeProgram, options: Options, share: float | None) -> PlanSettings:
     return PlanSettings(
-        functools.partial(program_in_training, make=make),
+        functools.partial(programs.program_in_training, make=make),
         options.on_mismatch,
         options.on_infeasible,
         outputs_chosen=options.differentiated is not None,
@@ -269,7 +260,7 @@ def _program_in(
     call = given.of(call)
 
     def new(budget: Budget) -> PlannedProgram:
-        return new_or_known_program(
+        return programs.new_or_known_program(
             call, budget=budget, options=options, agreed=agreed, source=source
         )
 
@@ -344,11 +335,11 @@ def _planned(
 
     def plan_here(wanted: Budget) -> Plan:
         problems = problems_of(source, options)
-        with advised(started, source, options):
-            return plan_as_asked(problems, wanted, options)
+        with programs.advised(started, source, options):
+            return programs.plan_as_asked(problems, wanted, options)
 
     def new(wanted: Budget) -> Plan:
-        return agreed_plan(source, wanted, options, agreed, lambda: plan_here(wanted))
+        return programs.agreed_plan(source, wanted, options, agreed, lambda: plan_here(wanted))
 
     def make(wanted: Budget) -> Plan:
         return beside_loss(new(wanted), parts, given.ratio, new)
@@ -411,10 +402,10 @@ def plan_each(
     for room in rooms:
 
         def make(budget: Budget) -> Plan:
-            return plan_as_asked(problems, budget, options, least=least)
+            return programs.plan_as_asked(problems, budget, options, least=least)
 
         try:
-            with call.named_in_errors(), advised(call.of(model), source, options):
+            with call.named_in_errors(), programs.advised(call.of(model), source, options):
                 solved.append(room.filled(make, _interface_of(source)))
         except InfeasibleBudget as error:
             solved.append(error)
@@ -473,7 +464,9 @@ def load(
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     plans = read_plans(path)
     options = _in_flight_as(plans, options)
-    make_program = functools.partial(stored_program, plans=plans, budget=None, options=options)
+    make_program = functools.partial(
+        programs.stored_program, plans=plans, budget=None, options=options
+    )
     model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
         first, *others = calls_of(model, args, kwargs, options)
@@ -517,7 +510,7 @@ def needed_bytes_with(
     assert isinstance(model, nn.Module)
     model = unplanned(model)
     call = largest_call(model, args, kwargs, options).of(model)
-    needs = functools.partial(_kept_bytes if everything_kept else least_bytes, call)
+    needs = functools.partial(_kept_bytes if everything_kept else programs.least_bytes, call)
     with outside_of_initialization():
         source = captured_call(call, options, is_asked=False)
     plain_bytes = needs(options)

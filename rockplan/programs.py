@@ -39,17 +39,10 @@ from rockplan.oracles.verify import verify
 from rockplan.python_state import trees
 from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
+from rockplan.runtime import planned_state
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.guards import opened_key, without_unread
 from rockplan.runtime.planned_module import kind_of_call
-from rockplan.runtime.planned_state import (
-    PLANNING,
-    HasPlans,
-    PlannedState,
-    opened_in,
-    original_forward,
-    programs_of,
-)
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
@@ -81,7 +74,7 @@ def program_in_training(call: ModuleCall, *, make: MakeProgram) -> PlannedProgra
             return make(call)
     except ForwardRaises as failure:
         error = failure
-    forward = original_forward(call.module)
+    forward = planned_state.original_forward(call.module)
     if not _is_of_backward(call) and not runs(call, forward):
         said = (Exception,) if _is_of_operators(error.__cause__) else ()
         with contextlib.suppress(*said):
@@ -208,7 +201,7 @@ def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> Planned
         return None
     program, problem, interface = known
     limit_bytes = budget.within(needed_bytes(problem.unplanned, options.in_flight))
-    with PLANNING:
+    with planned_state.PLANNING:
         plan = None
         if limit_bytes is not None:
             less = Budget(size_bytes=int(limit_bytes * NEARLY))
@@ -233,7 +226,7 @@ def sized_problem(
     """Return (a program that the module has for calls of this one's size too, its problem at these
     sizes, its interface there); None if there is none. Nothing is captured: the graph follows from
     its expressions."""
-    if not isinstance(call.module, HasPlans) or _is_of_backward(call):
+    if not isinstance(call.module, planned_state.HasPlans) or _is_of_backward(call):
         return None
     leaves, spec = trees.tree_flatten((call.args, call.kwargs))
     state = call.module._rockplan
@@ -243,7 +236,7 @@ def sized_problem(
         return None
     # One that recomputes little is the best beginning.
     rung = min(rungs, key=lambda r: r.program.plan.overhead)
-    known, opened = rung.program, opened_in(rung)
+    known, opened = rung.program, planned_state.opened_in(rung)
     numbers = opened.numbers(sizes, leaves)
     graph, interface = resized((without_copies(opened.graph), opened.interface), numbers)
     waits = waits_of(graph, interface, known.hooked)
@@ -262,7 +255,7 @@ def rung_program(
         known.constants,
         known.output_spec,
         known.hooked,
-        described_call(original_forward(call.module), call.args, call.kwargs),
+        described_call(planned_state.original_forward(call.module), call.args, call.kwargs),
         known.host_path,
         known.open.workspaces,
     )
@@ -280,7 +273,9 @@ def with_sizes_open(
     """Return the captured call for calls of other sizes too, if one that the module has a program
     for differs from it in sizes alone; else `source`. What cannot be open is remembered, and said
     once for each kind of call. adjusted: as for `with_open_sizes`."""
-    if not (may_be_open(options) and isinstance(call.module, HasPlans)) or _is_of_backward(call):
+    if not (
+        may_be_open(options) and isinstance(call.module, planned_state.HasPlans)
+    ) or _is_of_backward(call):
         return source
     state = call.module._rockplan
     key = kind_of_call(call.args, call.kwargs, source.run.unread)
@@ -310,7 +305,7 @@ TRIES = 3
 
 
 def _alike_but_for_sizes(
-    state: PlannedState, source: CapturedCall, key: Any
+    state: planned_state.PlannedState, source: CapturedCall, key: Any
 ) -> Iterator[PlannedProgram]:
     """Of kind `key` but for sizes, the latest first, as long as nothing speaks against leaving
     these sizes open."""
@@ -387,7 +382,7 @@ def agreed_plan(
 def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
     """For calls whose gradients have the same hooks, and whose head is tiled or whole as in
     `source`."""
-    plans = (p.plan for p in programs_of(module) if p.hooked == source.hooked)
+    plans = (p.plan for p in planned_state.programs_of(module) if p.hooked == source.hooked)
     return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
 
 
@@ -397,7 +392,7 @@ def _adapted(
     """None where collectives run again, too: one process may meet this call alone."""
     if options.rerun_collectives:
         return None
-    with PLANNING:
+    with planned_state.PLANNING:
         return adapted(known, source.lowered, source.waits, budget, options)
 
 
@@ -539,7 +534,7 @@ def built_program(
         constants,
         source.run.output_spec,
         source.hooked,
-        described_call(original_forward(call.module), call.args, call.kwargs),
+        described_call(planned_state.original_forward(call.module), call.args, call.kwargs),
         None if options.host_path is None else os.fspath(options.host_path),
     )
     if not options.check:
@@ -554,7 +549,7 @@ def _checked(
     """If its kernels are compiled or its head is tiled, the comparison is with the same graph
     without re-executions, and the distance from eager is stated too. Raises CheckFailed."""
     starts = program.incoming
-    original = original_forward(call.module)
+    original = planned_state.original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)
     plan = program.plan
     with key_value_cache.switched_off(call.module):

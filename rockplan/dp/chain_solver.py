@@ -17,18 +17,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cached_property
 
+from rockplan.dp import recurrence
 from rockplan.dp.links import Operation, RunForward, links
-from rockplan.dp.recurrence import (
-    OutOfTime,
-    Table,
-    bucket_count,
-    decode,
-    fastest_need,
-    grid,
-    minimum_needs,
-    solve,
-    tables_at_once,
-)
 from rockplan.dp.segments import intern_segments
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.oracles.verify import verify
@@ -58,10 +48,10 @@ class ChainSolver:
         self._blocks = tuple(blocks)
         self._families = tuple(families)
         self._segments = intern_segments(links(blocks, families))
-        self._needs = minimum_needs(self._segments)
+        self._needs = recurrence.minimum_needs(self._segments)
         self._least = int(self._needs[self._segments.whole])
-        self._fastest = max(self._least, fastest_need(self._segments))
-        self._tables: dict[int, Table] = {}
+        self._fastest = max(self._least, recurrence.fastest_need(self._segments))
+        self._tables: dict[int, recurrence.Table] = {}
         self._simulations: dict[Operations, Simulation] = {}
 
     @cached_property
@@ -101,7 +91,7 @@ class ChainSolver:
 
     def _simulated(self, sequences: Iterator[Operations], deadline: float) -> list[Operations]:
         distinct: list[Operations] = []
-        with suppress(OutOfTime):
+        with suppress(recurrence.OutOfTime):
             for operations in sequences:
                 self._simulate(operations)
                 distinct.append(operations)
@@ -114,14 +104,14 @@ class ChainSolver:
         in on the largest one whose schedule fits. The caller simulates each at once."""
         table = self._table(budget_bytes, deadline)
         while table.grid.limit_bytes < self._fastest:
-            yield (operations := decode(table, table.grid.limit_bytes))
+            yield (operations := recurrence.decode(table, table.grid.limit_bytes))
             if self._simulate(operations).peak_bytes > budget_bytes:
                 break
             table = self._table(table.grid.limit_bytes, deadline)
         low, high = self._least, table.grid.limit_bytes
         limit = min(max(low, budget_bytes), high)
         for round_ in range(SEARCH_ROUNDS):
-            operations = decode(table, limit)
+            operations = recurrence.decode(table, limit)
             yield operations
             spare_bytes = budget_bytes - self._simulate(operations).peak_bytes
             low, high = (limit, high) if spare_bytes >= 0 else (low, limit)
@@ -135,13 +125,13 @@ class ChainSolver:
     def _least_sequences(self, deadline: float) -> Iterator[Operations]:
         table = self._table(self._least, deadline)
         for i in range(NEAR_MINIMUM):
-            yield decode(table, self._least + i * table.grid.unit_bytes)
+            yield recurrence.decode(table, self._least + i * table.grid.unit_bytes)
 
     @cached_property
     def _everything(self) -> Simulation:
         return simulate(self._graph, keep_all(self._graph))
 
-    def _table(self, limit_bytes: int, deadline: float) -> Table:
+    def _table(self, limit_bytes: int, deadline: float) -> recurrence.Table:
         """A table reaches to the limit beyond which the chain gains nothing, divided by a power of
         two: so buckets are fine where memory is short, and budgets near each other share a table.
         Raises OutOfTime."""
@@ -151,11 +141,14 @@ class ChainSolver:
             reach_bytes //= 2
         if reach_bytes not in self._tables:
             segments = len(self._segments.spans)
-            buckets = bucket_count(self._segments.blocks, segments)
-            while len(self._tables) >= tables_at_once(segments, buckets):
+            buckets = recurrence.bucket_count(self._segments.blocks, segments)
+            while len(self._tables) >= recurrence.tables_at_once(segments, buckets):
                 del self._tables[next(iter(self._tables))]
-            self._tables[reach_bytes] = solve(
-                self._segments, grid(reach_bytes, buckets), self._needs, deadline=deadline
+            self._tables[reach_bytes] = recurrence.solve(
+                self._segments,
+                recurrence.grid(reach_bytes, buckets),
+                self._needs,
+                deadline=deadline,
             )
         return self._tables[reach_bytes]
 

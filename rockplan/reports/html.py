@@ -12,6 +12,7 @@ import json
 from collections.abc import Collection, Iterable, Sequence
 from importlib import resources
 
+from rockplan.reports import pictures
 from rockplan.reports.explain import (
     Explanation,
     Recomputation,
@@ -19,15 +20,6 @@ from rockplan.reports.explain import (
     explain_plan,
     price_text,
     recomputation_groups,
-)
-from rockplan.reports.pictures import (
-    COLOURS,
-    KEPT_COLOUR,
-    RUN_COLOURS,
-    Series,
-    group_colours,
-    plan_series,
-    run_labels,
 )
 from rockplan.reports.timeline import MemoryTimeline, block_rows, eager_timeline, planned_timeline
 from rockplan.values.plan import Plan, format_bytes, plan_in
@@ -38,7 +30,7 @@ def html_report(
     plan: object,
     *,
     title: str = "rockplan",
-    series: Sequence[Series] = (),
+    series: Sequence[pictures.Series] = (),
     measured: MeasuredTimeline | None = None,
     eager_measured: MeasuredTimeline | None = None,
 ) -> str:
@@ -61,7 +53,7 @@ def html_report(
         _recomputed(explanation),
     ]
     data = json.dumps(
-        _data(shown_plan, (plan_series(shown_plan), *series), measured, eager_measured),
+        _data(shown_plan, (pictures.plan_series(shown_plan), *series), measured, eager_measured),
         separators=(",", ":"),
     ).replace("<", "\\u003c")
     return page(title, sections, _DRAWN.format(data=data, script=_asset("report.js")))
@@ -264,7 +256,7 @@ def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
 
 def _data(
     plan: Plan,
-    series: Sequence[Series],
+    series: Sequence[pictures.Series],
     measured: MeasuredTimeline | None,
     eager_measured: MeasuredTimeline | None,
 ) -> dict[str, object]:
@@ -274,8 +266,8 @@ def _data(
             _timeline_data(eager, eager_measured, None),
             _timeline_data(planned, measured, plan.budget_bytes),
         ],
-        "colours": group_colours((*eager.groups, *planned.groups)),
-        "palette": COLOURS,
+        "colours": pictures.group_colours((*eager.groups, *planned.groups)),
+        "palette": pictures.COLOURS,
         "series": [
             {"name": s.name, "connected": s.connected, "points": s.points}
             for s in sorted(series, key=lambda s: not s.connected)
@@ -285,9 +277,9 @@ def _data(
             {"name": r.name, "runs": r.runs, "alive": r.alive, "saved_bytes": r.saved_bytes}
             for r in rows
         ],
-        "run_colours": RUN_COLOURS,
-        "run_labels": run_labels(rows),
-        "kept_colour": KEPT_COLOUR,
+        "run_colours": pictures.RUN_COLOURS,
+        "run_labels": pictures.run_labels(rows),
+        "kept_colour": pictures.KEPT_COLOUR,
         "plan_time_ns": planned.time_ns,
         "plan_backward_ns": planned.backward_ns,
     }
