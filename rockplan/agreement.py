@@ -274,7 +274,10 @@ def refuse_apart(graphs: Iterable[CDGraph], alike: Collection[int] = ()) -> None
     have the same plan (`alike`; (): this one alone), which would not call them as often."""
     if not _has_others():
         return
-    apart = _partners(graphs) - {dist.get_rank(), *alike}
+    again = (n for graph in graphs for n in graph.nodes if n.recomputable)
+    calls = (c for n in again for c in n.calls if facts_of(c.op).effect is Effect.COMMUNICATES)
+    partners = {rank for group in {c.args[-1] for c in calls} for rank in _ranks_in(group)}
+    apart = partners - {dist.get_rank(), *alike}
     if apart:
         raise InvalidInput(
             "Options(rerun_collectives=True) needs one plan of all processes that exchange data, "
@@ -285,12 +288,6 @@ def refuse_apart(graphs: Iterable[CDGraph], alike: Collection[int] = ()) -> None
             "blocks of a model whose embedding is divided by words, which is another operation on "
             "each process. Or leave out rerun_collectives"
         )
-
-
-def _partners(graphs: Iterable[CDGraph]) -> set[int]:
-    again = (n for graph in graphs for n in graph.nodes if n.recomputable)
-    calls = (c for n in again for c in n.calls if facts_of(c.op).effect is Effect.COMMUNICATES)
-    return {rank for group in {c.args[-1] for c in calls} for rank in _ranks_in(group)}
 
 
 def _ranks_in(group: Any) -> list[int]:

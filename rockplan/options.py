@@ -298,11 +298,6 @@ def _several(kind: type, says: str) -> Convert:
     return _checked(kept, says)
 
 
-def _seconds_of(given: Any) -> float | None:
-    is_number = isinstance(given, Real) and not isinstance(given, bool)
-    return float(given) if is_number and float(given) >= 0 else None
-
-
 def _host(name: str, given: Any) -> Any:
     if given is not True and given is not False:
         _bytes(name, given, "")
@@ -311,7 +306,12 @@ def _host(name: str, given: Any) -> Any:
 
 FSDP2 = "fit, shard='fsdp2'"
 
-_SECONDS = _checked(_seconds_of, "pass seconds, a number of at least 0")
+_SECONDS = _checked(
+    lambda s: (
+        float(s) if isinstance(s, Real) and not isinstance(s, bool) and float(s) >= 0 else None
+    ),
+    "pass seconds, a number of at least 0",
+)
 _SWITCH = _choice(False, True)
 _POSITIONS = _several(int, "pass a tuple of positions among the leaves of the result, such as (0,)")
 _PATTERNS = _several(str, "pass a sequence of patterns")

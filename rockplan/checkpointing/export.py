@@ -114,7 +114,10 @@ def _wrapped(plan: Plan, path: str) -> Wrapped | None:
     nodes = [n for n in plan.graph.forward if _is_inside(n.module, path)]
     if not any(n.index in again for n in nodes):
         return None
-    can_be_kept = _operators_to_keep(nodes)
+    alone = {n.index for n in nodes if len(n.calls) == 1 and n.writes and not n.random}
+    called = [(call.op, n.index in alone) for n in nodes for call in n.calls]
+    can_be_kept = {op for op, is_alone in called if is_alone} - _CASTS
+    can_be_kept -= {op for op, is_alone in called if not is_alone}
     kept_storages = kept_data(plan.graph, plan.schedule)
     seen: Counter[str] = Counter()
     kept: dict[str, list[int]] = defaultdict(list)
@@ -127,34 +130,20 @@ def _wrapped(plan: Plan, path: str) -> Wrapped | None:
             seen[call.op] += 1
     calls = tuple((op, tuple(numbers)) for op, numbers in sorted(kept.items()))
     own = tuple(n.index for n in nodes)
-    return Wrapped(path, own, frozenset(saved), calls, _changed_buffers(plan.graph, nodes, path))
+    effects = (n for n in nodes if n.calls != n.recalls or not n.recomputable)
+    touched = {plan.graph.data[d] for n in effects for d in n.reads}
+    names = (d.name for d in touched if d.kind is DataKind.BUFFER and _is_inside(d.name, path))
+    buffers = tuple(sorted(name.removeprefix(f"{path}.") for name in names))
+    return Wrapped(path, own, frozenset(saved), calls, buffers)
 
 
 def _is_inside(module: str, path: str) -> bool:
     return module == path or module.startswith(f"{path}.")
 
 
-def _operators_to_keep(nodes: Sequence[ComputeNode]) -> frozenset[str]:
-    operators = {call.op for n in nodes for call in n.calls}
-    alone = {call.op for n in nodes for call in n.calls if _is_function(n)}
-    others = {call.op for n in nodes for call in n.calls if not _is_function(n)}
-    return frozenset((operators & alone) - others - _CASTS)
-
-
-def _is_function(node: ComputeNode) -> bool:
-    return len(node.calls) == 1 and bool(node.writes) and not node.random
-
-
 def _is_mostly_kept(graph: CDGraph, node: ComputeNode, kept: frozenset[int]) -> bool:
     kept_bytes = _bytes(graph, kept & set(node.writes))
     return kept_bytes > 0 and 2 * kept_bytes >= _bytes(graph, node.writes)
-
-
-def _changed_buffers(graph: CDGraph, nodes: Sequence[ComputeNode], path: str) -> tuple[str, ...]:
-    effects = (n for n in nodes if n.calls != n.recalls or not n.recomputable)
-    touched = {graph.data[d] for n in effects for d in n.reads}
-    names = (d.name for d in touched if d.kind is DataKind.BUFFER and _is_inside(d.name, path))
-    return tuple(sorted(name.removeprefix(f"{path}.") for name in names))
 
 
 # Predicting memory
@@ -190,9 +179,8 @@ def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
     """Each module runs again, but for what it keeps, directly before the first backward operation
     that reads a missing result."""
     kept = _kept_here(graph, wrapped)
-    missing = [
-        [n for n in module.nodes if not _is_there(graph.nodes[n], kept)] for module in wrapped
-    ]
+    there = {n.index for n in graph.nodes if not n.recomputable or kept.issuperset(n.writes)}
+    missing = [[n for n in module.nodes if n not in there] for module in wrapped]
     makes = [{d for n in nodes for d in graph.nodes[n].writes} - kept for nodes in missing]
     backward: list[int] = []
     done: set[int] = set()
@@ -203,10 +191,6 @@ def _schedule(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Schedule:
                 backward += nodes
         backward.append(node.index)
     return with_frees(graph, [n.index for n in graph.forward], backward)
-
-
-def _is_there(node: ComputeNode, kept: frozenset[int]) -> bool:
-    return not node.recomputable or kept.issuperset(node.writes)
 
 
 def _simulated(graph: CDGraph, wrapped: Sequence[Wrapped]) -> Simulation:
@@ -242,11 +226,11 @@ def _header(plan: Plan, wrapped: Sequence[Wrapped], repeated: int) -> str:
         too_much=format_bytes(_bytes(graph, kept - planned)),
         too_little=format_bytes(_bytes(graph, (planned & inside) - kept)),
     )
-    return "\n".join(_filled(line) for line in text.splitlines()) + "\n"
-
-
-def _filled(line: str) -> str:
-    return textwrap.fill(line, 96, subsequent_indent="  " if line.startswith("- ") else "")
+    lines = [
+        textwrap.fill(line, 96, subsequent_indent="  " if line.startswith("- ") else "")
+        for line in text.splitlines()
+    ]
+    return "\n".join(lines) + "\n"
 
 
 def _table(wrapped: Sequence[Wrapped]) -> str:

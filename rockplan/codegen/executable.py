@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -89,6 +89,10 @@ def build(
     targets = tuple(tuple(position[t] for t in slice_) for slice_ in code.handed)
     on_device = (v for v in graph.values if graph.data[v.data].kind is not DataKind.HOST)
     devices = {v.spec.device for v in on_device}
+    storages = [graph.values[v].data for v in interface.residents]
+    last_read = {storages[r]: number for number, reads in enumerate(code.read) for r in reads}
+    last_handed = {t: number for number, slice_ in enumerate(targets) for t in slice_}
+    early = [t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)]
     layout, specs = None, dict(interface.distributed)
     if code.pages:
         (device,) = {device for _, _, device in code.pages}  # several were refused before
@@ -108,7 +112,7 @@ def build(
         devices=tuple(sorted(devices)),
         device_types=tuple(sorted({d.split(":")[0] for d in devices})),
         random=any(n.random for n in graph.nodes),
-        early=_early(targets, code.read, [graph.values[v].data for v in interface.residents]),
+        early=tuple(sorted(early)),
         backward_ignores_autocast=interface.backward_ignores_autocast,
         again=functools.cache(
             functools.partial(build, graph, interface, schedule, name, True, host_path)
@@ -123,16 +127,6 @@ def _strides(graph: CDGraph, output: OutputLeaf) -> Strides | None:
         return None
     strides, spec = graph.values[output.tangent].spec.stride, output.tangent_spec
     return strides if spec is None else PlacedStrides(strides, spec)
-
-
-def _early(
-    targets: Sequence[Sequence[int]], read: Sequence[Sequence[int]], storages: Sequence[int]
-) -> tuple[int, ...]:
-    """Those whose storage a slice reads after the last one that returns a part of their
-    gradient."""
-    last_read = {storages[r]: number for number, reads in enumerate(read) for r in reads}
-    last_handed = {t: number for number, reads in enumerate(targets) for t in reads}
-    return tuple(sorted(t for t, n in last_handed.items() if n < last_read.get(storages[t], -1)))
 
 
 class Frame(Pages):

@@ -73,8 +73,7 @@ def planned_no_more(model: nn.Module) -> None:
 
 
 def _decoder_of(model: Any) -> nn.Module | None:
-    """Return the decoder that a causal model of transformers runs, also one with adapters of peft;
-    None for others."""
+    """Of a causal model of transformers, also one with adapters of peft; None for others."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
     is_inside = isinstance(decoder, nn.Module) and decoder not in (model, base)

@@ -7,6 +7,7 @@ for bytes that cannot be had, before anything is copied.
 
 from __future__ import annotations
 
+import functools
 import os
 import threading
 import weakref
@@ -86,11 +87,6 @@ class ArenaPool:
             self._free.append(arena)
 
 
-def _new_arena(size_bytes: int, device: str, path: str | None) -> Arena:
-    is_cuda = torch.device(device).type == "cuda"
-    return PinnedArena(size_bytes, device) if is_cuda else FileArena(size_bytes, path)
-
-
 _Place = tuple[str, str | None]
 """(device, folder)"""
 _pools: weakref.WeakValueDictionary[_Place, ArenaPool] = weakref.WeakValueDictionary()
@@ -114,6 +110,8 @@ def pool_of(device: str, path: str | None = None) -> ArenaPool:
         )
     known = _pools.get((device, path))
     if known is None:
-        known = ArenaPool(lambda size: _new_arena(size, device, path))
-        known = _pools.setdefault((device, path), known)
+        make: Callable[[int], Arena] = functools.partial(FileArena, folder=path)
+        if kind == "cuda":
+            make = functools.partial(PinnedArena, device=device)
+        known = _pools.setdefault((device, path), ArenaPool(make))
     return known

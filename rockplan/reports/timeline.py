@@ -289,7 +289,10 @@ def trace_json(
         threads = _THREADS | (_COPY_THREADS if predicted.copies else {})
         events += _process_events(process, f"{predicted.name} (predicted)", threads)
         events += _operation_events(process, predicted)
-        events += _counter_events(process, predicted)
+        ends = (predicted.time_ns, (0,) * len(predicted.groups))
+        for time_ns, sizes in (*((m.start_ns, m.group_bytes) for m in predicted.moments), ends):
+            values = dict(zip(predicted.groups, sizes, strict=True))
+            events.append(_counter(process, "live bytes by module", time_ns, values))
     for process, (name, measurement) in enumerate((measured or {}).items(), len(timelines) + 1):
         events += _process_events(process, f"{name} (measured)", {})
         for time_ns, live_bytes in zip(measurement.times_ns, measurement.live_bytes, strict=True):
@@ -321,13 +324,6 @@ def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
         kind = "again" if moment.again else moment.phase
         drawn_as = piece(_THREADS[kind], moment.start_ns, moment.stop_ns, moment.operation, kind)
         yield drawn_as | {"args": {"live_bytes": moment.live_bytes}}
-
-
-def _counter_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
-    for moment in drawn.moments:
-        values = dict(zip(drawn.groups, moment.group_bytes, strict=True))
-        yield _counter(process, "live bytes by module", moment.start_ns, values)
-    yield _counter(process, "live bytes by module", drawn.time_ns, dict.fromkeys(drawn.groups, 0))
 
 
 def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> Event:
@@ -379,14 +375,12 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         )
         for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
     )
-    return (*rows, *_copy_rows(predicted))
-
-
-def _copy_rows(predicted: MemoryTimeline) -> Iterator[BlockRow]:
+    copies: list[BlockRow] = []
     for name in _COPY_THREADS if predicted.copies else ():
-        own = (c for c in predicted.copies if c.is_out == (name == _OUT))
-        runs = ((c.begins_ns, c.ends_ns, "copy") for c in own)
-        yield BlockRow(name, digest="", runs=tuple(runs), alive=(), saved_bytes=0)
+        own_copies = (c for c in predicted.copies if c.is_out == (name == _OUT))
+        runs = tuple((c.begins_ns, c.ends_ns, "copy") for c in own_copies)
+        copies.append(BlockRow(name, digest="", runs=runs, alive=(), saved_bytes=0))
+    return (*rows, *copies)
 
 
 def block_titles(plan: Plan) -> tuple[str, ...]:

@@ -34,6 +34,8 @@ from rockplan.values.profile import Profile
 from rockplan.values.progress import report
 from rockplan.values.schedule import Waits, keep_all
 
+_measured_link = functools.cache(measured_link)
+
 MARGIN = 0.2
 """Share of the host's memory, or of a disk, that stays free if paging may use all that is left."""
 
@@ -126,15 +128,9 @@ def host_of(graph: CDGraph, options: Options) -> Host | None:
     device, path = devices.pop() if devices else "cpu", options.host_path
     folder = None if path is None else os.fspath(path)
     pool_of(device, folder)  # raises if nothing can be paged
-    rate = options.link_bytes_per_s or _measured_rate(device, folder)
+    rate = options.link_bytes_per_s or in_two_digits(int(_measured_link(device, folder)))
     place = folder if device.startswith("cuda") else folder or tempfile.gettempdir()
     return Host(options.host_bytes or _left_bytes(place), HostLink(rate, rate))
-
-
-@functools.cache
-def _measured_rate(device: str, folder: str | None) -> int:
-    """Return the bytes a second of the link, measured once in a process."""
-    return in_two_digits(int(measured_link(device, folder)))
 
 
 def in_two_digits(measured: int) -> int:

@@ -46,18 +46,13 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
     sizes = dict.fromkeys(-(-count * k // PREFIXES) for k in range(1, PREFIXES + 1))
     orders = _forgetting(view, frozenset(droppable))
     for size in reversed(sizes):
-        orders.append(_dropping(view, frozenset(droppable[:size])))
+        phase = _phase(view, frozenset(droppable[:size]))
+        for node in problem.backward:
+            phase.execute(node.index)
+        orders.append(_orders(problem, phase.nodes))
         if time.process_time() >= deadline:
             break
     return list(dict.fromkeys([keep_all_orders(problem), *reversed(orders)]))
-
-
-def _dropping(view: GraphView, dropped: frozenset[int]) -> Orders:
-    """Run forward nodes once; before each backward node, make its missing inputs again."""
-    phase = _phase(view, dropped)
-    for node in view.graph.backward:
-        phase.execute(node.index)
-    return _orders(view.graph, phase.nodes)
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
