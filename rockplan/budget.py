@@ -116,7 +116,6 @@ def _parse_text(text: str) -> Budget:
 
 
 def _size_bytes(number: int | float | Fraction, budget: int | float | str) -> int:
-    """Rounded down. budget: as the user wrote it, for the message."""
     if number <= 0:
         raise _not_positive(budget)
     if number < 1:

@@ -385,7 +385,6 @@ def _drawn_numbers(count: int) -> torch.Tensor:
 def _laid_out(
     make: Callable[[int], torch.Tensor], like: torch.Tensor, strides: Strides
 ) -> torch.Tensor:
-    """Numbers of `make` fill the memory in order."""
     spec = strides.spec if isinstance(strides, PlacedStrides) else None
     own = strides.strides if isinstance(strides, PlacedStrides) else strides
     shape = like.shape if spec is None else local_shape(spec)

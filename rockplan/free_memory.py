@@ -230,7 +230,6 @@ class _Coming:
 
 
 def _of_optimizer(optimizer: OptimizerLike, model: nn.Module, step: TrainingStep) -> _Coming:
-    """Beyond the state that it holds already; all 0 without one."""
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     if optimizer is None or not trained:
         return _Coming()

@@ -76,8 +76,6 @@ def explained(model: nn.Module | None = None) -> Iterator[None]:
 
 
 def _shapes(arguments: Any) -> Any:
-    """Return the arguments with tensors on the meta device, which hold no memory."""
-
     def shape(leaf: Any) -> Any:
         return leaf.detach().to("meta") if isinstance(leaf, torch.Tensor) else leaf
 

@@ -95,7 +95,6 @@ another moment in each step."""
 
 
 def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
-    """Of the steps that have the marks of the last one in the same order."""
     marks = [stretch.mark for stretch in courses[-1]]
     alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
     return [

@@ -364,8 +364,6 @@ class _Job:
     def _captured(
         self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
     ) -> tuple[dict[str, CapturedBlock], Left]:
-        """Raises CaptureError for one of those left out if the options say so, after all were
-        gathered."""
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         failure: tuple[CaptureError, str] | None = None
@@ -405,7 +403,6 @@ class _Job:
     def _capture(
         self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
-        """incoming: what its backward starts from, None if not known."""
         with under_autocast(call.autocast), gathered(block), call.as_called():
             return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
 
@@ -493,8 +490,6 @@ class _Job:
         return BlockKind(problem, eager_option(graph), family, sum(incoming))
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """One process decides for all with the same blocks."""
-
         def key() -> object:
             kinds = [*sequence.kinds]
             blocks = [kinds.index(block.kind) for block in sequence.blocks]
@@ -505,7 +500,6 @@ class _Job:
         return self.agreed.decided(key, lambda: self._chosen_here(sequence, budget_bytes), graphs)
 
     def _chosen_here(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
-        """Raises InfeasibleBudget, or warns and returns the smallest plan, as the options say."""
         sequence = sequence.with_options_for(budget_bytes, self.options)
         chosen = sequence.fastest(budget_bytes)
         if chosen is not None:

@@ -86,8 +86,6 @@ def arguments(
 
 
 def _refuse_wrappers(model: nn.Module) -> None:
-    """Raise InvalidInput for a model compiled by torch.compile, and for wrappers of several devices
-    or processes, which say how to plan what is inside."""
     if hasattr(model, "_orig_mod"):
         raise InvalidInput(
             "model is compiled by torch.compile, and a plan runs without a compiler; plan the "
@@ -321,6 +319,5 @@ def problems_of(source: CapturedCall, options: Options) -> tuple[Problem, ...]:
 
 
 def _device(module: nn.Module, captured: Capture) -> torch.device:
-    """Return the CUDA device of the run, else the CPU."""
     kinds = {v.spec.device for v in captured.values if v.spec.device.startswith("cuda")}
     return torch.device(min(kinds)) if kinds else torch.device("cpu")

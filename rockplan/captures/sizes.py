@@ -111,8 +111,6 @@ def _varying(
 
 
 def _named(one: SizeRange, tensors: dict[str, torch.Tensor]) -> str:
-    """Return the name of the tensor that the range `one` is of. Raises InvalidInput if the sample
-    has no such tensor or dimension, or a size outside of the range."""
     tensor = tensors.get(one.argument)
     if tensor is None:
         raise InvalidInput(

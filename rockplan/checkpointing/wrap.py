@@ -46,7 +46,6 @@ def repeated_blocks(model: nn.Module) -> tuple[str, ...]:
 
 
 def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
-    """Outermost first; none inside of another."""
     paths: list[str] = []
     for path, container in model.named_modules():
         if not _is_container(container):

@@ -182,7 +182,6 @@ def shares_by_operator(plan: Plan) -> list[CostShare]:
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
-    """names: node -> name. Those that keep most bytes come first."""
     kept = kept_data(plan.graph, plan.schedule)
     operations, times, sizes = Counter[str](), Counter[str](), Counter[str]()
     for node in plan.graph.nodes:

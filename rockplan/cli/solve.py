@@ -166,7 +166,6 @@ def _plan_or_error(budget: str, options: Options, call: dict[str, Any]) -> Plan 
 
 
 def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
-    """option: name of the argument, for the message."""
     if name is None:
         return
     if not budgets:

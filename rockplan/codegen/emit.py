@@ -391,7 +391,6 @@ class _Emitter:
 
     @staticmethod
     def _skip(node: ComputeNode) -> None:
-        """What changes outside state must not happen twice."""
         if node.writes:
             raise BackwardError(
                 f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "

@@ -68,7 +68,6 @@ def _execute(
     filename: str,
     kernels: Mapping[str, Callable[..., Any]] | None = None,
 ) -> dict[str, Any]:
-    """operators: (identifier in the text, operator); filename: its name in tracebacks."""
     known = {**_FUNCTIONS, **(kernels or {})}
     namespace: dict[str, Any] = {"torch": torch, "math": math}
     for identifier, op in operators:

@@ -220,7 +220,6 @@ def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    """Fastest first; of equal ones the option with the lower index stays."""
     ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
     return undominated(ordered, _demands)
 

@@ -149,7 +149,6 @@ def _expand(table: Table, part: _Part) -> list[Operation | _Part]:
 
 
 def _fill(table: Table, segment: int) -> None:
-    """The rows of its parts must be filled."""
     alternatives = choices(table.segments, segment)
     minimum, unit_bytes = int(table.minimum_bytes[segment]), table.grid.unit_bytes
     first = -(-minimum // unit_bytes)

@@ -227,7 +227,6 @@ def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
 
 
 def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, _Span]:
-    """paths: the block of each node, '' for none; phase: positions in the schedule."""
     runs = [i for i in phase if isinstance(schedule.events[i], Compute)]
     own = defaultdict[str, list[int]](list)
     for number, position in enumerate(runs):
@@ -238,8 +237,6 @@ def _spans(schedule: Schedule, paths: Sequence[str], phase: range) -> dict[str, 
 
 
 def _paths(graph: CDGraph, handed: Handed, groups: Mapping[str, GatheredGroup]) -> list[str]:
-    """The block of the module, or of the parameter whose gradient the node makes; '' for the
-    rest."""
     path_of = {name: path for path, group in groups.items() for name in group.parts}
     of_data = {d: path_of[name] for name, data in handed.items() if name in path_of for d in data}
     return [

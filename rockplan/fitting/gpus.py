@@ -163,8 +163,6 @@ def _cpu(device: Any) -> Gpu:
 
 
 def _cuda(device: Any) -> Gpu:
-    """With the memory and capability that it reports, and the rates of the known GPU of its
-    name."""
     import torch
 
     try:

@@ -150,7 +150,6 @@ def _in_backward(each: Mapping[str, OptimizerSteps]) -> OptimizerSteps:
 
 
 def _fake(parameter: torch.Tensor) -> torch.Tensor:
-    """Of a DTensor like the part of this rank; on the CPU for one on the meta device."""
     own = parameter.to_local() if hasattr(parameter, "to_local") else parameter
     device = torch.device("cpu") if own.is_meta else own.device
     made = torch.empty_strided(own.shape, own.stride(), dtype=own.dtype, device=device)

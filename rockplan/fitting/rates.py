@@ -63,7 +63,6 @@ class DeviceRates(Rates):
 
 
 def _done(call: Call) -> float:
-    """Return the share of the counted operations that attention does: half if it is causal."""
     at = _place_of_is_causal(call.op)
     is_causal = at is not None and len(call.args) > at and call.args[at] is True
     return 0.5 if is_causal or ("is_causal", True) in call.kwargs else 1.0

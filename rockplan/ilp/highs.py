@@ -222,7 +222,6 @@ def _solve(
 
 
 def _report(highs: highspy.Highs, integral: NDArray[np.bool_]) -> SolveReport:
-    """Raises SolverError if HiGHS stopped for anything but a limit."""
     model_status = highs.getModelStatus()
     kinds = highspy.HighsModelStatus
     info = highs.getInfo()

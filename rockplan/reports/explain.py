@@ -357,7 +357,6 @@ def _orders(
 
 
 def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
-    """None if one of them may not run again."""
     view = view_of(graph)
     missing = {d.index for d in graph.data if not d.kind.resident} - alive
     try:
@@ -368,7 +367,6 @@ def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
-    """Of tenants whose names differ only in layer numbers; most bytes first."""
     groups: dict[str, list[Tenant]] = {}
     for tenant in tenants:
         groups.setdefault(marked(pattern_of(tenant.name), tenant.kind), []).append(tenant)

@@ -149,7 +149,6 @@ def _draw_lines(
     measurement: MeasuredTimeline | None,
     budget_bytes: int | None,
 ) -> None:
-    """None leaves a line out; so does a budget far above the peak."""
     if measurement is not None:
         times_ms = [t / 1e6 for t in measurement.times_ns]
         live = [b / _MIB for b in measurement.live_bytes]
@@ -229,7 +228,6 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
 
 
 def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: int) -> None:
-    """highest_bytes: the largest of any row, for the scale."""
     axis.axhline(position + 1, color="#80808040", linewidth=0.6)
     for kind, colour in RUN_COLOURS.items():
         spans = [((a / 1e6), (b - a) / 1e6) for a, b, k in row.runs if k == kind]
@@ -308,7 +306,6 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
 
 
 def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    """fills: colour of the forward of each block."""
     names = operation_names(plan.graph)
     again = recomputations(plan)
     made_by = producers(plan.graph)

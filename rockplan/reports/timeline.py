@@ -135,7 +135,6 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 
 
 def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
-    """() if the graph has none."""
     if not view_of(graph).has_copies:
         return ()
     names = operation_names(graph)
@@ -149,7 +148,6 @@ def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
-    """group_of: of each node; caller: the group of what no node makes."""
     names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
@@ -169,7 +167,6 @@ def _stays(
 def _group_bytes(
     stays: Sequence[Stay], groups: int, schedule: Schedule
 ) -> Iterator[tuple[int, ...]]:
-    """Of each computation. groups: their number."""
     count = len(schedule.computes)
     changes: list[list[tuple[int, int]]] = [[] for _ in range(count + 1)]
     for stay in stays:
@@ -221,7 +218,6 @@ def module_groups(graph: CDGraph) -> tuple[str, ...]:
 
 
 def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
-    """Others than the MOST_GROUPS - 1 that make most bytes become OTHERS."""
     made: dict[str, int] = defaultdict(int)
     for node, label in zip(graph.nodes, labels, strict=True):
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)

@@ -226,7 +226,6 @@ class _Backward:
         return self._from_other_plan(number)
 
     def _run_slice(self) -> tuple[torch.Tensor, ...]:
-        """Raises BackwardError if a hook changed what the slice reads."""
         number = self._next_slice
         self._next_slice += 1
         self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)

@@ -204,7 +204,6 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    """paths: identity of a submodule -> its dotted name."""
     root = signature.entries[0].module
     entries = {id(e.module): e for e in module_entries(root)}
     for entry in signature.entries:

@@ -192,7 +192,6 @@ def planned_for(
 
 
 def _surround(copied: Any, planned: Planned) -> None:
-    """Where those of `planned` are unchanged."""
     surroundings = Surroundings.of(copied, original_forward(copied))
     for key, bounds in planned._rockplan.programs.items():
         own = copied._rockplan.programs[key]
@@ -319,7 +318,6 @@ def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
 def _rebuild(
     attributes: dict[str, Any], programs: Sequence[tuple[Any, PlannedProgram]], *state: Any
 ) -> nn.Module:
-    """programs, state: as in `_begin`, as `of_copies`."""
     own = PlannedState(*state)
     planned = nn.Module.__new__(_planned_class(own.original))
     planned.__dict__.update(attributes)

@@ -361,8 +361,6 @@ class Situation:
         return other.program.executable
 
     def _program(self, pattern: Pattern) -> PlannedProgram:
-        """Under the switches that the call had. Raises BackwardError where the options forbid
-        it."""
         module, state = self.planned, self.planned._rockplan
         if state.settings.on_mismatch == "error":
             raise BackwardError(

@@ -122,7 +122,6 @@ def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | 
 
 
 def _growth(plan: Plan, problem: Problem) -> float:
-    """Return eager's peak of the call as a multiple of that of the plan's call."""
     return problem.unplanned.peak_bytes / max(plan.eager_peak_bytes, 1)
 
 
@@ -170,7 +169,6 @@ def carried_over(plan: Plan, graph: CDGraph) -> Schedule | None:
 
 
 def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
-    """Executions whose results nothing reads are left out."""
     plan, matched = one
     forward, backward = plan.schedule.phases
     # The backward order of the plan has re-executions of forward nodes, too.
@@ -182,7 +180,6 @@ def _replayed(one: _Alike, graph: CDGraph) -> Schedule:
 
 
 def _in_eager_order(graph: CDGraph, nodes: Sequence[ComputeNode]) -> Sequence[ComputeNode]:
-    """The order of a graph depends on sizes."""
     if not graph.eager_order:
         return nodes
     place = {node: position for position, node in enumerate(graph.eager_order)}
@@ -216,7 +213,6 @@ def _pairs(old: Sequence[ComputeNode], new: Sequence[ComputeNode]) -> dict[int, 
 
 
 def _kind(node: ComputeNode) -> tuple[object, ...]:
-    """Return what a node does, whatever the sizes."""
     return tuple(stem(call.op) for call in node.calls), node.module, node.random, node.recomputable
 
 

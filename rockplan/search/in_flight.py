@@ -90,8 +90,6 @@ def plan_in_flight(
 
 
 def _smallest_plans(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan]:
-    """The one that keeps nothing, if it is legal, and the one of the least peak; each within a
-    quarter of the time limit."""
     quarter = replace(options, time_limit_s=options.time_limit_s / 4)
     thrifty = thriftiest(problem.constrained, quarter)
     if (plan := planning.plan_of(problem, thrifty, MOST_BYTES)) is not None:

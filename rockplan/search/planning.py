@@ -135,7 +135,6 @@ def _stopped(plan: Plan) -> Plan:
 def _without_waits(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None
 ) -> Plan:
-    """From the cache, or made now and put there. Raises InfeasibleBudget."""
     cache = cache_of(options)
     least = least or least_peak_of(problem, options)
     if cache is None:

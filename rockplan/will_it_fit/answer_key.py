@@ -125,7 +125,6 @@ def _described(value: Any, seen: set[int] | None = None, depth: int = _DEPTH) ->
 
 
 def _cell(cell: CellType) -> object:
-    """None if it is empty."""
     try:
         return cell.cell_contents
     except ValueError:

@@ -51,7 +51,6 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
 
 
 def _drawing(fit: Fit, length: int | None) -> str:
-    """On a scale of powers of two."""
     rows = [row for row in fit.rows if row.length == length]
     batches = [batch for row in rows for batch, _ in row.peaks] or [1]
     least, most = math.log2(min(batches)), math.log2(max(batches))

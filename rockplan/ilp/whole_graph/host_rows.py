@@ -68,12 +68,9 @@ class HostRows:
         return elapsed
 
     def _between(self, first: int, last: int) -> float:
-        """Return the time of first executions from before one node to before another, in
-        TIME_UNIT."""
         return (self._starts_ns[last] - self._starts_ns[first]) / self._unit_ns
 
     def _carried(self, d: int, bytes_per_s: int) -> float:
-        """Return the time of a copy, in TIME_UNIT."""
         return self._facts.sizes[d] * 1e9 / bytes_per_s / self._unit_ns
 
     def _add_copies_out(self, forward: int) -> None:

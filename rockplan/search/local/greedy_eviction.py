@@ -375,8 +375,6 @@ class _Run:
             self._make_room(needed_bytes)
 
     def _taken(self, node: ComputeNode, dies: Callable[[int], bool]) -> frozenset[int]:
-        """The operands whose storages take results of the node, if those that `dies` accepts
-        die."""
         takeover = self.view.taken(node.index, dies)
         return frozenset(takeover.operands if takeover else ())
 

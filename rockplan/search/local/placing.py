@@ -103,7 +103,6 @@ class _Placing:
         return self._written()
 
     def _uses(self) -> tuple[dict[int, int], dict[int, list[int]]]:
-        """Of paged storages: -> where it is first made; -> where it is made or read, ascending."""
         made: dict[int, int] = {}
         used: dict[int, list[int]] = {d: [] for d in self.pages}
         for position, i in enumerate(self.computed):
@@ -127,7 +126,6 @@ class _Placing:
         return max(used[-1], self.made[d] + 1)
 
     def _written(self) -> Orders:
-        """Copies out at one position come in the order in which they begin."""
         before: dict[int, list[int]] = {}
         for d in sorted(self.stores, key=lambda d: (self.made[d], d)):
             before.setdefault(self.stores[d], []).append(self.pages[d].store)
@@ -145,8 +143,6 @@ class _Placing:
         return tuple(forward), tuple(backward)
 
     def _memory(self) -> tuple[NDArray[np.int64], dict[int, frozenset[int]]]:
-        """(Bytes alive at each position while its node runs, position -> operands over which its
-        results are written.)"""
         graph = self.graph
         schedule = with_frees(graph, *self._written())
         taken = taken_over(graph, schedule)
