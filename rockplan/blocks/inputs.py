@@ -120,26 +120,6 @@ def sample_run(
     return run
 
 
-def refuse_missing(run: SampleRun) -> None:
-    """Raise InvalidInput if a block is not called by the sample."""
-    if run.missing:
-        several = f" and {len(run.missing) - 1} more" if run.missing[1:] else ""
-        raise InvalidInput(
-            f"block '{run.missing[0]}'{several} is not called by this sample; pass a sample that "
-            "reaches it, or leave it out of `blocks`. (LayerDrop leaves layers out by chance: set "
-            "its probability to 0 while this plans)"
-        )
-
-
-def refuse_repeated(run: SampleRun) -> None:
-    """Raise InvalidInput if a block is called several times in one forward."""
-    for path in run.repeated:
-        raise InvalidInput(
-            f"block '{path}' is called several times in one forward, and would be planned "
-            "for one call; leave it out of `blocks`, or plan the module that calls it"
-        )
-
-
 def without_history(
     args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:

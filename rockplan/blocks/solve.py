@@ -21,14 +21,7 @@ from torch import nn
 from rockplan.agreement import Agreement, agreement
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
-from rockplan.blocks.inputs import (
-    SampleCall,
-    SampleRun,
-    refuse_missing,
-    refuse_repeated,
-    sample_run,
-    without_history,
-)
+from rockplan.blocks.inputs import SampleCall, SampleRun, sample_run, without_history
 from rockplan.blocks.kinds import (
     UNLIMITED,
     Allowance,
@@ -232,9 +225,18 @@ def _blocks_called(
         for path, why in left:
             del run.calls[path]
             _LOGGER.warning("block '%s' is left as it is: %s", path, why)
-    else:
-        refuse_repeated(run)
-    refuse_missing(run)
+    elif run.repeated:
+        raise InvalidInput(
+            f"block '{next(iter(run.repeated))}' is called several times in one forward, and would "
+            "be planned for one call; leave it out of `blocks`, or plan the module that calls it"
+        )
+    if run.missing:
+        several = f" and {len(run.missing) - 1} more" if run.missing[1:] else ""
+        raise InvalidInput(
+            f"block '{run.missing[0]}'{several} is not called by this sample; pass a sample that "
+            "reaches it, or leave it out of `blocks`. (LayerDrop leaves layers out by chance: set "
+            "its probability to 0 while this plans)"
+        )
     return named, run, left
 
 

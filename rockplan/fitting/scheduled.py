@@ -19,7 +19,7 @@ from rockplan.graph_builder.operators.facts import PRODUCTS
 from rockplan.oracles.lifetimes import Lifetime, Owner, lifetimes, taken_over
 from rockplan.values.graph import CALLER_LOSS, CDGraph
 from rockplan.values.interface import Interface
-from rockplan.values.schedule import Compute, Free, Schedule, Waits
+from rockplan.values.schedule import Compute, Free, Schedule
 
 Gradients = Mapping[str, int]
 """Name of a parameter -> storage of what becomes its first `.grad`."""
@@ -42,17 +42,6 @@ def all_gradients(graph: CDGraph, interface: Interface) -> dict[str, tuple[int, 
         for target, contributions in interface.gradients
         if contributions and target in names
     }
-
-
-def waits_of(graph: CDGraph, interface: Interface) -> Waits:
-    """Return (storages of contributions to the gradient, storage of the parameter) for each
-    parameter that gets any: in a step with optimizers inside backward, gradients wait for the last
-    read of it."""
-    return tuple(
-        (tuple(graph.values[one].data for one in contributions), graph.values[target].data)
-        for target, contributions in interface.gradients
-        if contributions and target in {value for _, value in interface.parameters}
-    )
 
 
 def scheduled_changes(

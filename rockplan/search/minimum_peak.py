@@ -21,7 +21,6 @@ from rockplan.search.limits import Limits
 from rockplan.search.pipeline import LEAST_PEAK, Stage, run
 from rockplan.search.problem import Goal
 from rockplan.values.block import OptionFamily
-from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
 from rockplan.values.progress import report
 from rockplan.values.schedule import Schedule, with_frees
@@ -100,16 +99,12 @@ def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK)
     come first, with the times of a reference machine, so that the result is the same on every run;
     then those that use measured ones."""
     report("looking for the smallest peak")
-    reference_goal = replace(goal, graph=with_reference_times(goal.graph))
+    times = [n.time_ns for n in price(goal.graph, roofline(goal.graph, REFERENCE)).nodes]
+    nodes = tuple(replace(n, time_ns=times[n.index]) for n in goal.graph.nodes)
+    reference_goal = replace(goal, graph=replace(goal.graph, nodes=nodes))
     first = run([s for s in stages if not s.sees_measured], reference_goal, limits)
     start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)  # trivial bound
     # Times and bounds of the reference machine mean nothing on this one.
     trace = tuple(replace(t, time_ns=None, bound_ns=start.bound_ns) for t in first.trace)
     measured_start = replace(start.improved(goal, first.schedule), trace=trace)
     return run([s for s in stages if s.sees_measured], goal, limits, measured_start)
-
-
-def with_reference_times(graph: CDGraph) -> CDGraph:
-    """Return the graph with the times of the reference machine."""
-    times = [n.time_ns for n in price(graph, roofline(graph, REFERENCE)).nodes]
-    return replace(graph, nodes=tuple(replace(n, time_ns=times[n.index]) for n in graph.nodes))

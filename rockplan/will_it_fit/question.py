@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from rockplan.budget import MOST_BYTES, Budget
+from rockplan.captures.captured_calls import waits_of
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.as_on_cuda import as_on_cuda
 from rockplan.fitting.changes import Holding
@@ -22,7 +23,7 @@ from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import OptimizerLike, OptimizerSteps, optimizer_steps
 from rockplan.fitting.rates import CALLS_A_BLOCK, rates_of, step_ns
 from rockplan.fitting.reserved import storage_sizes
-from rockplan.fitting.scheduled import first_gradients, waits_of
+from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.shards import ALONE, GatheredGroup, Shards, gathered_bytes, unknown_to_fsdp2
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
@@ -336,7 +337,9 @@ class FitQuestion:
         if "reorder" not in self.options.without:
             graph = reordered(graph)
         problem = problem_of_priced(graph, call.profile, self.options)
-        waits = waits_of(graph, call.interface) if self.step.in_backward else ()
+        # Where optimizers step inside backward, gradients wait for the last read of a parameter.
+        stepping = call.interface.parameters if self.step.in_backward else ()
+        waits = waits_of(graph, call.interface, frozenset(name for name, _ in stepping))
         return replace(problem, waits=waits, host=self.host)
 
     def timeline(

@@ -123,7 +123,10 @@ class _Model:
 
     def memory(self, name: str, terms: Terms, constant_bytes: int) -> MemoryRow:
         step = max(math.gcd(*(weight for _, weight in terms)), 1)
-        alive = weighed((variable, weight // step) for variable, weight in terms)
+        merged: dict[LpVariable, int] = {}
+        for variable, weight in terms:
+            merged[variable] = merged.get(variable, 0) + weight // step
+        alive = LpAffineExpression(merged)
         free = int(sum(alive.values()))
         constraint = alive <= free
         return MemoryRow(constraint, self.require(name, constraint), constant_bytes, step, free)
@@ -145,15 +148,6 @@ class _Model:
         if s == len(self.stages.stages):
             return []
         return [term for d in self.stages.stages[s].wanted for term in self.kept(s, d)]
-
-
-def weighed(terms: Iterable[tuple[LpVariable, int]]) -> LpAffineExpression:
-    """Return the sum of variables times weights; weights of a variable that occurs twice are added
-    up."""
-    merged: dict[LpVariable, int] = {}
-    for variable, weight in terms:
-        merged[variable] = merged.get(variable, 0) + weight
-    return LpAffineExpression(merged)
 
 
 def entries(stages: Stages) -> int:
