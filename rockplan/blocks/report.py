@@ -96,7 +96,10 @@ class BlocksPlan:
         return next((m.outside_bytes for m in self.moments if m.running is not None), 0)
 
     def __str__(self) -> str:
-        beside = self.beside
+        beside, others = self.beside, []
+        if self.others.count:
+            held = format_bytes(self.others.needed_bytes(self.options))
+            others = [f"others          {held} held by {self.others.count} more calls in flight"]
         lines = [
             f"budget          {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)",
             f"predicted peak  {format_bytes(self.peak_bytes)} "
@@ -106,17 +109,11 @@ class BlocksPlan:
             f"beside blocks   {format_bytes(self.first_bytes)} alive before the first block, "
             f"{format_bytes(beside.outside_bytes)} at most between blocks (measured)",
             f"blocks          {format_bytes(self.saved_bytes)} kept between forward and backward",
-            *self._others(),
+            *others,
             f"overhead        {self.overhead:+.1%} predicted time of the blocks",
             "bytes count what is alive beyond parameters, buffers, inputs and .grad",
         ]
         return "\n".join([*lines, *self._rows(), *(f"{p}  left: {why}" for p, why in self.left)])
-
-    def _others(self) -> list[str]:
-        if not self.others.count:
-            return []
-        held = format_bytes(self.others.needed_bytes(self.options))
-        return [f"others          {held} held by {self.others.count} more calls in flight"]
 
     def _rows(self) -> list[str]:
         rows = Counter(

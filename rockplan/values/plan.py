@@ -176,50 +176,43 @@ def _summary_lines(plan: Plan) -> list[str]:
     share = plan.peak_bytes / max(plan.eager_peak_bytes, 1)
     again = recomputations(plan)
     forward, operations = len(required(plan.graph.forward)), len(required(plan.graph.nodes))
-    return [
-        f"budget          {format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
-        f"predicted peak  {format_bytes(plan.peak_bytes)} ({share:.0%} of "
+    reserved = ""
+    if plan.reserved_bytes is not None:
+        more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1
+        reserved = f"{format_bytes(plan.reserved_bytes)} ({more:+.0%}) by PyTorch's allocator"
+        reserved += ", as a model of it says"
+    rows = {
+        "budget": f"{format_bytes(plan.budget_bytes)} ({plan.budget_bytes} bytes)",
+        "predicted peak": f"{format_bytes(plan.peak_bytes)} ({share:.0%} of "
         f"{format_bytes(plan.eager_peak_bytes)} with everything kept)",
-        *_reserved_lines(plan),
-        f"saved           {format_bytes(plan.saved_bytes)} between forward and backward",
-        f"overhead        {plan.overhead:+.1%} predicted time "
+        "reserved": reserved,
+        "saved": f"{format_bytes(plan.saved_bytes)} between forward and backward",
+        "overhead": f"{plan.overhead:+.1%} predicted time "
         f"({len(again)} of {forward} forward operations run again)",
-        *_trip_lines(plan),
-        f"gap             {certificate.gap:.1%} above the proven bound at most "
-        f"({certificate.status.value})",
-        f"profile         {plan.profile_source} [{plan.profile_digest[:12]}]",
-        f"graph           {operations} operations in {len(plan.blocks)} blocks "
+        "paged": _paged(plan),
+        "gap": f"{certificate.gap:.1%} above the proven bound at most ({certificate.status.value})",
+        "profile": f"{plan.profile_source} [{plan.profile_digest[:12]}]",
+        "graph": f"{operations} operations in {len(plan.blocks)} blocks "
         f"of {len({b.digest for b in plan.blocks})} kinds [{plan.graph_digest[:12]}]",
-        *_kernel_lines(plan),
-        *([f"tiled           the head, in {plan.graph.tiles} parts"] if plan.graph.tiles else []),
-        *([f"origin          {plan.origin}"] if plan.origin else []),
-        *_held_lines(plan),
-        f"checked         {plan.checked or 'no (Options(check=True) compares two steps)'}",
-        "bytes count what is alive beyond parameters, buffers, inputs and .grad",
-    ]
+        "compiled": _kernels(plan),
+        "tiled": f"the head, in {plan.graph.tiles} parts" if plan.graph.tiles else "",
+        "origin": plan.origin,
+        "results": _held(plan),
+        "checked": plan.checked or "no (Options(check=True) compares two steps)",
+    }
+    lines = [f"{label:<16}{text}" for label, text in rows.items() if text]
+    return [*lines, "bytes count what is alive beyond parameters, buffers, inputs and .grad"]
 
 
-def _reserved_lines(plan: Plan) -> list[str]:
-    if plan.reserved_bytes is None:
-        return []
-    more = plan.reserved_bytes / max(plan.peak_bytes, 1) - 1
-    return [
-        f"reserved        {format_bytes(plan.reserved_bytes)} ({more:+.0%}) by PyTorch's "
-        "allocator, as a model of it says"
-    ]
-
-
-def _trip_lines(plan: Plan) -> list[str]:
+def _paged(plan: Plan) -> str:
     if not plan.trips:
-        return []
+        return ""
     size_bytes = sum(t.size_bytes for t in plan.trips)
     rate = max(t.size_bytes / max(t.gone_ns - t.leaves_ns, 1) for t in plan.trips)
     waits_ns = sum(t.waits_ns for t in plan.trips)
     waits = f"{waits_ns / 1e6:.2f} ms waited for" if waits_ns else "none waited for"
-    return [
-        f"paged           {format_bytes(size_bytes)} in {len(plan.trips)} storages to the host and "
-        f"back, at {rate:.1f} GB/s, {waits}"
-    ]
+    storages = f"{format_bytes(size_bytes)} in {len(plan.trips)} storages"
+    return f"{storages} to the host and back, at {rate:.1f} GB/s, {waits}"
 
 
 def _page_lines(plan: Plan) -> list[str]:
@@ -249,36 +242,36 @@ def _span(begin_ns: int, end_ns: int) -> str:
     return f"{begin_ns / 1e6:.1f} to {end_ns / 1e6:.1f}"
 
 
-def _kernel_lines(plan: Plan) -> list[str]:
+def _kernels(plan: Plan) -> str:
     if not plan.compiled:
-        return []
+        return ""
     near = ", which round as eager does" if plan.compiled == "near" else ""
     kernels = [kernel for kernel in plan.graph.kernels if not kernel.over]
     calls = sum(is_kernel(c.op) for n in plan.graph.nodes for c in n.calls)
     counted = f"{calls} calls of {len(kernels)} kernels" if kernels else "compiled kernels"
-    return [f"compiled        {counted}{near}"]
+    return f"{counted}{near}"
 
 
 _WORTH = 0.05
 """Results that the caller holds are mentioned from this share of the peak on."""
 
 
-def _held_lines(plan: Plan) -> list[str]:
-    """[] unless backward starts from scalars only and what the caller is taken to hold is worth
+def _held(plan: Plan) -> str:
+    """'' unless backward starts from scalars only and what the caller is taken to hold is worth
     it."""
     graph = plan.graph
     kinds = [(graph.data[v.data].kind, v) for v in graph.values]
     starts = [v for kind, v in kinds if kind is DataKind.TANGENT]
     if not starts or any(v.spec.shape for v in starts):
-        return []
+        return ""
     held = (graph.data[d] for d in graph.held)
     size_bytes = sum(d.size_bytes for d in held if d.kind is DataKind.ACTIVATION)
     if size_bytes < _WORTH * plan.peak_bytes:
-        return []
-    return [
-        f"results         {format_bytes(size_bytes)} held by the caller until backward is over "
+        return ""
+    return (
+        f"{format_bytes(size_bytes)} held by the caller until backward is over "
         "(Options(only_loss=True), or released=..., where the loss is all that a step reads)"
-    ]
+    )
 
 
 def _block_lines(plan: Plan) -> list[str]:
