@@ -51,9 +51,7 @@ class _Failure:
 
     @classmethod
     def of(cls, error: BaseException, rank: int) -> _Failure:
-        """Return what is sent to other processes of an error of this rank: its class, its message
-        with the rank before it, and its attributes that can be pickled. An error that is not
-        rockplan's is sent as OtherRankFailed."""
+        """An error that is not rockplan's is sent as OtherRankFailed."""
         text = f"rank {rank} could not plan: "
         if not isinstance(error, RockplanError):
             said = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
@@ -62,7 +60,6 @@ class _Failure:
         return cls(type(error), f"{text}{error}", facts)
 
     def error(self) -> RockplanError:
-        """Return the error to be raised for this failure."""
         error = self.kind.__new__(self.kind)
         error.args = (self.text,)
         vars(error).update(self.facts)

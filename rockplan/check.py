@@ -93,9 +93,8 @@ class _Given:
 
     @contextlib.contextmanager
     def restored(self) -> Iterator[None]:
-        """Put tensors, attributes and random generators back on leaving the `with` block, and
-        version counters, so that autograd takes no tensor for modified: the check may run in the
-        middle of a backward pass."""
+        """And version counters, so that autograd takes no tensor for modified: the check may run in
+        the middle of a backward pass."""
         tensors = [content.tensor for _, content in self.tensors]
         versioned = tuple(t for t in tensors if not t.is_inference())
         with (

@@ -83,9 +83,7 @@ def sample_run(
 
     def noted(path: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def note(*given: Any, **named_given: Any) -> Any:
-            """Run the block's forward, of which autograd saves nothing, and return its result. Note
-            the call in `run.calls[path]`, or a further one by adding `path` to `run.repeated`;
-            calls of one kind have one SampleCall. Raises InvalidInput under torch.func."""
+            """Calls of one kind have one SampleCall. Raises InvalidInput under torch.func."""
             own, named = with_collectives_done((given, named_given))
             try:
                 refuse_transforms()

@@ -242,8 +242,8 @@ def _recorded(
     )
 
     def record() -> Capture:
-        """Record the call, and before with an eye on what may be unread, until no more of that is
-        read; the two runs have to do the same."""
+        """Before, with an eye on what may be unread, until no more of that is read; both have to do
+        the same."""
         watched, unread = None, call.unread
         while unread and (watched is None or watched.unread != unread):
             try:

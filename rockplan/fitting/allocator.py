@@ -380,9 +380,8 @@ class _Pool:
         return [block for _, _, block in self._free]
 
     def best(self, size: int, expandable: bool) -> _Piece | None:
-        """Take the smallest free block of at least `size` bytes from the list and return it; None
-        if there is none (`get_free_block`). For expandable segments, unmapped addresses after a
-        block count as its size."""
+        """None if there is none (`get_free_block`). For expandable segments, unmapped addresses
+        after a block count as its size."""
         position = bisect_left(self._free, (size,))
         if position == len(self._free):
             return None

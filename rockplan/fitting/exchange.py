@@ -160,8 +160,8 @@ class _Course:
         self.let_go(position, key)
 
     def fill(self, position: int, group: GatheredGroup) -> Hashable:
-        """Append to `changes` the allocation, before the event at `position`, of the buffer that a
-        group's parameters are gathered into, unless they are already; return its key."""
+        """Returns the key of the buffer, which is allocated unless the parameters are there
+        already."""
         key = ("gathered", group.path)
         if ("whole", group.names[0]) not in self._alive and key not in self._alive:
             size_bytes = group.bytes_of(group.names)
@@ -194,9 +194,8 @@ class _Course:
             self.let_go(position, key)
 
     def reduce(self, position: int, group: GatheredGroup) -> None:
-        """Append to `changes` what happens before the event at `position`, where a group's backward
-        has ended: its gathered parameters are freed, and its gradients replaced by this process's
-        parts of their sums. Nothing is reduced if no parameter of it gets a gradient."""
+        """Gradients are replaced by this process's parts of their sums; nothing if there are
+        none."""
         self.let_go_of_whole(position, group)
         self.let_go(position, self.reduced)
         trained = [name for name in group.parts if name in self.handed]

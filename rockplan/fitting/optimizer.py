@@ -246,9 +246,7 @@ class _Stepping:
     tracker: Tracker
 
     def changes(self) -> list[MemoryChange]:
-        """Run one step over the fake parameters, each with a gradient, and return its allocations
-        and frees: unscale gradients, clip them, step, update the scaler; what is not used is left
-        out. Raises InvalidInput if it does not run so."""
+        """Raises InvalidInput if the optimizer does not run over fake tensors."""
         for name, fake in self.fakes.items():
             if fake.grad is None:
                 fake.grad = torch.empty_like(fake)

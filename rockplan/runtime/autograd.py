@@ -29,9 +29,8 @@ class _Seam(torch.autograd.Function):
     def forward(
         ctx: Any, call: PlannedCall, number: int, token: torch.Tensor | None, *targets: torch.Tensor
     ) -> torch.Tensor:
-        """Return a tensor of zero elements, which the next seam, or `_Outputs`, takes as an input.
-        number: position of the slice; token: what the seam before returned, None for the first;
-        targets: the parameters and inputs whose gradients the slice makes."""
+        """Return a token for the next seam, or `_Outputs`; token: of the seam before, None for the
+        first."""
         ctx.call = call
         ctx.number = number
         ctx.is_first = token is None
@@ -41,8 +40,7 @@ class _Seam(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
-        """Run the slice; return its gradients, one for each input of `forward` (None for those that
-        are no tensors)."""
+        """One gradient for each input of `forward` (None for those that are no tensors)."""
         gradients = ctx.call.gradients(ctx.number)
         return (None, None, None if ctx.is_first else token, *gradients)
 
@@ -59,8 +57,7 @@ class _Result(torch.autograd.Function):
     def forward(
         ctx: Any, call: PlannedCall, position: int, result: torch.Tensor, *inner: torch.Tensor
     ) -> torch.Tensor:
-        """Return `result` as an output of a node of its own. position: which result it is; inner:
-        results that it is computed from."""
+        """position: which result it is; inner: results that it is computed from."""
         ctx.call = call
         ctx.position = position
         ctx.set_materialize_grads(False)
@@ -104,9 +101,8 @@ class _Outputs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[Any, ...]:
-        """Take in the gradients of the results, None where there is none; the slices, which run
-        next, compute with them. Raises BackwardError for second derivatives, batches of gradients
-        and a backward pass under another autocast."""
+        """None where there is no gradient; the slices, which run next, compute with them. Raises
+        BackwardError for second derivatives, batches of gradients and another autocast."""
         saved = ctx.saved_tensors  # raises eager's error if the graph was not retained
         if torch.is_grad_enabled():
             raise BackwardError(

@@ -95,8 +95,8 @@ class _Tries:
     best: _Tried | None = None
 
     def improve(self, amount: float) -> bool:
-        """Plan with `amount` (share of the link's rate) of paging, and again without the storages
-        whose copies were waited for. Returns True if the best plan so far is beaten."""
+        """And again without the storages whose copies were waited for. True if the best plan is
+        beaten."""
         before, late = self.best, set[int]()
         for _ in range(self.limits.paging_again):
             tried = self._tried([d for d in self.ranked if d not in late], amount)

@@ -139,8 +139,7 @@ class _Model:
         return [] if variable is None else [(variable, self.size(d))]
 
     def available(self, s: int, d: int) -> LpAffineExpression:
-        """Return an expression that is 1 if d can be read at stage s by nodes after its
-        producer."""
+        """1 if d can be read at stage s by nodes after its producer."""
         made = (self.rerun.get((s, i)) for i in self.stages.units.view.makers[d])
         return lpSum(v for v in (self.keep.get((s, d)), *made) if v is not None)
 
@@ -282,8 +281,8 @@ class _Life:
     use: tuple[LpVariable, ...]
 
     def during(self, model: _Model, s: int, i: int) -> Terms:
-        """Return (variable, units of memory) of this storage while node i is re-executed in stage
-        s: up to its maker it counts if kept, after that while something reads it."""
+        """(Variable, units): up to its maker it counts if kept, after that while something reads
+        it."""
         if i < self.made_by:
             return model.kept(s, self.data)
         if i == self.made_by:

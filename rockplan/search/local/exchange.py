@@ -317,9 +317,8 @@ class _ExchangeSearch:
         self.draft.settle()
 
     def exchange_any(self, temperature_ns: float) -> None:
-        """Leave out a re-execution drawn at random, and make room for what stays alive instead. The
-        draft is put back if no room is found, or if it would be slower by more than the temperature
-        allows (a random number of mean `temperature_ns`)."""
+        """Make room for what stays alive instead. The draft is put back if no room is found, or if
+        it would be slower by more than a random number of mean `temperature_ns`."""
         position = self.random.choice(self.draft.reruns())
         limit_ns = self.draft.time_ns + self.random.expovariate(1.0) * temperature_ns
         node = self.draft.nodes[position]
@@ -330,9 +329,9 @@ class _ExchangeSearch:
             self.draft.undo(0)
 
     def makes_room(self, limit_ns: float, never: int | None = None) -> bool:
-        """Insert re-executions, none of the node `never`, and move first executions, until the
-        draft is within the budget. Returns False, with the draft as it was, if it would take
-        `limit_ns` or longer, nothing helps, or time is up."""
+        """Until the draft is within the budget. False, with the draft as it was, if it would take
+        `limit_ns` or longer, nothing helps, or time is up. never: a node that does not run
+        again."""
         draft = self.draft
         rule = _ExchangeRule(self.random.choice(self.limits.distance_powers), never)
         before = draft.changes

@@ -233,8 +233,8 @@ class _Run:
         self.outputs = frozenset(graph.outputs)
 
     def execute_all(self) -> None:
-        """Run every required node in the order of the graph, and what must run again before it.
-        Raises _Failed where the budget does not suffice, _GaveUp where it takes too much effort."""
+        """Raises _Failed where the budget does not suffice, _GaveUp where it takes too much
+        effort."""
         for node in self.graph.nodes:
             self.position = node.index
             if node.index == self.n_forward:
