@@ -18,7 +18,7 @@ from rockplan.runtime.program import build_program
 from rockplan.values.graph import caller_bytes
 from rockplan.values.schedule import Schedule
 from testing.graphs import random_schedule
-from testing.models import Case, densenet, encoder, gpt2, t5
+from testing.models import Case, densenet, encoder, gpt2, mean_square, t5
 from testing.training import solve_case, train_side_by_side, twin
 
 OPTIONS = rockplan.Options(cache=False, time_limit_s=2)
@@ -86,3 +86,25 @@ def test_random_schedules(name: str) -> None:
         assert left == 0, seed
         assert 0.99 * predicted.peak_bytes <= measured, seed
         assert measured <= max(predicted.peak_bytes, loss_bytes), seed
+
+
+class Views(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x).expand(4, 8).t().t().view(2, 2, 8).view(4, 2, 4)
+        return torch.tanh(y.exp()) * y.transpose(1, 2).reshape(4, 2, 4)
+
+
+def test_views_are_derived_in_few_steps() -> None:
+    """One that lies as its source does is that one; of several new sizes the last is enough."""
+    case = Case("views", Views(), (torch.randn(4, 8, requires_grad=True),), {}, mean_square)
+    eager = twin(case)
+    planned = solve_case(case, "100%", options=OPTIONS)
+    train_side_by_side(case, planned, eager, steps=3)
+    phases = rockplan.code_of(planned).split("def backward_0")
+    assert [phase.count(".view(") for phase in phases] == [2, 4]
+    assert [phase.count(".t(") for phase in phases] == [1, 1]
+    assert not any(".expand(" in phase for phase in phases)

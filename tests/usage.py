@@ -87,7 +87,7 @@ def count_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr("rockplan.api.new_or_known_program", counted)
+    monkeypatch.setattr("rockplan.programs.new_or_known_program", counted)
     return made
 
 

@@ -15,7 +15,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -32,6 +32,7 @@ from rockplan.values.graph import (
     MeshGroup,
     Phase,
     Takeover,
+    TensorSpec,
     ValueRef,
     is_kernel,
     refs,
@@ -296,10 +297,13 @@ class _Emitter:
                 last[pair[0]] = place
         pairs = [p for place, p in enumerate(self._unhanded) if place <= last.get(p[0], -1)]
         self._unhanded = [pair for pair in self._unhanded if pair not in pairs]
-        for _, gradient in pairs:
-            self._need(gradient)
         values = self._graph.values
         left = {values[g].data for _, g in self._unhanded}
+        count = Counter(values[g].data for _, g in pairs)
+        for _, gradient in pairs:
+            # Autograd takes over a gradient that nothing else holds, and copies others.
+            d = values[gradient].data
+            self._need(gradient, is_own=count[d] > 1 or d in left or d not in handed)
         for d in {values[g].data for _, g in pairs}.union(handed) - left:
             if d in handed or self._last_read.get(d, -1) < position:
                 self._live[d] = []
@@ -439,9 +443,9 @@ class _Emitter:
             self._line("del _")
         self._note_made(dict.fromkeys(fresh))  # an operator may return one tensor twice
 
-    def _need(self, value: int) -> None:
+    def _need(self, value: int, is_own: bool = False) -> None:
         """Taken from frame or residents (a position is noted as read), or derived again as a
-        view."""
+        view. is_own: as an object of its own."""
         needed = self._graph.values[value]
         for saved in self._saved.pop(needed.data, ()):
             name = self._name(saved)
@@ -456,16 +460,45 @@ class _Emitter:
             self._live[needed.data].append(value)
             (self._read[-1] if self._read else self._checked).add(position)
         elif needed.view is not None:
-            for ref in refs(needed.view):
-                self._need(ref.index)
-            self._assign(needed.view)
+            self._derive(value, needed.view, is_own)
         else:
             raise AssertionError(f"{needed.name} is not alive where it is read")
+
+    def _derive(self, value: int, view: Call, is_own: bool) -> None:
+        """A view that lies as a tensor which it comes from is that tensor, unless it is to be an
+        object of its own. Of views that give new sizes to a tensor without gaps, the last is
+        enough."""
+        values, source, short, resizes = self._graph.values, value, view, True
+        data, spec = values[value].data, values[value].spec
+        while (step := values[source].view) is not None:
+            resizes &= step.op in _RESIZING
+            if len(refs(step)) != 1:
+                break
+            source = refs(step)[0].index
+            if values[source].spec == spec and not is_own:
+                self._need(source)
+                self._line(f"{self._name(value)} = {self._name(source)}")
+                self._live[data].append(value)
+                return
+            if resizes and _is_without_gaps(values[source].spec):
+                short = replace(view, args=(ValueRef(source), *view.args[1:]))
+        for ref in refs(short):
+            self._need(ref.index)
+        self._assign(short)
 
     def _name(self, value: int) -> str:
         named = self._graph.values[value]
         name = self._names.of(value, named.name)
         return f"{name}_again" if named.data in self._shadowed else name
+
+
+_RESIZING = ("aten.view.default", "aten._unsafe_view.default")
+
+
+def _is_without_gaps(spec: TensorSpec) -> bool:
+    """False also for one of many sizes."""
+    strides = [math.prod(spec.shape[i + 1 :]) for i, _ in enumerate(spec.shape)]
+    return all(type(s) is int for s in spec.shape) and list(spec.stride) == strides
 
 
 def _acts(node: ComputeNode) -> bool:
