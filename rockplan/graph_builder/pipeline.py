@@ -133,10 +133,7 @@ NAMES = _named(*RUN_PASSES, *GRAPH_PASSES)
 
 
 def lower(
-    run: Capture,
-    rng_state_bytes: int,
-    options: Options = DEFAULT_OPTIONS,
-    with_dead: bool = False,
+    run: Capture, rng_state_bytes: int, options: Options = DEFAULT_OPTIONS, with_dead: bool = False
 ) -> Lowered:
     """Return the graph of a recorded run, after all passes.
 

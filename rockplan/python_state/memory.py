@@ -52,9 +52,7 @@ def put_back(contents: Iterable[Content]) -> None:
                 local_of(tensor).copy_(local_of(content.copy))
 
 
-def parts_of(
-    named: Iterable[tuple[str, torch.Tensor]],
-) -> Iterator[tuple[str, torch.Tensor]]:
+def parts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, tensor) of tensors; in place of a frozen wrapper those that it has its elements
     in ('proj.weight.scale'), which are what a plan reads."""
     for name, tensor in named:

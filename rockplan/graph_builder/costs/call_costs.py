@@ -256,12 +256,7 @@ def measure_times(
 
 
 def _repeated(
-    inputs: Inputs,
-    call: Call,
-    scratch: torch.Tensor,
-    repeats: int,
-    *,
-    within_ns: float = math.inf,
+    inputs: Inputs, call: Call, scratch: torch.Tensor, repeats: int, within_ns: float = math.inf
 ) -> list[int]:
     """Execute `call` up to `repeats` times, as long as less than within_ns has passed, and return
     the ns of each. Before each, `scratch` is changed, which evicts caches."""

@@ -47,10 +47,7 @@ _MOST = 2**50
 
 
 def measure(
-    graph: CDGraph,
-    values: Mapping[int, torch.Tensor],
-    *,
-    known: Profile | None = None,
+    graph: CDGraph, values: Mapping[int, torch.Tensor], *, known: Profile | None = None
 ) -> Profile:
     """Return time and memory of each unique call of `graph`, executed with made-up inputs; calls
     that fail are estimated.

@@ -49,10 +49,7 @@ _NUMBER_BYTES = 24
 
 
 def scaled(
-    graph: CDGraph,
-    values: Mapping[int, torch.Tensor],
-    known: CDGraph,
-    alike: Mapping[int, int],
+    graph: CDGraph, values: Mapping[int, torch.Tensor], known: CDGraph, alike: Mapping[int, int]
 ) -> tuple[CDGraph, Profile]:
     """Return (`graph` with sizes, workspaces and times, the profile they come from), without
     measuring times: these are estimates, scaled as measured times of `known`, a priced graph of

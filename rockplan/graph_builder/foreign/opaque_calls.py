@@ -268,10 +268,7 @@ def _real_run(
 
 
 def _run(
-    call: OpaqueForward | OpaqueBackward,
-    tensors: list[torch.Tensor],
-    is_fake: bool,
-    place: Where,
+    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], is_fake: bool, place: Where
 ) -> OpaqueRun:
     try:
         return call.run(tensors, is_fake)

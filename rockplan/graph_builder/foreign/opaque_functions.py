@@ -239,9 +239,7 @@ def _positional(function: Callable[..., Any], count: int) -> list[str]:
 
 
 def backward_call(
-    forward: Known,
-    tensors: Mapping[int, torch.Tensor],
-    gradients: Sequence[Any],
+    forward: Known, tensors: Mapping[int, torch.Tensor], gradients: Sequence[Any]
 ) -> tuple[OpaqueBackward, list[torch.Tensor]]:
     """Return (the backward call after the forward `forward`, its distinct tensors by place).
     tensors: place -> tensor, for what the forward saved; gradients: incoming ones, None where there

@@ -139,11 +139,7 @@ def _launcher(original: Any, access: RecordingAccess) -> Any:
 
 
 def _launch(
-    kernel: Any,
-    grid: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    access: RecordingAccess,
+    kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], access: RecordingAccess
 ) -> None:
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")

@@ -176,11 +176,7 @@ def _reshaped(before: int, made: Shape, groups: Groups) -> Rows | None:
 
 
 def row_wise(
-    call: Call,
-    specs: Specs,
-    known: RowsOf,
-    groups: Groups,
-    result_rows: Rows | None = None,
+    call: Call, specs: Specs, known: RowsOf, groups: Groups, result_rows: Rows | None = None
 ) -> RowWise | None:
     """Return how a call that makes new tensors can be computed by parts; None if it mixes rows.
     specs: value -> spec; result_rows: rows that its result should have if no operand decides."""

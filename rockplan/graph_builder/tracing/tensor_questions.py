@@ -105,9 +105,8 @@ class Questions:
         for position, result in enumerate(results):
             if isinstance(result, FakeTensor) and id(result) not in self.names:
                 for attribute in _users_attributes(result.__dict__):
-                    raise NAMED["attribute of a result"].error(
-                        attribute=attribute, position=position
-                    )
+                    what: Any = {"attribute": attribute, "position": position}
+                    raise NAMED["attribute of a result"].error(**what)
 
     def _members(self) -> Iterator[tuple[type, str, Any]]:
         """Yield (class, name, member) for each member of a class that is another meanwhile."""
@@ -319,12 +318,8 @@ def _asks_users_file() -> bool:
 
 
 def _users_attributes(attributes: Mapping[str, Any]) -> list[str]:
-    return sorted(name for name in attributes if not (name in _OF_STAND_INS or _is_own(name)))
-
-
-def _is_own(name: str) -> bool:
-    own = ("_fake_device", "_is_param", "_is_buffer", "persistent")
-    return name in own or "_memo" in name or "_capsule" in name
+    own = {*_OF_STAND_INS, "_fake_device", "_is_param", "_is_buffer", "persistent"}
+    return sorted(n for n in attributes.keys() - own if not ("_memo" in n or "_capsule" in n))
 
 
 @contextlib.contextmanager

@@ -53,17 +53,15 @@ class ValueReader:
 
     free: makes symbols of counts. inputs: values that are arguments of the call. `_known`: integer
     arguments, `_buffers`: integer buffers, `_numbers`: small floating-point arguments, each value
-    -> real tensor.
+    -> (position, real tensor).
     """
 
     def __init__(self, free: FreeSizes | None = None) -> None:
         self._free = free
         self._counts: dict[str, Any] = {}
-        self._known: dict[int, torch.Tensor] = {}
-        self._positions: dict[int, int] = {}
-        self._buffers: dict[int, torch.Tensor] = {}
-        self._buffer_positions: dict[int, int] = {}
-        self._numbers: dict[int, torch.Tensor] = {}
+        self._known: dict[int, tuple[int, torch.Tensor]] = {}
+        self._buffers: dict[int, tuple[int, torch.Tensor]] = {}
+        self._numbers: dict[int, tuple[int, torch.Tensor]] = {}
         self.inputs: frozenset[int] = frozenset()
         self._names: dict[int, str] = {}
         self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
@@ -80,15 +78,12 @@ class ValueReader:
         real_buffers: in the order of `buffers`."""
         for value, (position, tensor) in inputs.items():
             if _is_integer(tensor):
-                self._known[value] = tensor
-                self._positions[value] = position
+                self._known[value] = position, tensor
             elif tensor.ndim <= 1 and tensor.numel() <= _FEW and not tensor.requires_grad:
-                self._numbers[value] = tensor
-                self._positions[value] = position
+                self._numbers[value] = position, tensor
         for position, ((_, value), tensor) in enumerate(zip(buffers, real_buffers, strict=True)):
             if _is_integer(tensor):
-                self._buffers[value] = tensor
-                self._buffer_positions[value] = position
+                self._buffers[value] = position, tensor
         self.inputs = frozenset(inputs)
         self._names = {v: f"{_ARGUMENT}{i} of the arguments" for v, (i, _) in inputs.items()}
         self._names |= {v: f"{_BUFFER} '{name}'" for name, v in buffers}
@@ -198,7 +193,8 @@ class ValueReader:
     def _run(
         self, recorder: Recorder, calls: Sequence[Call], leaves: frozenset[int]
     ) -> dict[int, torch.Tensor]:
-        known = {**self._known, **self._numbers, **self._buffers, **dict(recorder.constants)}
+        readable = {**self._known, **self._numbers, **self._buffers}
+        known = {v: tensor for v, (_, tensor) in readable.items()} | dict(recorder.constants)
         return evaluate.run(calls, _copies(known, leaves))
 
     def shaped(
@@ -247,10 +243,10 @@ class ValueReader:
         Return `expected`, or the symbol in its place. draws: some calls draw."""
         if not (leaves or draws or texts_in((calls, read))):
             return expected
-        inputs = tuple((v, self._positions[v]) for v in sorted(leaves & self._positions.keys()))
+        given = self._known | self._numbers
+        inputs = tuple((v, given[v][0]) for v in sorted(leaves & given.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
-        of_buffers = self._buffer_positions
-        buffers = tuple((v, of_buffers[v]) for v in sorted(leaves & of_buffers.keys()))
+        buffers = tuple((v, self._buffers[v][0]) for v in sorted(leaves & self._buffers.keys()))
         guard = Guard(calls, read, expected, inputs, used, *where, buffers, draws)
         known = next((g for g in recorder.guards if g == guard), None)
         if known is None:
@@ -303,7 +299,7 @@ class ValueReader:
     def samples(self, recorder: Recorder) -> dict[int, torch.Tensor]:
         """Return value -> real tensor for integer inputs, constants and what these determine.
         Values in storages that were later overwritten with unknown content are left out."""
-        known = {**self._known, **dict(recorder.constants)}
+        known = {v: t for v, (_, t) in self._known.items()} | dict(recorder.constants)
         known = _copies(known, frozenset(known))
         computable: list[Call] = []
         available = set(known)
