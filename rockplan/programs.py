@@ -277,6 +277,8 @@ def with_sizes_open(
         may_be_open(options) and isinstance(call.module, planned_state.HasPlans)
     ) or _is_of_backward(call):
         return source
+    if source.earlier_workspaces:  # they are open
+        return source
     state = call.module._rockplan
     key = kind_of_call(call.args, call.kwargs, source.run.unread)
     for known in _alike_but_for_sizes(state, source, key):
@@ -498,6 +500,8 @@ def stored_program(
     for parts in sorted({p.graph.tiles for p in plans}):
         options = replace(options, tile=parts or options.tile)
         source = captured_call(call, options)
+        if budget is not None:
+            source = with_sizes_open(call, source, options)
         for variant in source.variants:
             graph = variant.lowered.graph
             try:

@@ -497,6 +497,30 @@ def test_blocks_and_loaded_plans_run_all_sizes(tmp_path: Path) -> None:
         assert captured == [False, True, False, False]
 
 
+def test_a_file_of_many_sizes_is_recorded_once(tmp_path: Path) -> None:
+    build, _, share = MODELS["gpt2"]
+    torch.manual_seed(0)
+    model, call = build()
+    eager = copy.deepcopy(model)
+    calls = [call(4, length) for length in (90, 64, 40, 17)]
+    largest = rockplan.plan(model, (), share, sample_kwargs=calls[0], options=OPTIONS)
+    budget = largest.budget_bytes // 2
+    plans = [rockplan.plan(model, (), budget, sample_kwargs=c, options=OPTIONS) for c in calls[:3]]
+    rockplan.save_plan(plans, tmp_path / "plan.json")
+    loaded: Any = rockplan.load(
+        model, (), tmp_path / "plan.json", sample_kwargs=calls[0], options=OPTIONS
+    )
+    captured = []
+    for kwargs in calls:
+        case = case_of(model, kwargs)
+        captured.append("capturing the model" in heard(lambda case=case: case.step(loaded)))
+        loaded.zero_grad()
+        train_side_by_side(case, loaded, eager, steps=1)
+    assert captured == [False, True, False, False]
+    found = [plan.schedule for plan in loaded.plans[:2]]
+    assert found == [plan.schedule for plan in plans[:2]]
+
+
 def test_arguments_that_nothing_reads_keep_no_size_shut() -> None:
     class Reads(Treats):
         def forward(self, x: Tensor, beside: Tensor, number: int) -> Tensor:

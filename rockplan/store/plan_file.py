@@ -209,7 +209,7 @@ def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
     return replace(
         graph,
         data=tuple(
-            replace(d, size_bytes=p.size_bytes)
+            d if d.size_bytes == p.size_bytes else replace(d, size_bytes=p.size_bytes)
             for d, p in zip(graph.data, prices.data, strict=True)
         ),
         nodes=tuple(
