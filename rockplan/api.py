@@ -32,7 +32,6 @@ from rockplan.errors import (
     CaptureError,
     InfeasibleBudget,
     InvalidInput,
-    RockplanError,
     at_users_line,
 )
 from rockplan.fitting.changes import replayed_steps
@@ -50,7 +49,6 @@ from rockplan.runtime.program import MakeProgram, ModuleCall, OnRefused, Planned
 from rockplan.runtime.replanning import say_refused
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
-from rockplan.search.in_flight import needed_bytes
 from rockplan.search.planning import curve_of
 from rockplan.side_by_side import device_of
 from rockplan.store.plan_file import read_plans
@@ -510,23 +508,10 @@ def needed_bytes_with(
     assert isinstance(model, nn.Module)
     model = unplanned(model)
     call = largest_call(model, args, kwargs, options).of(model)
-    needs = functools.partial(_kept_bytes if everything_kept else programs.least_bytes, call)
+    needs = functools.partial(programs.least_bytes, call, everything_kept=everything_kept)
     with outside_of_initialization():
         source = captured_call(call, options, is_asked=False)
     plain_bytes = needs(options)
     if plain_bytes is None:
         return {}
     return needed_with(options, source.releasable(options), needs, plain_bytes)
-
-
-def _kept_bytes(call: ModuleCall, options: Options) -> int | None:
-    """None if the call cannot be captured or tiled so."""
-    try:
-        with outside_of_initialization():
-            source = captured_call(call, options, is_asked=False)
-            if options.tile and source.in_parts is None:
-                return None
-            unplanned = problems_of(source, options)[-1].unplanned
-            return needed_bytes(unplanned, options.in_flight)
-    except RockplanError:
-        return None

@@ -55,21 +55,14 @@ class Options:
     without memory stands for each, which may be cast, moved and detached, and raises ResultNotMade
     if it is read. Evaluation (eval mode, no_grad) returns all.
     time_limit_s: seconds of CPU time to plan at most, after the model is captured and measured;
-    then the best plan so far is returned, and its status says that time was short. The search
-    counts its effort and mostly ends long before: the clock is a last stop. The relaxation of the
-    whole graph, evictions for the smallest budget and options of blocks have at most half of what
-    is left when they begin; a smallest budget whose search was cut short is larger than with more
-    time. Single passes over a schedule are not cut short, and what leads to a first schedule
-    (evictions, and blocks as far as they need no solver) runs after the deadline too. For `pareto`
-    it is the limit of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options
-    of a kind of block.
+    then the best plan so far is returned, and its status says that time was short. What leads to a
+    first schedule, and single passes over one, are not cut short (docs/usage.md). For `pareto` it
+    is the limit of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options of a
+    kind of block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. If the original differs
-    from run to run, CheckFailed if the planned module does not, else a warning. With `compile`, the
-    plan is compared bit for bit with one of the same kernels without re-executions; results,
-    gradients and buffers are compared with eager's, too, and CheckFailed is raised if they differ
-    by more than 1e-3 of their norm (0.1 if anything is of 16 bits), or if generators end in other
-    states.
+    from run to run, CheckFailed if the planned module does not, else a warning. With `compile` the
+    original is the same kernels without re-executions, and eager has to be near (docs/compiled.md).
     cache: keep profiles, options of blocks, plans and answers of `fit` on disk (ROCKPLAN_CACHE_DIR,
     else the platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: seconds that integer programs may spend on raising the lower bound of the
@@ -77,12 +70,9 @@ class Options:
     does not depend on it.
     keep, recompute: patterns of activations that the plan must keep from the forward pass on, or
     must not keep between forward and backward: modules ('layers.*.attn', '*.act'), or activations
-    ('layers.*.attn/softmax') as `rockplan.values.names` names them (see
-    `rockplan.oracles.constraints`).
-    without: names of stages of the search (`rockplan.search.pipeline`) and of passes that make the
-    graph (`rockplan.graph_builder.pipeline`) that do not run, for experiments: what each stage is
-    worth is in benchmarks/results/ablation.md. A search with fewer stages has a smallest budget of
-    its own.
+    ('layers.*.attn/softmax') as `rockplan.values.names` names them.
+    without: names of stages of the search and of passes that make the graph that do not run, for
+    experiments (benchmarks/results/ablation.md). With fewer the smallest budget may be larger.
     on_refused: what happens with what cannot be planned: 'error' raises the reason; 'leave', of
     `solve_blocks` and of `solve` without a sample, leaves the block, or the module, as it is and
     logs that; 'blocks', of `solve`, plans the parts of `model` that can be, in place as
@@ -102,29 +92,24 @@ class Options:
     the group has to call the same function. None: the processes among which `fully_shard` has
     shared the parameters of a model plan its blocks together, and others each for itself. A call in
     training is planned by its process alone.
-    rerun_collectives: collectives in functional form (of tensor and sequence parallel, too) may run
-    again like other operations, so that what they made need not be kept; only with one plan on all
-    processes that exchange data (group, or DTensors), each of which has to call what is planned
-    equally often and with equal shapes (docs/distributed.md). False: they run once.
+    rerun_collectives: collectives in functional form may run again like other operations; only with
+    one plan on all processes that exchange data, each of which has to call what is planned equally
+    often and with equal shapes (docs/distributed.md). False: they run once.
     in_flight: most calls that are between forward and backward at once, as microbatches of a
     pipeline are: the budget is that of all of them, the peak of one and what the others keep.
     tile: plan the head of the model (its largest matrix product, with its loss) in parts of its
-    rows as well, and take the better plan: then logits of all tokens never exist at once. True:
-    parts by size; a number of at least 2: so many parts. Sums over rows, the loss and the gradient
-    of the weight, are rounded otherwise than eager's (docs/tiled.md).
-    reserve: of `solve` on CUDA: allocate at once what a step of training will need, and leave it
-    with PyTorch's allocator as one segment, from which it splits its blocks, if a model of the
-    allocator says that this saves more than 2 % (docs/fit.md); the logger says if nothing is taken.
+    rows as well, and take the better plan. True: parts by size; a number of at least 2: so many.
+    Sums over rows are rounded otherwise than eager's (docs/tiled.md).
+    reserve: of `solve` on CUDA: allocate at once what a step of training will need, as one segment
+    of PyTorch's allocator, if a model of that says that it saves more than 2 % (docs/fit.md).
     host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
     backward, if that is faster than to recompute them; of each call in flight and each process.
-    True: what the machine has available, rounded to two digits, for one call of one process; None:
-    nothing leaves the device. host_path: of a module on the CPU, the folder of the file that they
-    go to. link: bytes a second from device to host and back, both at once ('25GB/s'); None:
-    measured (docs/paging.md).
-    numerics: 'eager': the bits of eager, unless other options say otherwise. 'best': beside these,
-    what a training run normally tolerates (only_loss, tile, compile, and host on CUDA), each where
-    a plan for this call and budget says that it gains: all are planned side by side, and the logger
-    has a line for each.
+    True: what the machine has available, for one call of one process; None: nothing leaves the
+    device. host_path: of a module on the CPU, the folder of the file that they go to. link: bytes a
+    second from device to host and back, both at once ('25GB/s'); None: measured (docs/paging.md).
+    numerics: 'best': beside what other options say, also what a training run normally tolerates
+    (only_loss, tile, compile, and host on CUDA), each where a plan for this call and budget gains
+    by it, as the logger says: they are planned side by side.
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"

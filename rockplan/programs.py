@@ -445,16 +445,18 @@ def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterato
         raise
 
 
-def least_bytes(call: ModuleCall, options: Options) -> int | None:
-    """Return the bytes of the smallest plan of a call under these options; None if it cannot be
-    planned, or if options.tile is set and there is no head to tile."""
+def least_bytes(call: ModuleCall, options: Options, everything_kept: bool = False) -> int | None:
+    """Return the bytes of the smallest plan of a call under these options, or with everything kept;
+    None if it cannot be planned, or if options.tile is set and there is no head to tile."""
     try:
         with outside_of_initialization():
             source = captured_call(call, options, is_asked=False)
             if options.tile and source.in_parts is None:
                 return None
-            smallest = Budget(is_minimum=True)
-            return plan_as_asked(problems_of(source, options), smallest, options).budget_bytes
+            problems = problems_of(source, options)
+            if everything_kept:
+                return needed_bytes(problems[-1].unplanned, options.in_flight)
+            return plan_as_asked(problems, Budget(is_minimum=True), options).budget_bytes
     except RockplanError:
         return None
 

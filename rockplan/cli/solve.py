@@ -145,15 +145,9 @@ def _plans(
 ) -> tuple[Plan | InfeasibleBudget, ...]:
     from rockplan.api import plan_each
 
-    if options.numerics == "best":  # which are others for each budget
+    if options.check or options.numerics == "best":  # whose options are others for each budget
         return tuple(_plan_or_error(asked, options, call) for asked in budgets)
-    plans = plan_each(budgets=budgets, options=options, **call)
-    return tuple(
-        rockplan.plan_of(rockplan.solve(budget=asked, options=options, **call))
-        if options.check and isinstance(plan, Plan)
-        else plan
-        for asked, plan in zip(budgets, plans, strict=True)
-    )
+    return plan_each(budgets=budgets, options=options, **call)
 
 
 def _plan_or_error(budget: str, options: Options, call: dict[str, Any]) -> Plan | InfeasibleBudget:
