@@ -28,7 +28,7 @@ from rockplan.options import Options
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef, is_kernel
 from testing.models import Case, mean_square
-from tests.kernels import distance, gradients, run, stack
+from tests.kernels import distance, gradients, run
 from tests.planning import set_times
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
@@ -43,7 +43,10 @@ def solved(case: Case, budget: str, options: Options = OPTIONS) -> nn.Module:
 
 def small() -> Case:
     """The one model of several tests: its kernels are compiled once."""
-    return stack(dropout=0.1)
+    torch.manual_seed(0)
+    ends = nn.Linear(32, 96), nn.Linear(96, 32), nn.SiLU(), nn.Linear(32, 4)
+    model = nn.Sequential(nn.LayerNorm(32), ends[0], nn.GELU(), nn.Dropout(0.1), *ends[1:])
+    return Case("small", model.train(), (torch.randn(512, 32),), {}, mean_square)
 
 
 class Head(nn.Module):
