@@ -21,6 +21,6 @@ def test_members_that_run_are_evenly_spaced(monkeypatch: pytest.MonkeyPatch) -> 
     names = [f"tests/test_a.py::test[{i}]" for i in range(6)] + ["tests/test_a.py::other"]
     items: list[Any] = [SimpleNamespace(nodeid=name) for name in names]
     monkeypatch.setattr("tests.sweeps.RUN", {"test_a.py::test": 2})
-    assert [item.nodeid[-2] for item in left_to_sweeps(items)] == ["1", "2", "4", "5"]
+    assert [item.nodeid[-2] for item in left_to_sweeps(items)] == ["1", "2", "3", "4"]
     monkeypatch.setattr("tests.sweeps.RUN", {"test_a.py::test": 0, "test_b.py::test": 1})
     assert len(left_to_sweeps(items)) == 6
