@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import io
 import logging
 import pickle
@@ -65,10 +66,17 @@ def loss(y: Tensor) -> Tensor:
     return y.pow(2).mean()
 
 
-def planned_net(options: rockplan.Options = OPTIONS, **kwargs: Any) -> Any:
+def planned_with(options: rockplan.Options = STRICT, **given: Any) -> Any:
     torch.manual_seed(0)
-    given = {"x": rows(4), **kwargs}
-    return rockplan.solve(Net(), given, "min", options=options)
+    return rockplan.solve(Net(), {"x": rows(4), **given}, "min", options=options)
+
+
+planned_once = functools.cache(planned_with)
+
+
+def planned_net(options: rockplan.Options = OPTIONS) -> Any:
+    """A copy of a module that was planned once."""
+    return copy.deepcopy(planned_once(options))
 
 
 def refused(planned: Any, *args: Any, **kwargs: Any) -> str:
@@ -165,12 +173,12 @@ def test_arguments_have_the_forwards_names() -> None:
 
 
 def test_arguments_in_containers_have_their_path() -> None:
-    planned = planned_net(STRICT, batch={"k": rows(2)})
+    planned = planned_with(batch={"k": rows(2)})
     assert "batch['k']: 3x8, planned 2x8" in refused(planned, x=rows(4), batch={"k": rows(3)})
 
 
 def test_values_that_the_forward_reads_are_named() -> None:
-    planned = planned_net(STRICT, lengths=torch.tensor([2, 4]))
+    planned = planned_with(lengths=torch.tensor([2, 4]))
     message = refused(planned, x=rows(4), lengths=torch.tensor([2, 3]))
     assert "values of lengths that the forward reads" in message
     assert "test_replanning.py" in message
