@@ -97,7 +97,7 @@ def test_one_that_gains_is_taken_and_named(gaining: str, caplog: pytest.LogCaptu
     assert others and all(text.startswith("not taken") for text in others)
 
 
-def test_bytes_come_before_time_and_small_gains_are_none() -> None:
+def test_bytes_come_before_time_and_small_gains() -> None:
     fits, fast = Figure(0, 20), Figure(0, 10)
     assert fits.gains_over(Figure(100, 0)) and not Figure(100, 0).gains_over(fits)
     assert Figure(90, 20).gains_over(Figure(100, 10))
