@@ -158,7 +158,9 @@ def _first_program(
     program = _program_in(room, call, options, least, agreed, given, source)
     programs.advise(program, options)
     if options.reserve:
-        _reserve(room, program, call)
+        held = tensors((call.args, call.kwargs, *call.module.parameters(), *call.module.buffers()))
+        steps = room.timeline(program.plan, program.interface).steps
+        reserve(program.plan.graph, storage_sizes(held), replayed_steps(*steps))
     # Without `agreed`: in training one process may meet a new kind of call alone.
     made = functools.partial(_program_in, room, options=options, least=least, given=given)
     return program, made
@@ -273,13 +275,6 @@ def _program_in(
 
 def _parts_of(program: PlannedProgram) -> tuple[Plan, Interface]:
     return program.plan, program.interface
-
-
-def _reserve(room: Room, program: PlannedProgram, call: ModuleCall) -> None:
-    module = call.module
-    held = tensors((call.args, call.kwargs, [*module.parameters(), *module.buffers()]))
-    steps = room.timeline(program.plan, program.interface).steps
-    reserve(program.plan.graph, storage_sizes(held), replayed_steps(*steps))
 
 
 def _plan_ahead(planned: nn.Module, calls: Sequence[SizedCall], make: MakeProgram) -> None:

@@ -198,7 +198,6 @@ def _device(model: nn.Module) -> torch.device:
 
 
 def _free_bytes(device: torch.device) -> int:
-    """With those that PyTorch's allocator holds unused."""
     if device.type == "cuda":
         unused_bytes = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused_bytes

@@ -127,7 +127,8 @@ class Returned:
                 f"inside the plan. {_REMEDY}"
             )
         for inner in made_from:
-            if self._is_watched(inner):
+            tensor, hooks = self._tensors[inner](), self._hooks[inner].values()
+            if any(map(_sees_the_gradient, hooks)) or (tensor is not None and tensor.retains_grad):
                 raise BackwardError(
                     f"there is a hook on leaf {inner} of the module's result (or it retains its "
                     f"gradient), and a part of its gradient comes from leaf {made}, which is "
@@ -135,11 +136,6 @@ class Returned:
                     f"changes it. {_REMEDY}; to change the gradient, do it in the forward, by a "
                     "custom autograd.Function"
                 )
-
-    def _is_watched(self, inner: int) -> bool:
-        tensor = self._tensors[inner]()
-        hooks = filter(_sees_the_gradient, self._hooks[inner].values())
-        return any(True for _ in hooks) or (tensor is not None and tensor.retains_grad)
 
     def check_memory(self, gradients: Sequence[torch.Tensor | None]) -> None:
         """Raise BackwardError if two results share memory, one of them was modified in place since

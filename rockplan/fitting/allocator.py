@@ -250,7 +250,6 @@ class CachingAllocator:
         return block
 
     def _new_segment(self, pool: _Pool) -> _Piece:
-        """Addresses without memory (the end of `find_expandable_block`)."""
         block = _Piece(pool, self._following(_ADDRESS_SPACE_BYTES), _ADDRESS_SPACE_BYTES)
         block.is_mapped = False
         self._heads[block.address] = block

@@ -81,7 +81,6 @@ def _decoder_of(model: Any) -> nn.Module | None:
 
 
 def _loss_of(result: Any) -> torch.Tensor:
-    """Return the loss in a result; without one, the mean of all that requires a gradient."""
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if loss is None:
         leaves = (t for t in trees.tree_leaves(result) if isinstance(t, torch.Tensor))

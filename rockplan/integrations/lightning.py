@@ -38,14 +38,11 @@ class LightningCallback(_Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None
-        PlanWhenCalled(self.budget, optimizer, self.options).begin(_network_of(pl_module))
+        network = max(pl_module.children(), key=lambda m: sum(p.numel() for p in m.parameters()))
+        PlanWhenCalled(self.budget, optimizer, self.options).begin(network)
 
     def on_train_end(self, trainer: Any, pl_module: nn.Module) -> None:
         planned_no_more(pl_module)
 
 
 RockplanCallback = LightningCallback
-
-
-def _network_of(module: nn.Module) -> nn.Module:
-    return max(module.children(), key=lambda m: sum(p.numel() for p in m.parameters()))

@@ -62,12 +62,10 @@ class FitRow:
 
 
 def _range(text: Callable[[float], str], low: float | None, high: float | None) -> str:
-    """One number if they look alike."""
     return " to ".join(dict.fromkeys(text(n) for n in (low, high) if n is not None))
 
 
 def _rate_text(rate: float) -> str:
-    """Three digits mean something."""
     return f"{float(f'{rate:.3g}'):,.0f}" if rate >= 100 else f"{rate:.3g}"
 
 
