@@ -124,8 +124,7 @@ class Agreement:
         for all. Warns once if others have another key."""
         if self._store is None:
             return {self._rank: value}
-        step = self._send((key, value))
-        found = self._received(step)
+        found = self._received(self._send((key, value)))
         answers = {r: message for r, message in found.items() if message != _DONE}
         alike = {r: v for r, (other, v) in answers.items() if other == key}
         if len(alike) < len(answers) and not self._is_split:

@@ -424,8 +424,7 @@ def pareto(
     """
     checked(options, "pareto")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    call = largest_call(model, args, kwargs, options)
-    _, problems = prepared(model, call, options)
+    _, problems = prepared(model, largest_call(model, args, kwargs, options), options)
     return best_of([curve_of(problem, options) for problem in problems])
 
 

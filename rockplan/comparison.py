@@ -262,8 +262,7 @@ def _written(
 ) -> tuple[torch.Tensor, ...]:
     """Codebooks, momentum encoders: found by a step of its own; () if that step fails."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
-        copied = wrap.sharing_copy(model)
-        step_of(copied, args=args, kwargs=kwargs, loss=loss, incoming={})
+        step_of(wrap.sharing_copy(model), args=args, kwargs=kwargs, loss=loss, incoming={})
     return watched.written
 
 

@@ -208,8 +208,7 @@ def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> Planned
             plan = replayed([program.plan], problem, less)
             if plan is None:
                 with contextlib.suppress(InfeasibleBudget):
-                    strict = replace(options, on_infeasible="error")
-                    plan = plan_as_asked([problem], less, strict)
+                    plan = plan_as_asked([problem], less, replace(options, on_infeasible="error"))
         plan = plan or plan_as_asked([problem], budget, options)
     plan = replace(plan, budget_bytes=limit_bytes or plan.budget_bytes)
     return rung_program(call, program, plan, interface, options)
@@ -439,8 +438,7 @@ def advised(call: ModuleCall, source: CapturedCall, options: Options) -> Iterato
             let_go = None
         text = f"{error} Or: {let_go.advice(options.released)}." if let_go else str(error)
         if options.on_infeasible in (None, "error"):
-            least = functools.partial(least_bytes, call)
-            text += remedies(error, options, let_go, least)
+            text += remedies(error, options, let_go, functools.partial(least_bytes, call))
         error.args = (text,)
         raise
 
@@ -545,8 +543,7 @@ def built_program(
     )
     if not options.check:
         return program
-    dtypes = frozenset(dtype_of(value.spec) for value in source.run.values)
-    return _checked(call, program, dtypes)
+    return _checked(call, program, frozenset(dtype_of(value.spec) for value in source.run.values))
 
 
 def _checked(

@@ -123,8 +123,7 @@ def built_block(
     block: CapturedBlock, problem: Problem, option: BoundedOption, options: Options
 ) -> PlannedProgram:
     """Return the program of a block that runs as `option` says."""
-    made = bounded_plan(problem, option)
-    return built_program(block.call, made, block.source, options)
+    return built_program(block.call, bounded_plan(problem, option), block.source, options)
 
 
 @dataclass(eq=False)
@@ -205,8 +204,7 @@ class BlockMaker:
         block = captured_block(call, options)
         if (program := self.programs.find(block, self.allowance)) is not None:
             return program
-        source = with_sizes_open(call, block.source, options, _of_a_step)
-        block = replace(block, source=source)
+        block = replace(block, source=with_sizes_open(call, block.source, options, _of_a_step))
         if self.allowance != UNLIMITED:  # of a measured step, which all processes run
             refuse_apart([block.source.lowered.graph])
         problem = block_problem(block, options)
@@ -273,8 +271,7 @@ def within(problem: Problem, allowance: Allowance, options: Options) -> BoundedO
     if fastest is not None:
         return fastest
     least = option_with(problem, thriftiest(problem.graph, options))
-    is_within = least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes
-    return least if is_within else None
+    return least if least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes else None
 
 
 def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:

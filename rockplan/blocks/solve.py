@@ -437,8 +437,7 @@ class _Job:
         """Calls of another kind than assumed have no limit; the caller measures them a second time.
         Raises `_Unreached`."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
-        allowances = [UNLIMITED] * len(options)
-        self._install(captured, calls, kinds, options, allowances)
+        self._install(captured, calls, kinds, options, [UNLIMITED] * len(options))
         report("measuring a step")
         step = measured_step(
             self.model,

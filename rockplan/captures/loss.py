@@ -105,8 +105,7 @@ def measured_loss(loss: Loss, source: CapturedCall, chosen: Collection[int] | No
 def _result(graph: CDGraph, leaf: OutputLeaf) -> Any:
     if leaf.value is None:
         return leaf.literal
-    made = tensor_of(graph.values[leaf.value].spec, _random)
-    return made.requires_grad_(leaf.requires_grad)
+    return tensor_of(graph.values[leaf.value].spec, _random).requires_grad_(leaf.requires_grad)
 
 
 def _random(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

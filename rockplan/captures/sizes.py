@@ -85,8 +85,7 @@ def sized_calls(
 
 
 def _has_strides(leaf: Any) -> bool:
-    is_tensor = isinstance(leaf, torch.Tensor)
-    return is_tensor and leaf.layout is torch.strided and not leaf.is_nested
+    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _varying(

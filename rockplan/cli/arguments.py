@@ -122,8 +122,7 @@ def under_autocast(subject: Subject, dtype: str | None) -> AbstractContextManage
         raise InvalidInput(f"--autocast {dtype}: write {' or '.join(_AUTOCAST_DTYPES)}")
     import torch
 
-    kinds = {p.device.type for p in subject.model.parameters()} - {"meta"}
-    kind = next(iter(kinds), "cpu")
+    kind = next(iter({p.device.type for p in subject.model.parameters()} - {"meta"}), "cpu")
     return torch.autocast(kind, dtype=getattr(torch, dtype))
 
 

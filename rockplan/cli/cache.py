@@ -139,5 +139,4 @@ def _facts(entry: Entry) -> list[str]:
     }
     found = {name: entry.key.get(name, "?") for name in names[entry.kind]}
     of = ", ".join(f"{n} {fact[:12] if len(fact) == 64 else fact}" for n, fact in found.items())
-    size = format_bytes(entry.size_bytes)
-    return [entry.name[:16], entry.kind, size, age, entry.problem or of]
+    return [entry.name[:16], entry.kind, format_bytes(entry.size_bytes), age, entry.problem or of]

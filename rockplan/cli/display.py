@@ -48,8 +48,7 @@ def show_table(
         table.add_column(column, justify=justify, overflow="fold", no_wrap=not is_words)
     for row in rows:
         table.add_row(*(Text(printable(cell)) for cell in row))
-    width = None if sys.stdout.isatty() else plain_width
-    console = Console(width=width, highlight=False)
+    console = Console(width=None if sys.stdout.isatty() else plain_width, highlight=False)
     with console.capture() as captured:
         console.print(table)
     lines = captured.get().splitlines()
@@ -177,8 +176,7 @@ def shares_by_module(plan: Plan) -> list[CostShare]:
 
 def shares_by_operator(plan: Plan) -> list[CostShare]:
     """Return the shares of kinds of operations, those that keep most first."""
-    names = {n.index: operator_of(n) for n in plan.graph.nodes}
-    return _shares(plan, names)
+    return _shares(plan, {n.index: operator_of(n) for n in plan.graph.nodes})
 
 
 def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:

@@ -335,8 +335,7 @@ class _Emitter:
     def _page_out(self, store: ComputeNode) -> None:
         values = [ref.index for ref in refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
-        size_bytes = self._graph.data[first.data].size_bytes
-        self._pages[page] = (page, size_bytes, first.spec.device)
+        self._pages[page] = (page, self._graph.data[first.data].size_bytes, first.spec.device)
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
     def _copy(self, call: Call) -> None:

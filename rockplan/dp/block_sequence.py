@@ -161,8 +161,7 @@ def _fits_at_begin(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
 
 
 def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
-    count = len(families)
-    forward, backward, kept = ([budget_bytes] * count for _ in range(3))
+    forward, backward, kept = ([budget_bytes] * len(families) for _ in range(3))
 
     def lower(limits: list[int], position: int, limit_bytes: int) -> None:
         limits[position] = min(limits[position], limit_bytes)

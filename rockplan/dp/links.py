@@ -220,8 +220,7 @@ def _reads(problem: CDGraph, nodes: Iterable[int], data: int) -> bool:
 
 
 def _undominated(costs: Iterable[OptionCost]) -> tuple[OptionCost, ...]:
-    ordered = sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option))
-    return undominated(ordered, _demands)
+    return undominated(sorted(costs, key=lambda c: (c.time_ns, *_demands(c), c.option)), _demands)
 
 
 def _demands(cost: OptionCost) -> tuple[int, ...]:

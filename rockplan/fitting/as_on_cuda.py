@@ -159,5 +159,4 @@ def _cast(name: str) -> Callable[..., Any]:
 
 
 def _is_cast(leaf: Any) -> bool:
-    is_tensor = isinstance(leaf, torch.Tensor)
-    return is_tensor and leaf.dtype in (*_16_BITS, torch.float32)
+    return isinstance(leaf, torch.Tensor) and leaf.dtype in (*_16_BITS, torch.float32)

@@ -106,8 +106,7 @@ def gpu(device: object) -> Gpu:
         return _of_bytes(device) if not rows else _raise_unknown(device, rows)
     if isinstance(device, int) and not isinstance(device, bool):
         return _of_bytes(device)
-    kind = str(device).partition(":")[0]
-    at_hand = {"cpu": _cpu, "cuda": _cuda}.get(kind)
+    at_hand = {"cpu": _cpu, "cuda": _cuda}.get(str(device).partition(":")[0])
     return at_hand(device) if at_hand else _raise_unknown(device, GPUS)
 
 

@@ -43,8 +43,7 @@ def with_reserved(plan: Plan) -> Plan:
         *(d.size_bytes for d in graph.data if d.kind.resident),
         *(graph.data[index].size_bytes for index in graph.handed),
     ]
-    cublas_bytes = gpu(device).cublas_bytes
-    first = scheduled_changes(graph, plan.schedule, {}, cublas_bytes)
+    first = scheduled_changes(graph, plan.schedule, {}, gpu(device).cublas_bytes)
     later = scheduled_changes(graph, plan.schedule, {})
     found = usage(held, replayed_steps(first, later), expandable=is_expandable())
     return replace(plan, reserved_bytes=found.reserved_peak_bytes - sum(held))

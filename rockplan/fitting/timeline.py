@@ -66,8 +66,7 @@ def passes_of(
     made = functools.partial(scheduled_changes, graph, schedule)
     if groups:
         asked = functools.partial(gathers, graph, schedule, interface, groups, transport)
-        both = (made(gradients, before=asked(adds=adds)) for adds in (False, True))
-        return Passes(*both)
+        return Passes(*(made(gradients, before=asked(adds=adds)) for adds in (False, True)))
     if not optimizer.each:
         sums = sums_of_gradients(graph, schedule, interface) if is_eager else {}
         emptied = {name: d for name, d in gradients.items() if name not in optimizer.kept}

@@ -144,5 +144,4 @@ def _described(leaf: Any) -> Hashable:
 def _made_up(leaf: Any) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return leaf
-    made = torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu")
-    return made.zero_()
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device="cpu").zero_()

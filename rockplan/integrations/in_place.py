@@ -45,8 +45,7 @@ class PlanWhenCalled:
         self._plan(model, functools.partial(self._after_the_whole, model))
 
     def _plan(self, module: nn.Module, on_refused: Any) -> None:
-        budget = parse_budget(self.budget)
-        wanted = AtFirstCall(budget, self.optimizer, USUAL, self.options)
+        wanted = AtFirstCall(parse_budget(self.budget), self.optimizer, USUAL, self.options)
         become_planned(module, wanted.settings(module, on_refused, is_in_place=True))
 
     def _after_the_whole(self, model: nn.Module, call: ModuleCall, error: CaptureError) -> None:

@@ -114,8 +114,7 @@ class Pages:
         for tensor in tensors:
             assert tensor.untyped_storage().data_ptr() == storage.data_ptr(), name
         assert self.layout is not None and storage.nbytes() <= self.layout.sizes[name], name
-        looks = tuple(map(_Look.of, tensors))
-        self._pages[name] = _Page(storage.nbytes(), storage.device, looks)
+        self._pages[name] = _Page(storage.nbytes(), storage.device, tuple(map(_Look.of, tensors)))
         self._copies[name] = self._arena.begin_out(self._offset(name), storage)
 
     def paged_out(self, name: str) -> None:

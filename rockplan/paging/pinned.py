@@ -59,8 +59,7 @@ class PinnedArena:
         known = available_bytes()
         if known is not None and known < size_bytes:
             raise HostMemoryError(_no_room(size_bytes, f"the machine has {known} bytes left"))
-        mapping = mmap.mmap(-1, max(size_bytes, 1))
-        self._bytes = torch.frombuffer(mapping, dtype=torch.uint8)
+        self._bytes = torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), dtype=torch.uint8)
         self._streams = _streams(device)
         self._last_in: torch.cuda.Event | None = None
         address = self._bytes.data_ptr()
@@ -73,8 +72,7 @@ class PinnedArena:
             allowed = "any" if limit == resource.RLIM_INFINITY else str(limit)
             why = f"CUDA error {code}; `ulimit -l` allows {allowed} bytes"
             raise HostMemoryError(_no_room(size_bytes, why))
-        release = weakref.finalize(self, _unregister, self._bytes, self._streams)
-        release.atexit = False
+        weakref.finalize(self, _unregister, self._bytes, self._streams).atexit = False
 
     def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> StreamCopy:
         stream = self._streams[0]

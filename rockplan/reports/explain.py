@@ -278,8 +278,7 @@ class _Scene:
         needed = _nodes_to_make(self.graph, data, alive)
         if needed is None:
             return None
-        computes = _orders(self.schedule, insert={reading: needed})
-        changed = with_frees(self.graph, *computes)
+        changed = with_frees(self.graph, *_orders(self.schedule, insert={reading: needed}))
         return Price(
             operations=tuple(self.operations[n] for n in needed),
             time_ns=sum(self.graph.nodes[n].time_ns for n in needed),

@@ -159,8 +159,7 @@ def _stays(
             continue
         group = caller if node is None else group_of[node.index]
         label = names[not lifetime.is_of_node][lifetime.index]
-        kind = lifetime.kind(graph)
-        stays.append(Stay(label, kind, group, lifetime.size_bytes, first, last))
+        stays.append(Stay(label, lifetime.kind(graph), group, lifetime.size_bytes, first, last))
     return tuple(stays)
 
 
@@ -209,8 +208,7 @@ def module_groups(graph: CDGraph) -> tuple[str, ...]:
     the layers of a stack are one; at the outermost level the smallest ones are OTHERS."""
     patterns = _stack_patterns(graph)
     paths = [_patterned(n.module, patterns) for n in graph.nodes]
-    deepest = max((len(path) for path in paths), default=0)
-    for depth in range(deepest, 0, -1):
+    for depth in range(max((len(path) for path in paths), default=0), 0, -1):
         labels = [".".join(path[:depth]) or ROOT for path in paths]
         if len(set(labels)) <= MOST_GROUPS:
             return tuple(labels)
@@ -221,8 +219,7 @@ def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
     made: dict[str, int] = defaultdict(int)
     for node, label in zip(graph.nodes, labels, strict=True):
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)
-    ranked = sorted(made, key=lambda label: (-made[label], label))
-    kept = set(ranked[: MOST_GROUPS - 1])
+    kept = set(sorted(made, key=lambda label: (-made[label], label))[: MOST_GROUPS - 1])
     return tuple(label if label in kept else OTHERS for label in labels)
 
 

@@ -35,14 +35,12 @@ class _Seam(torch.autograd.Function):
         ctx.number = number
         ctx.is_first = token is None
         ctx.set_materialize_grads(False)
-        device = targets[0].device if token is None else token.device
-        return torch.empty(0, device=device)
+        return torch.empty(0, device=targets[0].device if token is None else token.device)
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
         """One gradient for each input of `forward` (None for those that are no tensors)."""
-        gradients = ctx.call.gradients(ctx.number)
-        return (None, None, None if ctx.is_first else token, *gradients)
+        return (None, None, None if ctx.is_first else token, *ctx.call.gradients(ctx.number))
 
 
 class _Result(torch.autograd.Function):

@@ -173,8 +173,7 @@ _OF_MODULE = "If the forward does not read what changes, keep it outside of the 
 def module_differences(signature: ModuleSignature) -> tuple[Difference, ...]:
     """List how the module tree differs now from what `signature` recorded: modes, tensors, classes,
     submodules, hooks, and the first attribute whose value differs."""
-    root = signature.entries[0].module
-    paths = {id(m): path for path, m in root.named_modules()}
+    paths = {id(m): path for path, m in signature.entries[0].module.named_modules()}
     texts = [*_changed_modes(signature, paths), *_changed_tensors(signature, paths)]
     for entry in filter(has_other_class, signature.entries):
         kinds = type(entry.module).__qualname__, entry.kind.__qualname__
@@ -204,8 +203,7 @@ def _changed_modes(signature: ModuleSignature, paths: Mapping[int, str]) -> Iter
 
 
 def _changed_tensors(signature: ModuleSignature, paths: Mapping[int, str]) -> Iterator[str]:
-    root = signature.entries[0].module
-    entries = {id(e.module): e for e in module_entries(root)}
+    entries = {id(e.module): e for e in module_entries(signature.entries[0].module)}
     for entry in signature.entries:
         if id(entry.module) not in entries:
             continue

@@ -176,14 +176,12 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
         state.unread[spec] = now
         call.key = spec, call_key((call.args, call.kwargs), call.leaves, now)
     known = (b for bounds in state.programs.values() for b in bounds)
-    signature = known_signature(known, program)
-    bound = bind(planned, original_forward(planned), program, signature)
+    bound = bind(planned, original_forward(planned), program, known_signature(known, program))
     if program.open is None:
         state.add(call.key, bound)
         return bound
     state.add(opened_key(call.key), bound)
-    sizes = program.executable.sizes
-    return state.at(call.key, bound, sizes, program.plan.budget_bytes)
+    return state.at(call.key, bound, program.executable.sizes, program.plan.budget_bytes)
 
 
 def _unread(planned: HasPlans, call: Called) -> frozenset[int]:

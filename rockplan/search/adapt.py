@@ -115,8 +115,7 @@ def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | 
         return None
     limit_bytes = budget.within(problem.unplanned.peak_bytes)
     if limit_bytes is None:  # the least of a known plan, in proportion for a larger call
-        needed = (p.budget_bytes * max(1.0, _growth(p, problem)) for p, _ in alike)
-        limit_bytes = int(min(needed))
+        limit_bytes = int(min(p.budget_bytes * max(1.0, _growth(p, problem)) for p, _ in alike))
     plans = (_transferred(one, problem, limit_bytes) for one in alike[:MOST])
     return next((plan for plan in plans if plan is not None), None)
 

@@ -75,8 +75,7 @@ def best_placed(
                 break
     best = tries.best
     if best is not None and not best.found.is_near(best.asked, limits) and not limits.is_over:
-        found = polished(best.asked, best.found)
-        tries.take(_placed(goal, best.storages, best.asked, found))
+        tries.take(_placed(goal, best.storages, best.asked, polished(best.asked, best.found)))
     return None if tries.best is None else tries.best.made
 
 
@@ -127,8 +126,7 @@ class _Tries:
         copies."""
         goal, host = self.goal, self.goal.host
         assert host is not None
-        link = host.link.share(SHARE)
-        storages = chosen(goal.graph, ranked, link, amount, host.size_bytes)
+        storages = chosen(goal.graph, ranked, host.link.share(SHARE), amount, host.size_bytes)
         if not storages or self.left <= 0 or self.limits.is_over:
             return None
         self.left -= len(goal.graph.nodes)
@@ -251,8 +249,7 @@ def with_link_named(plan: Plan, options: Options) -> Plan:
     if rate is None or not plan.trips:
         return plan
     storages = [trip.data for trip in plan.trips]
-    link = HostLink(rate, rate).share(SHARE)
-    stated = with_copies(without_copies(plan.graph), storages, link)
+    stated = with_copies(without_copies(plan.graph), storages, HostLink(rate, rate).share(SHARE))
     if _copies_ns(stated) == _copies_ns(plan.graph):
         return plan
     return replace(plan, origin=f"{plan.origin}, for another link: on this one its time is unknown")

@@ -81,8 +81,7 @@ def plan_within(
     limit_bytes = plain.budget_bytes
     if budget.is_minimum and (waited := waiting(plain, problem.waits)).peak_bytes > limit_bytes:
         # Within as many bytes there may be a faster plan whose gradients can wait, too.
-        as_bytes = Budget(size_bytes=waited.peak_bytes)
-        plan = plan_within(problem, as_bytes, options, least)
+        plan = plan_within(problem, Budget(size_bytes=waited.peak_bytes), options, least)
         if waiting(plan, problem.waits).peak_bytes <= plan.budget_bytes:
             return plan
         waited = replace(waited, budget_bytes=waited.peak_bytes)
@@ -112,8 +111,7 @@ def waiting(plan: Plan, waits: schedules.Waits) -> Plan:
     """Return `plan` with gradients of hooked parameters waiting; it may need more than its
     budget."""
     schedule = schedules.with_waits(plan.graph, plan.schedule, waits)
-    peak_bytes = simulate(plan.graph, schedule).peak_bytes
-    return replace(plan, schedule=schedule, peak_bytes=peak_bytes)
+    return replace(plan, schedule=schedule, peak_bytes=simulate(plan.graph, schedule).peak_bytes)
 
 
 def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
@@ -121,8 +119,7 @@ def _certified(problem: Problem, plan: Plan, proven: Plan) -> Plan:
     have their first executions in the same order, else the bound is 0."""
     orders = {schedules.first_executions(p.schedule) for p in (plan, proven)}
     bound_ns = proven.certificate.bound_ns if len(orders) == 1 else 0
-    simulation = simulate(plan.graph, plan.schedule)
-    certificate = _certificate(problem.constrained, simulation, bound_ns)
+    certificate = _certificate(problem.constrained, simulate(plan.graph, plan.schedule), bound_ns)
     made = replace(plan, certificate=certificate)
     was_stopped = plan.certificate.status is Status.TIME_LIMIT
     return _stopped(made) if was_stopped and certificate.status is not Status.OPTIMAL else made
@@ -153,8 +150,7 @@ def _without_waits(
     made = plan_anew(problem, budget, options, least)
     cache.put_plan(key, made)
     if budget.is_minimum:
-        as_bytes = Budget(size_bytes=made.budget_bytes)
-        cache.put_plan(_plan_key(problem, as_bytes, options), made)
+        cache.put_plan(_plan_key(problem, Budget(size_bytes=made.budget_bytes), options), made)
     return made
 
 

@@ -253,8 +253,7 @@ def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
 def _mismatch(
     plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
 ) -> PlanMismatch:
-    differences = [_first_difference(p.graph, graph) for p in plans]
-    position, difference = max(differences)
+    position, difference = max([_first_difference(p.graph, graph) for p in plans])
     versions = " and ".join(sorted({p.torch_version for p in plans}))
     return PlanMismatch(
         f"there is no plan for this model and this call: {difference}. The plan holds for "
@@ -443,8 +442,7 @@ def _read_takeover(row: object, node: ComputeNode) -> Takeover:
 
 def _read_block(row: object, graph: CDGraph) -> BlockSummary:
     names = ("name", "digest", "forward", "backward")
-    members = dict(zip(names, list_of(row), strict=True))
-    block = BlockSummary(**read_fields(BlockSummary, members))
+    block = BlockSummary(**read_fields(BlockSummary, dict(zip(names, list_of(row), strict=True))))
     _check_below((*block.forward, *block.backward), len(graph.nodes))
     return block
 

@@ -60,8 +60,7 @@ class StepMoment:
         return option.backward_peak_bytes if self.is_backward else option.forward_peak_bytes
 
     def _kept(self, options: Sequence[BoundedOption]) -> list[tuple[int, BoundedOption]]:
-        kept = enumerate(options[: self.keeping])
-        return [(i, o) for i, o in kept if i != self.running]
+        return [(i, o) for i, o in enumerate(options[: self.keeping]) if i != self.running]
 
 
 def step_peak_bytes(moments: Sequence[StepMoment], options: Sequence[BoundedOption]) -> int:

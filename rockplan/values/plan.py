@@ -166,8 +166,7 @@ def plan_in(planned: object) -> Plan:
 
 def recomputations(plan: Plan) -> dict[int, int]:
     """Return node index -> number of re-executions, for nodes with any; copies do not count."""
-    nodes = plan.graph.nodes
-    executions = Counter(i for i in plan.schedule.computes if not nodes[i].optional)
+    executions = Counter(i for i in plan.schedule.computes if not plan.graph.nodes[i].optional)
     return {node: count - 1 for node, count in sorted(executions.items()) if count > 1}
 
 

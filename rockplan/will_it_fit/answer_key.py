@@ -62,8 +62,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
                 yield _source(of)
         own = (item for item in vars(module).items() if item[0] not in _OWN)
         yield from (f"{name}.{key} = {_described(value, seen)}" for key, value in own)
-    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
-    for name, tensor in tensors:
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
         yield f"{name}: {_shape(tensor)}"
 
 
@@ -71,8 +70,7 @@ def _lines(model: nn.Module) -> Iterator[str]:
 def _source(kind: type) -> str:
     """Of the file that a class is written in; its name if there is no file."""
     try:
-        path = inspect.getsourcefile(kind)
-        return hashlib.sha256(Path(path or "").read_bytes()).hexdigest()
+        return hashlib.sha256(Path(inspect.getsourcefile(kind) or "").read_bytes()).hexdigest()
     except (OSError, TypeError):
         return f"{kind.__module__}.{kind.__qualname__}"
 
@@ -133,5 +131,4 @@ def _cell(cell: CellType) -> object:
 
 def _attributes(value: object) -> dict[str, Any]:
     """Hashes, of which configurations of transformers keep some, differ in each process."""
-    held = getattr(value, "__dict__", {})
-    return {k: v for k, v in held.items() if not k.endswith("hash")}
+    return {k: v for k, v in getattr(value, "__dict__", {}).items() if not k.endswith("hash")}

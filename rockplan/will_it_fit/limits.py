@@ -105,8 +105,7 @@ def _of_gpu(on: Gpu) -> Iterator[str]:
 def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:
     """Raise InvalidInput if kernels are to be compiled, or operators tried, on another device than
     the model is captured on."""
-    tensors = (*model.parameters(), *model.buffers())
-    own = {t.device.type for t in tensors} or {"cpu"}
+    own = {t.device.type for t in (*model.parameters(), *model.buffers())} or {"cpu"}
     if options.compile and not on.at_hand:
         here = min(own)
         raise InvalidInput(

@@ -347,8 +347,7 @@ class FitQuestion:
     ) -> Timeline:
         """Return the memory over time of two training steps whose forward and backward run this
         schedule. is_eager: it stands for what PyTorch does."""
-        gradients = first_gradients(graph, call.interface)
-        steps = self.steps(gradients)
+        steps = self.steps(first_gradients(graph, call.interface))
         adding = self.step.accumulate > 1 or not self.step.set_to_none
         passes = passes_of(
             graph, schedule, call.interface, steps, self.groups, adding=adding, is_eager=is_eager

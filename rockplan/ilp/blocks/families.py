@@ -42,8 +42,7 @@ def option_families(
     def solve_one(position: int) -> OptionFamily:
         waiting = len(order) - position
         remaining_s = max(deadline - clock_s(settings.solver), 0.0)
-        share_s = remaining_s * min(1.0, THREADS / waiting)
-        own = replace(settings, time_limit_s=share_s)
+        own = replace(settings, time_limit_s=remaining_s * min(1.0, THREADS / waiting))
         return option_family(problems[order[position]], settings=own)
 
     families: dict[int, OptionFamily] = {}

@@ -222,8 +222,7 @@ def _add_survival(model: _Model, s: int) -> None:
         if following is not None:
             was_available = model.available(s, d) >= following
             model.require(f"d{d}_kept_{model.before(s + 1)}_is_there_{before}", was_available)
-        not_both = model.available(s, d) <= 1
-        model.require(f"d{d}_{before}_is_kept_or_made_again", not_both)
+        model.require(f"d{d}_{before}_is_kept_or_made_again", model.available(s, d) <= 1)
 
 
 def _add_backward_memory(model: _Model, s: int) -> None:
@@ -261,8 +260,7 @@ def _add_rerun_memory(model: _Model, s: int) -> None:
                 constant_bytes += model.bytes(life.data)
             else:
                 terms += life.during(model, s, i)
-        name = f"memory_at_n{i}_again_{model.before(s)}"
-        model.within_peak(name, terms, constant_bytes)
+        model.within_peak(f"memory_at_n{i}_again_{model.before(s)}", terms, constant_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,5 +333,4 @@ def _add_start_memory(model: _Model) -> None:
         if s == 0 and d not in outputs
     ]
     outputs_bytes = sum(model.bytes(d) for d in outputs if d not in not_free)
-    constant_bytes = model.stages.start_bytes + outputs_bytes
-    model.within_peak("memory_at_the_turn", terms, constant_bytes)
+    model.within_peak("memory_at_the_turn", terms, model.stages.start_bytes + outputs_bytes)

@@ -109,8 +109,7 @@ def _stages(
         return [r for r in view.reads_again[node] if r in free]
 
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
-        seeds = wanted | set(reads[node])
-        wanted = closure(free_reads, view.makers, seeds)
+        wanted = closure(free_reads, view.makers, wanted | set(reads[node]))
         movable = {i for d in wanted for i in view.makers[d]}
         stages.append(
             TurnStage(

@@ -216,8 +216,7 @@ class Program:
 
 def turn_of(intervals: Sequence[Interval]) -> int:
     """Return the number of the first interval in the backward phase."""
-    turns = (s + 1 for s, part in enumerate(intervals) if part.end == TURN)
-    return next(turns, 0)
+    return next((s + 1 for s, part in enumerate(intervals) if part.end == TURN), 0)
 
 
 def program(facts: Facts, moments: Moments, budget_bytes: int) -> Program:
@@ -262,8 +261,7 @@ class ProgramRows:
     def may_run(self, part: Interval) -> set[int]:
         """Return the nodes that may be re-executed in the interval; fetches do not run before the
         turn."""
-        makers = self.facts.view.makers
-        return {i for d in part.wanted for i in makers[d] if i < part.stop}
+        return {i for d in part.wanted for i in self.facts.view.makers[d] if i < part.stop}
 
     def _kept(self, s: int, d: int) -> Terms:
         column = self.keep.get((s, d))
@@ -365,5 +363,4 @@ def orders_of(program: Program, solution: NDArray[np.float64]) -> Orders:
         phase.missing.update(d for d in dropped if facts.view.makers[d])
         for index in required(facts.graph.nodes[max(part.first, turn) : part.stop]):
             phase.execute(index)
-    forward = required(facts.graph.forward)
-    return Orders(*without_idle(facts.graph, forward, phase.nodes))
+    return Orders(*without_idle(facts.graph, required(facts.graph.forward), phase.nodes))

@@ -419,8 +419,7 @@ class _Run:
                 if self.waited_for[d] > 0:
                     distance = 1
                 weight = self.sizes[d] * distance**self.rule.distance_power
-                score = cost**self.rule.cost_power / weight
-                scores.append((score, d))
+                scores.append((cost**self.rule.cost_power / weight, d))
         return [d for _, d in sorted(scores)]
 
     def _drop(self, data: Sequence[int], needed_bytes: int) -> None:
