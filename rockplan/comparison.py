@@ -179,8 +179,7 @@ def measured_series(comparison: Comparison) -> tuple[Series, ...]:
             others.append(Series(f"{row.name} (measured)", (point,)))
         else:
             ours.append(point)
-    line = Series("rockplan (measured)", tuple(sorted(ours)), connected=len(ours) > 1)
-    return (line, *others)
+    return (Series("rockplan (measured)", tuple(sorted(ours)), connected=len(ours) > 1), *others)
 
 
 def measured_timelines(
@@ -226,8 +225,7 @@ def _makers(
 ) -> dict[str, Callable[[], nn.Module]]:
 
     def planned(budget: OneBudget) -> nn.Module:
-        copied = wrap.sharing_copy(model)
-        return solve(copied, args, budget, sample_kwargs=kwargs, options=options)
+        return solve(wrap.sharing_copy(model), args, budget, sample_kwargs=kwargs, options=options)
 
     makers: dict[str, Callable[[], nn.Module]] = {
         "eager": lambda: wrap.sharing_copy(model),

@@ -161,8 +161,7 @@ def plan_as_asked(
     if smallest_bytes > error.budget_bytes:
         # That a share is too small is said of the first kind of call.
         is_said = budget.share is not None and budget.least_bytes
-        level = logging.INFO if is_said else logging.WARNING
-        _LOGGER.log(level, "%s", error.taken(smallest_bytes))
+        _LOGGER.log(logging.INFO if is_said else logging.WARNING, "%s", error.taken(smallest_bytes))
     return smallest_plan
 
 
@@ -531,11 +530,10 @@ def built_program(
     if source.earlier_workspaces:
         graph = with_open_workspaces(without_copies(plan.graph), source.earlier_workspaces)
         plan = replace(plan, graph=with_copies_of(graph, plan.graph))
-    constants = tuple(t for _, t in source.run.constants)
     program = build_program(
         plan,
         source.lowered.interface,
-        constants,
+        tuple(t for _, t in source.run.constants),
         source.run.output_spec,
         source.hooked,
         described_call(planned_state.original_forward(call.module), call.args, call.kwargs),

@@ -215,8 +215,7 @@ def captured_call(
         incoming = dict.fromkeys(options.differentiated)
     # Not as a decorator, whose frame would be taken for the user's line.
     with PLANNING, paused_collection(), key_value_cache.switched_off(module):
-        made = replace(call, incoming=incoming)
-        run = _recorded(made, options.only_loss, may_run, earlier, kept)
+        run = _recorded(replace(call, incoming=incoming), options.only_loss, may_run, earlier, kept)
         parameters = module.named_parameters(remove_duplicate=False)
         hooked = frozenset(n for n, p in parameters if has_hooks(p))
         state_bytes = rng_replay.state_bytes(_device(module, run))

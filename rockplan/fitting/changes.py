@@ -115,8 +115,7 @@ def usage(
     """Return what PyTorch's caching allocator reserves for `changes`. held: bytes of each storage
     that exists before, allocated one by one. Other arguments as for `replay`."""
     existing = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
-    requests = (change.request for change in changes)
-    return replay((*existing, *requests), expandable, capacity_bytes)
+    return replay((*existing, *(change.request for change in changes)), expandable, capacity_bytes)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:

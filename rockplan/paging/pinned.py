@@ -62,8 +62,7 @@ class PinnedArena:
         self._bytes = torch.frombuffer(mmap.mmap(-1, max(size_bytes, 1)), dtype=torch.uint8)
         self._streams = _streams(device)
         self._last_in: torch.cuda.Event | None = None
-        address = self._bytes.data_ptr()
-        code = int(_runtime().cudaHostRegister(address, len(self._bytes), 0))
+        code = int(_runtime().cudaHostRegister(self._bytes.data_ptr(), len(self._bytes), 0))
         if code:
             # Clear CUDA's error, which the next kernel would report.
             with contextlib.suppress(RuntimeError):

@@ -86,8 +86,7 @@ class Picture:
 
 def curve_series(curve: Curve, name: str = "rockplan (predicted)") -> Series:
     """Return the line of a curve from `rockplan.pareto`."""
-    points = tuple((p.peak_bytes, p.overhead, "") for p in curve.points)
-    return Series(name, points, connected=True)
+    return Series(name, tuple((p.peak_bytes, p.overhead, "") for p in curve.points), connected=True)
 
 
 def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
@@ -316,13 +315,12 @@ def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
             for n in (*block.forward, *block.backward):
                 node = plan.graph.nodes[n]
                 size_bytes = sum(plan.graph.data[d].size_bytes for d in node.writes)
-                width = "2.5" if n in again else "0.7"
                 cluster.node(
                     f"n{n}",
                     f"{operator_of(node)}\n{format_bytes(size_bytes)}",
                     tooltip=names[n],
                     fillcolor=fills[index] if n < len(plan.graph.forward) else "white",
-                    penwidth=width,
+                    penwidth="2.5" if n in again else "0.7",
                 )
     for node in plan.graph.nodes:
         for source in sorted({made_by[d] for d in node.reads if d in made_by}):

@@ -173,9 +173,8 @@ def call(
     tensors = _apply(_Outputs, planned_call, kept, outputs, token)
     results = dict(zip(relations.results, tensors, strict=True))
     for position, inner in relations.apart:
-        inner_results = [results[i] for i in inner]
         results[position] = _apply(
-            _Result, planned_call, position, results[position], *inner_results
+            _Result, planned_call, position, results[position], *[results[i] for i in inner]
         )
     planned_call.returned = Returned(relations, results)
     return tuple(results.values())

@@ -92,8 +92,7 @@ def problem_at_other_sizes(known: Plan, graph: CDGraph, waits: Waits, options: O
     )
     # The profile does not have these prices, which plans in the cache are for.
     prices = digest([[n.time_ns, n.workspace_bytes] for n in priced.nodes])
-    problem = problem_of_priced(priced, profile, options)
-    return replace(problem, waits=waits, profile_digest=prices)
+    return replace(problem_of_priced(priced, profile, options), waits=waits, profile_digest=prices)
 
 
 def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | None:
@@ -106,8 +105,7 @@ def replayed(known: Iterable[Plan], problem: Problem, budget: Budget) -> Plan | 
 def _by_overhead(known: Iterable[Plan]) -> list[Plan]:
     """How much is paged depends on the size; what other calls in flight keep is not considered
     here."""
-    able = (p for p in known if not p.trips and p.in_flight == 1)
-    return sorted(able, key=lambda p: p.overhead)
+    return sorted((p for p in known if not p.trips and p.in_flight == 1), key=lambda p: p.overhead)
 
 
 def _first(alike: Sequence[_Alike], problem: Problem, budget: Budget) -> Plan | None:

@@ -352,9 +352,8 @@ class FitQuestion:
         passes = passes_of(
             graph, schedule, call.interface, steps, self.groups, adding=adding, is_eager=is_eager
         )
-        resident = {**self.resident, Holding.INPUTS: call.input_sizes}
         return timeline_of(
-            resident,
+            {**self.resident, Holding.INPUTS: call.input_sizes},
             passes,
             steps,
             accumulate=self.step.accumulate,

@@ -110,13 +110,12 @@ def _stages(
 
     for start, node in reversed(list(zip(starts, chosen, strict=False))):
         wanted = closure(free_reads, view.makers, wanted | set(reads[node]))
-        movable = {i for d in wanted for i in view.makers[d]}
         stages.append(
             TurnStage(
                 node=node,
                 reads=reads[node],
                 wanted=tuple(sorted(wanted)),
-                movable=tuple(sorted(movable)),
+                movable=tuple(sorted({i for d in wanted for i in view.makers[d]})),
                 before_bytes=before_bytes[node],
                 during_bytes=during_bytes[node],
                 gap_bytes=max((during_bytes[i] for i in range(start, node)), default=0),

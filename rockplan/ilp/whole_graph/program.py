@@ -252,8 +252,7 @@ class ProgramRows:
         ]
         self.host: HostRows | None = None
         if facts.host is not None:
-            given = builder, self.intervals, turn, self.reruns
-            self.host = HostRows(facts, facts.host, *given)
+            self.host = HostRows(facts, facts.host, builder, self.intervals, turn, self.reruns)
         self._spans(moments.spans)
         ends = (s for s, part in enumerate(self.intervals) if part.end != TURN)
         self.memory = [self._turn(turn), *map(self._moment, ends)]
