@@ -66,7 +66,6 @@ def _left_by_a_call(walk: Walk, call: ModuleCall) -> _Left | None:
 
 
 def _are_equal(first: list[Any], second: list[Any]) -> bool:
-    """True if the results have tensors, and those of both calls are equal."""
     pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, torch.Tensor)]
     is_equal = (isinstance(b, torch.Tensor) and torch.equal(a, b) for a, b in pairs)
     return bool(pairs) and len(first) == len(second) and all(is_equal)

@@ -114,7 +114,6 @@ def _random(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Te
 
 
 def _result_bytes(graph: CDGraph, interface: Interface, starts: Collection[int]) -> int:
-    """Return the bytes of these leaves of the result, whose gradients may be expanded."""
     values = (interface.outputs[i].value for i in starts)
     specs = [graph.values[v].spec for v in values if v is not None]
     return sum(dtype_of(spec).itemsize * prod(spec.shape) for spec in specs)

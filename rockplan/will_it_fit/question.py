@@ -144,7 +144,6 @@ class FitQuestion:
 
     @property
     def _least_bytes(self) -> int:
-        """Bytes of what exists before a step, and is gathered in it at a time."""
         return self._model_bytes + gathered_bytes(self.groups)
 
     def _remedy(self, room_bytes: int, without: Sequence[str]) -> str:

@@ -389,7 +389,6 @@ class _ExchangeSearch:
         return 1.0 + self.limits.noise * self.random.random()
 
     def _worst(self) -> tuple[int, int]:
-        """Return the position with the most bytes, and these; count the effort."""
         self.spent += 1 + self.draft.end // self.limits.positions
         return self.draft.worst()
 
