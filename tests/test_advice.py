@@ -77,25 +77,10 @@ def by_number(self: Any, x: Tensor, scale: float) -> Tensor:
     return self.b(self.a(x) * scale)
 
 
-def kept(self: Any, x: Tensor) -> Tensor:
-    if not hasattr(self, "normalized"):
-        self.normalized = (x / x.sum()).detach()
-    return self.b(self.a(x)) * self.normalized
-
-
 def kept_buffer(self: Any, x: Tensor) -> Tensor:
     if "bias" not in self._buffers:
         self.register_buffer("bias", (x - x.mean()).detach())
     return self.b(self.a(x)) + self.bias
-
-
-def kept_each_time(self: Any, x: Tensor) -> Tensor:
-    self.hidden = self.a(x)
-    return self.b(self.hidden)
-
-
-def returned(self: Any, x: Tensor) -> Tensor:
-    return self.b(self.a(x))
 
 
 def zeroed() -> Net:
@@ -253,18 +238,10 @@ ADVICE = {
         "as a Python bool or number",
         lambda: (Net(by_number), (X, 2.0), (X, 3.0)),
     ),
-    "stored by the first call alone": Advice(
-        lambda: (Net(kept), X),
-        "If only the first call does: run the module once on the sample",
-        lambda: (made_once(Net(kept), X), (X,), (X + 1,)),
-    ),
     "buffer of the first call": Advice(
         lambda: (Net(kept_buffer), X),
         "If only the first call does: run the module once on the sample",
         lambda: (made_once(Net(kept_buffer), X), (X,), (X + 1,)),
-    ),
-    "stored by each call": Advice(
-        lambda: (Net(kept_each_time), X), "Return it", lambda: (Net(returned), (X,), (X + 1,))
     ),
     "buffer that is to have a gradient": Advice(
         lambda: (zeroed(), X),

@@ -153,16 +153,6 @@ class AsksForGradients(nn.Module):
         return self.b(x), x
 
 
-class Likely(nn.Module):
-    def __init__(self, **settings: Any) -> None:
-        super().__init__()
-        self.inner, self.settings = nn.Linear(4, 4), settings
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = torch.distributions.Normal(self.inner(x), 1.0, **self.settings)
-        return -y.log_prob(x).mean()
-
-
 def with_planned_part() -> nn.Module:
     part = rockplan.solve(nn.Sequential(nn.Linear(4, 4), nn.Tanh()), SAMPLE, "100%")
     return nn.Sequential(part, nn.Linear(4, 4))
@@ -296,12 +286,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         SAMPLE,
         rockplan.UnsupportedModel,
         ["Opaque", "return tensors"],
-    ),
-    "arguments of a distribution": (
-        lambda: Likely(validate_args=True),
-        SAMPLE,
-        rockplan.ValueDependentControlFlow,
-        ["test_bad_input.py:", "validate_args=False"],
     ),
     "part that is planned": (
         with_planned_part,
@@ -899,12 +883,6 @@ def test_data_that_stays_in_its_memory_is_planned(which: str) -> None:
     planned = rockplan.solve(copy.deepcopy(model), SAMPLE, "100%")
     assert torch.equal(planned(SAMPLE), model(SAMPLE))
     assert "data" not in vars(torch.Tensor)
-
-
-def test_distributions_that_do_not_check_their_arguments() -> None:
-    model = Likely(validate_args=False)
-    planned = rockplan.solve(model, SAMPLE, "100%")
-    assert torch.equal(planned(SAMPLE), model(SAMPLE))
 
 
 @pytest.mark.parametrize(
