@@ -52,7 +52,7 @@ def _run(command: list[str], cache: Path) -> None:
         "PYTHONPATH": str(ROOT),
     }
     done = subprocess.run(
-        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1500
     )
     assert done.returncode == 0, done.stderr[-4000:]
 

@@ -100,7 +100,7 @@ def _pools() -> list[tuple[str, str | None]]:
 
 def test_copies_hold_no_tensor_and_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each copy waits until the other one has begun, and then for us."""
-    meeting = threading.Barrier(3, timeout=20)
+    meeting = threading.Barrier(3, timeout=200)
 
     def meets_twice() -> None:
         meeting.wait()
@@ -147,7 +147,7 @@ def test_memory_stays_until_its_copy_is_done(
     assert pages.layout is not None
     pool = pages.layout.pool
     store(pages, torch.ones(1024))
-    monkeypatch.setattr(os, "preadv", _after(lambda: goes_on.wait(20), os.preadv))
+    monkeypatch.setattr(os, "preadv", _after(lambda: goes_on.wait(200), os.preadv))
     kept = {"x": pages.page_in("x")}
     seen = kept["x"][0].untyped_storage()
     gone: list[bool] = []
