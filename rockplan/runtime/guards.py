@@ -21,7 +21,7 @@ from rockplan.python_state import trees, writes
 from rockplan.python_state.autocast import cast_is_kept, is_cast_once
 from rockplan.python_state.contents import Contents, contents_of, described, is_same
 from rockplan.python_state.distributed import PLAIN as PLAIN_TENSORS
-from rockplan.python_state.distributed import local_of, strides_of
+from rockplan.python_state.distributed import is_distributed_kind, local_of, strides_of
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.python_state.memory import inner_tensors, memory_of, parts_of
 from rockplan.python_state.surroundings import Surroundings
@@ -433,7 +433,9 @@ class Sharing:
             return False
         if not self.mutated:
             return True
-        storages = [local_of(t).untyped_storage()._cdata for t in tensors]
+        if any(map(is_distributed_kind, {*map(type, tensors)})):
+            tensors = [*map(local_of, tensors)]
+        storages = [t.untyped_storage()._cdata for t in tensors]
         return _memory(storages, self.mutated) == self.memory
 
 
