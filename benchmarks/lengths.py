@@ -19,6 +19,7 @@ import os
 import random
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -394,13 +395,66 @@ CASES: dict[str, Callable[[], Varied]] = {
 }
 
 
+def rows_of_tokens(count: int) -> Any:
+    """Log-normal lengths."""
+    import datasets
+
+    rng = random.Random(0)
+    lengths = [padded(rng, 1) for _ in range(count)]
+    return datasets.Dataset.from_dict(
+        {"input_ids": [[rng.randint(4, 127) for _ in range(n)] for n in lengths]}
+    )
+
+
+def with_lora(**settings: Any) -> Any:
+    """transformers' Trainer, LoRA, batches padded to their longest."""
+    import peft
+    import transformers
+
+    from tests import trainers
+
+    collate = transformers.DataCollatorForLanguageModeling(trainers.make_tokenizer(), mlm=False)
+    count = settings["max_steps"] * settings["per_device_train_batch_size"]
+    return transformers.Trainer(
+        peft.get_peft_model(trainers.make_llama(4), trainers.lora()).train(),
+        transformers.TrainingArguments(**settings),
+        train_dataset=rows_of_tokens(count),
+        data_collator=collate,
+    )
+
+
+def packed(**settings: Any) -> Any:
+    """TRL's trainer, packed rows in one sequence."""
+    import trl
+
+    from tests import trainers
+
+    arguments = trl.SFTConfig(
+        **settings, max_length=384, packing=True, gradient_checkpointing=False
+    )
+    count = 4 * settings["max_steps"] * settings["per_device_train_batch_size"]
+    return trl.SFTTrainer(
+        model=trainers.make_llama(4),
+        args=arguments,
+        train_dataset=rows_of_tokens(count),
+        processing_class=trainers.make_tokenizer(),
+    )
+
+
+TRAINERS: dict[str, Callable[..., Any]] = {
+    "Trainer, LoRA, padded to the longest": with_lora,
+    "TRL, packing": packed,
+}
+
+
 @dataclass(frozen=True, slots=True)
 class Row:
     """Seconds of all steps, and ms of one in the median. second_s: of the slower of the first two
     steps, which records with symbols; after: all later ones, in times of eager; new_ms: of steps
     with a new size, from the second on;
     plans: schedules, one for the first batch among them; captures: of calls in training; gap: the
-    most that a measured peak was below the predicted one, as a share."""
+    most that a measured peak was below the predicted one, as a share; None where a trainer runs the
+    steps, whose first one plans."""
 
     model: str
     where: str
@@ -414,7 +468,7 @@ class Row:
     new_ms: float
     plans: int
     captures: int
-    gap: float
+    gap: float | None
 
     @property
     def ratio(self) -> float:
@@ -482,6 +536,85 @@ def measured(name: str, steps: int) -> Row:
     )
 
 
+def trained(name: str, steps: int) -> Row:
+    """Train twice from one seed in this process: as it is, and planned in place."""
+    import transformers
+
+    from rockplan.integrations.transformers import RockplanCallback
+    from rockplan.runtime.planned_state import programs_of
+
+    torch.set_num_threads(1)
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def __init__(self) -> None:
+            self.seconds: list[float] = []
+            self.sizes: list[tuple[int, ...]] = []
+            self.stages: list[list[str]] = []
+            self.plans = 0
+
+        def on_step_begin(self, *_: Any, **more: Any) -> None:
+            self.stages.append([])
+            self.started = time.process_time()
+
+        def on_step_end(self, *_: Any, model: Any = None, **more: Any) -> None:
+            self.seconds.append(time.process_time() - self.started)
+            programs = (p for m in model.modules() for p in programs_of(m))
+            self.plans = len({id(program) for program in programs})
+
+    runs = []
+    for is_planned in (False, True):
+        clock = Clock()
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory() as folder:
+            trainer = TRAINERS[name](
+                output_dir=folder,
+                use_cpu=True,
+                report_to=[],
+                disable_tqdm=True,
+                max_steps=steps,
+                per_device_train_batch_size=4,
+                logging_steps=1,
+                save_strategy="no",
+                bf16=False,
+            )
+            collate = trainer.data_collator
+
+            def collated(rows: Any, collate: Any = collate, clock: Any = clock) -> Any:
+                batch = collate(rows)
+                clock.sizes.append(tuple(batch["input_ids"].shape))
+                return batch
+
+            trainer.data_collator = collated
+            trainer.add_callback(clock)
+            if is_planned:
+                trainer.add_callback(RockplanCallback("100%", rockplan.Options(cache=False)))
+            torch.manual_seed(1)
+            with progress.listening(lambda said, to=clock: to.stages[-1].append(said.stage)):
+                trainer.train()
+        losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+        runs.append((clock, losses, [p.detach() for p in trainer.model.parameters()]))
+    (eager, *expected), (clock, *found) = runs
+    assert expected[0] == found[0], name
+    assert all(map(torch.equal, expected[1], found[1])), name
+    sizes = clock.sizes[: len(clock.seconds)]
+    new = [s for i, s in enumerate(clock.seconds) if i > 1 and sizes[i] not in sizes[:i]]
+    return Row(
+        model=name,
+        where=where(),
+        steps=steps,
+        sizes=len({*sizes}),
+        eager_s=round(sum(eager.seconds), 2),
+        planned_s=round(sum(clock.seconds), 2),
+        second_s=round(max(clock.seconds[:2]), 2),
+        after=round(sum(clock.seconds[2:]) / sum(eager.seconds[2:]), 3),
+        eager_ms=round(1e3 * median(eager.seconds), 1),
+        new_ms=round(1e3 * median(new), 1),
+        plans=clock.plans,
+        captures=sum("capturing the model" in stages for stages in clock.stages),
+        gap=None,
+    )
+
+
 def gap_of(planned: Any, call: dict[str, Tensor]) -> float:
     """By how much less than predicted a step needs, as a share of it; raises if it needs more."""
     buffers = copy.deepcopy(dict(planned.named_buffers()))
@@ -507,8 +640,8 @@ def report(rows: list[Row]) -> str:
         "",
         "`python -m benchmarks.lengths`: training with AdamW on batches of sizes drawn at random, "
         "planned and eager in turns, CPU seconds on one thread, planning in training among them; "
-        "planned for the first batch. Losses of each step and all parameters at the end equal "
-        "eager's bit by bit; no measured peak was above the plan's, which was within its budget.",
+        "planned for the first batch, by trainers in the first step. Losses of each step and all "
+        "parameters at the end equal eager's bit by bit; no measured peak was above the plan's, which was within its budget.",
         "",
         "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
         "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | "
@@ -518,7 +651,8 @@ def report(rows: list[Row]) -> str:
     lines += [
         f"| {r.model} | {r.steps} | {r.sizes} | {r.eager_s:.2f} | {r.planned_s:.2f} | "
         f"{r.ratio:.2f} | {r.second_s:.1f} | {r.after:.3f} | {r.eager_ms:.1f} | {r.new_ms:.1f} | "
-        f"{r.new_ms / r.eager_ms:.2f} | {r.captures} | {r.plans} | {r.gap:.2%} |"
+        f"{r.new_ms / r.eager_ms:.2f} | {r.captures} | {r.plans} | "
+        f"{'' if r.gap is None else format(r.gap, '.2%')} |"
         for r in rows
     ]
     lines += ["", "Where and when:", "", *dict.fromkeys(f"- {r.where}" for r in rows)]
@@ -537,12 +671,13 @@ def in_own_process(name: str, steps: int) -> Row:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("models", nargs="*", default=list(CASES), metavar="MODEL")
+    parser.add_argument("models", nargs="*", default=[*CASES, *TRAINERS], metavar="MODEL")
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--here", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.here:
-        print(json.dumps(asdict(measured(arguments.here, arguments.steps))))
+        run = trained if arguments.here in TRAINERS else measured
+        print(json.dumps(asdict(run(arguments.here, arguments.steps))))
         return
     path = RESULTS / "lengths.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
@@ -551,7 +686,7 @@ def main() -> None:
         row = in_own_process(name, arguments.steps)
         print(json.dumps(asdict(row), indent=1), flush=True)
         found[row.model] = row
-        rows = [found[n] for n in CASES if n in found]
+        rows = [found[n] for n in (*CASES, *TRAINERS) if n in found]
         path.write_text("".join(json.dumps(asdict(r)) + "\n" for r in rows))
         (RESULTS / "lengths.md").write_text(report(rows))
 
