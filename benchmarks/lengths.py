@@ -641,10 +641,10 @@ def report(rows: list[Row]) -> str:
         "`python -m benchmarks.lengths`: training with AdamW on batches of sizes drawn at random, "
         "planned and eager in turns, CPU seconds on one thread, planning in training among them; "
         "planned for the first batch. Losses of each step and all "
-        "parameters at the end equal eager's bit by bit; no measured peak was above the plan's, which "
-        "was within its budget. Trainers run one after the other, the first step plans, and peaks are "
-        "not measured; TRL's loss loops over its tokens in chunks (`range(0, N, ...)`), so that each "
-        "length is captured.",
+        "parameters at the end equal eager's bit by bit; no measured peak was above the plan's, "
+        "which was within its budget. Trainers run one after the other, the first step plans, and "
+        "peaks are not measured; TRL's loss loops over its tokens in chunks (`range(0, N, ...)`), so "
+        "that each length is captured.",
         "",
         "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
         "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | "
