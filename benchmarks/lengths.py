@@ -411,7 +411,7 @@ def with_lora(**settings: Any) -> Any:
     import peft
     import transformers
 
-    from tests import trainers
+    from testing import trainers
 
     collate = transformers.DataCollatorForLanguageModeling(trainers.make_tokenizer(), mlm=False)
     count = settings["max_steps"] * settings["per_device_train_batch_size"]
@@ -427,7 +427,7 @@ def packed(**settings: Any) -> Any:
     """TRL's trainer, packed rows in one sequence."""
     import trl
 
-    from tests import trainers
+    from testing import trainers
 
     arguments = trl.SFTConfig(
         **settings, max_length=384, packing=True, gradient_checkpointing=False
@@ -643,8 +643,8 @@ def report(rows: list[Row]) -> str:
         "planned for the first batch. Losses of each step and all "
         "parameters at the end equal eager's bit by bit; no measured peak was above the plan's, "
         "which was within its budget. Trainers run one after the other, the first step plans, and "
-        "peaks are not measured; TRL's loss loops over its tokens in chunks (`range(0, N, ...)`), so "
-        "that each length is captured.",
+        "peaks are not measured; TRL's loss loops over its tokens in chunks (`range(0, N, ...)`), "
+        "so that each length is captured.",
         "",
         "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
         "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | "

@@ -24,8 +24,7 @@ from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
 from testing.blocks import QUICK
-from testing.training import assert_same_state
-from tests.trainers import (
+from testing.trainers import (
     Rows,
     history,
     lora,
@@ -39,6 +38,7 @@ from tests.trainers import (
     texts,
     tokens,
 )
+from testing.training import assert_same_state
 
 OPTIONS = rockplan.Options(**QUICK)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {

@@ -333,7 +333,7 @@ def test_sft_trainers_train_quantized_bases_as_eager(scheme: str, tmp_path: Path
         pytest.importorskip(library)
     import peft
 
-    from tests import trainers
+    from testing import trainers
 
     def trained(is_planned: bool) -> list[Tensor]:
         torch.manual_seed(0)

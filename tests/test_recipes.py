@@ -23,8 +23,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rockplan
 from rockplan.integrations.lightning import RockplanCallback as ForLightning
 from rockplan.integrations.transformers import RockplanCallback
-from testing.training import QUICK, assert_same_state
-from tests.trainers import (
+from testing.trainers import (
     LENGTH,
     Rows,
     lora,
@@ -36,6 +35,7 @@ from tests.trainers import (
     supervised,
     texts,
 )
+from testing.training import QUICK, assert_same_state
 
 BUDGET = "60%"
 Run = tuple[list[Any], nn.Module]

@@ -20,8 +20,7 @@ from torch import nn
 import rockplan
 from rockplan.search import planning
 from rockplan.values.plan import format_bytes, recomputations
-from testing.training import QUICK, assert_same_state
-from tests.trainers import (
+from testing.trainers import (
     LENGTH,
     ROWS,
     SIZES,
@@ -37,6 +36,7 @@ from tests.trainers import (
     supervised,
     tokens,
 )
+from testing.training import QUICK, assert_same_state
 
 
 def make_t5() -> Any:
