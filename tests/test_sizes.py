@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import Tensor, nn
@@ -392,6 +393,21 @@ def test_numbers_in_arithmetic_are_data(name: str, numbers: Sequence[float]) -> 
             module.load_state_dict(model.state_dict())
         train_side_by_side(case, planned, eager, steps=1)
     assert any(captured[4:]) is not is_open
+
+
+@pytest.mark.parametrize("kind", [numpy.float64, numpy.float32, numpy.int64, numpy.bool_])
+def test_numbers_of_numpy_are_kinds_of_call(kind: Any) -> None:
+    class Takes(Treats):
+        def forward(self, x: Tensor, n: Any) -> Tensor:
+            return (self.layers(x) * float(n)).square().mean()
+
+    torch.manual_seed(0)
+    model = Takes(lambda h, n: h)
+    eager = copy.deepcopy(model)
+    calls = [{"x": torch.randn(size, 8), "n": kind(n)} for size, n in [(12, 1), (9, 0), (5, 1)]]
+    planned = rockplan.solve(model, (), "100%", sample_kwargs=calls[0], options=OPTIONS)
+    for kwargs in calls:
+        train_side_by_side(case_of(model, kwargs), planned, eager, steps=1)
 
 
 def test_a_size_that_is_constant_leaves_others_free() -> None:

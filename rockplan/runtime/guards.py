@@ -386,7 +386,8 @@ def _without_sizes(part: Any) -> Any:
     # Of a tensor (`call_key`) 3 is the shape, 5 the strides.
     if type(part) is tuple and len(part) > 5 and type(part[3]) is torch.Size:
         return (*part[:3], len(part[3]), part[4], *part[6:])
-    if type(part) is tuple and part[:1] == (tuple,) and part[1][:1] == (float,):
+    # By identity: a dtype of numpy is equal to its class.
+    if type(part) is tuple and part[:1] == (tuple,) and any(p is float for p in part[1][:1]):
         return float if "x" in part[1][1] else part  # its text; others are no numbers
     return int if type(part) is int else part
 
