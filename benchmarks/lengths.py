@@ -643,8 +643,7 @@ def report(rows: list[Row]) -> str:
         "planned for the first batch. Losses of each step and all "
         "parameters at the end equal eager's bit by bit; no measured peak was above the plan's, "
         "which was within its budget. Trainers run one after the other, the first step plans, and "
-        "peaks are not measured; TRL's loss loops over its tokens in chunks (`range(0, N, ...)`), "
-        "so that each length is captured.",
+        "peaks are not measured.",
         "",
         "| model | steps | sizes | eager s | planned s | times eager | step that records s | all "
         "later steps, times eager | eager step ms | step with a new size ms | in steps of eager | "

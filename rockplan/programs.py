@@ -288,10 +288,13 @@ def with_sizes_open(
         except Exception as error:  # symbols are PyTorch's own: what is static runs all the same
             first_line = str(error).partition("\n")[0]
             reason = StaticSizes(f"with symbols the recording fails: {first_line}")
+        if kind in state.programs:  # which are for other sizes: this one is a constant
+            reason = StaticSizes(str(reason), is_of_pair=True)
         places, tries = state.static.get(kind, (frozenset(), 0))
-        tries = tries + (not reason.fixed) if reason.is_of_pair else TRIES
+        most = _most_tries(state, kind)
+        tries = tries + (not reason.fixed) if reason.is_of_pair else most
         state.static[kind] = places.union(reason.fixed), tries
-        if reason.fixed or tries == TRIES:
+        if reason.fixed or tries == most:
             # All blocks of a model would say so.
             is_said = reason.is_of_pair or str(reason) in state.warned
             state.warned.add(str(reason))
@@ -301,7 +304,8 @@ def with_sizes_open(
 
 
 TRIES = 3
-"""Pairs of calls that are compared, if what speaks against the first ones is their sizes."""
+"""Pairs of calls that are compared for each program of such calls that there is, and before there
+is one, if what speaks against them is their sizes."""
 
 
 def _alike_but_for_sizes(
@@ -323,8 +327,12 @@ def _alike_but_for_sizes(
         static, tries = state.static.get(kind, (frozenset(), 0))
         places = now.differing(program.interface.call_in(program.plan.graph))
         may_be = places and all(places.values()) and static.isdisjoint(places)
-        if may_be and tries < TRIES:
+        if may_be and tries < _most_tries(state, kind):
             yield program
+
+
+def _most_tries(state: planned_state.PlannedState, kind: Any) -> int:
+    return TRIES * (1 + len(state.programs.get(kind, ())))
 
 
 def _new_program(

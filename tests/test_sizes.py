@@ -395,6 +395,36 @@ def test_numbers_in_arithmetic_are_data(name: str, numbers: Sequence[float]) -> 
     assert any(captured[4:]) is not is_open
 
 
+def test_a_loop_over_chunks_leaves_sizes_free() -> None:
+    """As many calls of it as there are chunks; a size that fills one is a kind of its own, and does
+    not end others."""
+
+    class Chunked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.head = nn.Linear(8, 8), nn.Linear(8, 50)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h, total = self.layer(x), x.new_zeros(())
+            for start in range(0, h.shape[0], 16):
+                end = min(start + 16, h.shape[0])
+                total = total + self.head(h[start:end]).logsumexp(-1).sum()
+            return total / h.shape[0] + len([*range(4, 2, -1)]) + isinstance(range(3), range)
+
+    torch.manual_seed(0)
+    model = Chunked()
+    eager = copy.deepcopy(model)
+    sample = {"x": torch.randn(6, 8)}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    captured = []
+    for size in (7, 8, 5, 16, 15, 20, 22, 25, 30):
+        case = case_of(model, {"x": torch.randn(size, 8)})
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        train_side_by_side(case, planned, eager, steps=1)
+    assert captured == [True, False, False, True, False, True, True, False, False]
+    assert range(3)[-1] == 2 and type(range(3)) is range
+
+
 @pytest.mark.parametrize("kind", [numpy.float64, numpy.float32, numpy.int64, numpy.bool_])
 def test_numbers_of_numpy_are_kinds_of_call(kind: Any) -> None:
     class Takes(Treats):

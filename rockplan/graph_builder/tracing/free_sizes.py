@@ -10,6 +10,7 @@ compared with static ones (`captures.open_sizes`).
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -138,11 +139,34 @@ class FreeSizes:
         return Sizes(tuple(symbol for symbol, _ in self._symbols), tuple(guards))
 
 
+class _RangeClass(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, _RANGE)
+
+
+class _Range(metaclass=_RangeClass):
+    """In place of `range`, which would make constants of its arguments: of symbols only how many
+    numbers there are is one."""
+
+    def __new__(cls, *ends: Any) -> Any:
+        if not 1 < len(ends) < 4 or not any(isinstance(end, torch.SymInt) for end in ends):
+            return _RANGE(*ends)
+        start, stop, step = (*ends, 1)[:3]
+        count = -((start - stop) // step)
+        return tuple(start + step * number for number in _RANGE(count))
+
+
+_RANGE = range
+
+
 @contextlib.contextmanager
-def texts_specialize() -> Iterator[None]:
+def known_to_python() -> Iterator[None]:
     """While active, a SymInt or SymFloat as text is its number, which makes it a constant: the text
-    of a symbol would be another one than in eager execution, and nothing would say so."""
+    of a symbol would be another one than in eager execution, and nothing would say so. Loops over
+    parts of a size leave it free."""
     with contextlib.ExitStack() as stack:
+        stack.callback(setattr, builtins, "range", _RANGE)
+        builtins.range = _Range  # type: ignore[misc]
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
             for name in ("__str__", "__repr__", "__format__"):
                 own = vars(kind).get(name)

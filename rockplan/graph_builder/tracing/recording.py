@@ -95,7 +95,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
         found.restored(),
         stand_ins.without_history(),
         recorder.without_history(),
-        contextlib.nullcontext() if recording.free is None else free_sizes.texts_specialize(),
+        contextlib.nullcontext() if recording.free is None else free_sizes.known_to_python(),
     ):
         exchanged = _exchanged(recording)
         answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
