@@ -139,12 +139,12 @@ class FreeSizes:
         return Sizes(tuple(symbol for symbol, _ in self._symbols), tuple(guards))
 
 
-class _RangeClass(type):
+class _RangesClass(type):
     def __instancecheck__(cls, instance: object) -> bool:
         return isinstance(instance, _RANGE)
 
 
-class _Range(metaclass=_RangeClass):
+class _Ranges(metaclass=_RangesClass):
     """In place of `range`, which would make constants of its arguments: of symbols only how many
     numbers there are is one."""
 
@@ -166,7 +166,7 @@ def known_to_python() -> Iterator[None]:
     parts of a size leave it free."""
     with contextlib.ExitStack() as stack:
         stack.callback(setattr, builtins, "range", _RANGE)
-        builtins.range = _Range  # type: ignore[misc]
+        builtins.range = _Ranges  # type: ignore[misc]
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
             for name in ("__str__", "__repr__", "__format__"):
                 own = vars(kind).get(name)
