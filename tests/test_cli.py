@@ -146,14 +146,14 @@ SPELLINGS = {
         "--autocast --budget --compile --json --near --no-cache --optimizer --size --time-limit -b"
     ),
     "compare": (
-        "--autocast --budget --compile --compile-budget --json --near --no-cache --only-loss"
-        " --rounds --tile --time-limit -b"
+        "--autocast --best --budget --compile --compile-budget --json --near --no-cache"
+        " --only-loss --rounds --tile --time-limit -b"
     ),
     "facts": ("--json"),
     "fit": (
         "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
         " --grad-scaler --host --html --in-backward --json --keep-gradients --length --link"
-        " --near --no-cache --only-loss --optimizer --shard --tile --time-limit"
+        " --near --no-cache --only-loss --optimizer --remedies --shard --tile --time-limit"
     ),
     "kinds": (
         "--autocast --budget --compile --json --near --no-cache --only-loss --optimizer --steps"
@@ -169,7 +169,7 @@ SPELLINGS = {
         " --passes --tile -b"
     ),
     "solve": (
-        "--accumulate --autocast --budget --check --compile --export --host --host-path"
+        "--accumulate --autocast --best --budget --check --compile --export --host --host-path"
         " --json --link --near --no-cache --no-check --only-loss --optimizer --save --size"
         " --solver --tile --time-limit --trace --write-lp -b"
     ),

@@ -18,6 +18,12 @@ from rockplan.graph_builder.operators.rows import ROWS
 X, Y, M = torch.randn(2, 4, 6, 6), torch.randn(2, 4, 6, 6), torch.randn(6, 6)
 B, V, I = torch.randn(2, 6, 6), torch.randn(4), torch.tensor([[1, 2]])  # noqa: E741
 CONVOLUTION = (X, torch.randn(4, 4, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+MADE = {
+    "dtype": torch.float64,
+    "layout": torch.strided,
+    "device": torch.device("cpu"),
+    "pin_memory": False,
+}
 NORM = (X, V, V, V, V, True, 0.1, 1e-5)
 
 SAMPLES: dict[str, list[tuple[Any, ...]]] = {
@@ -72,7 +78,18 @@ SAMPLES: dict[str, list[tuple[Any, ...]]] = {
     "aten.gelu.default": [(X,), (X, {"approximate": "tanh"})],
     "aten.max_pool2d_with_indices.default": [(X, [3, 3]), (X, [3, 3], [2, 2], [1, 1], [1, 1])],
     "aten.silu.default": [(X,)],
+    "aten.bernoulli_.float": [(X, 0.5), (X, {"p": 0.25})],
+    "aten.empty_strided.default": [([2, 3], [3, 1], MADE)],
+    "aten.ones.default": [([2, 3], MADE), ([], MADE)],
+    "aten.scalar_tensor.default": [(0.5, MADE), (2, MADE)],
+    "aten.pow.Tensor_Scalar_out": [(X, 2, {"out": Y}), (X, -0.5, {"out": X})],
 }  # fmt: skip
+for name in ("exp", "log", "neg", "rsqrt", "sigmoid", "sqrt", "tanh"):
+    SAMPLES[f"aten.{name}.out"] = [(X, {"out": Y}), (X, {"out": X})]
+for name in ("add", "div", "maximum", "minimum", "mul", "sub"):
+    SAMPLES[f"aten.{name}.out"] = [(X, Y, {"out": Y}), (X, M, {"out": X})]
+for name in ("add", "div", "mul", "sub"):
+    SAMPLES[f"aten.{name}.out"] += [(X, 2, {"out": Y}), (X, 0.5, {"out": X})]
 
 
 class Reached(Exception):  # noqa: N818

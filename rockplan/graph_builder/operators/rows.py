@@ -456,8 +456,7 @@ ROWS: tuple[OperatorFacts, ...] = (
     ),
     OperatorFacts("aten._to_copy.default", casts=True),
     *_alike(
-        "aten.add_.Tensor aten.bernoulli_.float aten.copy_.default aten.div_.Scalar "
-        "aten.mul_.Tensor",
+        "aten.add_.Tensor aten.bernoulli_.float aten.copy_.default aten.mul_.Tensor",
         function="torch.Tensor.{packet}",
     ),
     *_alike(
