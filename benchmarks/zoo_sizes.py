@@ -1,0 +1,167 @@
+"""Which architectures run batches of other sizes by one program, recorded with symbols?
+
+    OMP_NUM_THREADS=1 python -m benchmarks.zoo_sizes [--every 11] [--jobs 2] [--seconds 600]
+
+Every so many of the architectures of `benchmarks.zoo` that train equal to eager (vision models of
+timm, models of transformers) is planned for 3 samples, and called with 4, 5 and 6; of models of
+text also with lengths that are 1, 2 and 3 longer. Each call is a step beside eager, bit by bit. A
+dimension is
+
+    open     the second size was recorded with symbols, and the next two were captured no more
+    static   each is captured, for the reason that the logger gives
+    wrong    anything that is not eager's
+    -        eager itself does not take these sizes, or it is the number of channels
+
+Results: benchmarks/results/zoo_sizes.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import concurrent.futures
+import copy
+import json
+import logging
+import subprocess
+import sys
+import time
+import traceback
+from dataclasses import replace
+from typing import Any
+
+from benchmarks import zoo
+from benchmarks.timing import where
+
+CASE_S = 120
+DIMENSIONS = {0: "batch", 1: "length"}
+
+
+def calls_of(case: Any, dimension: int) -> list[Any]:
+    """The case at four sizes that follow one another; [] if eager does not take them."""
+    from rockplan.will_it_fit.captured_sizes import resized, size_of
+    from testing.zoo_cases import try_eager
+
+    arguments = case.args, case.kwargs
+    if dimension:
+        arguments = resized(case.model, arguments, {0: 3})
+    least = 3 if dimension == 0 else size_of(arguments, 1)
+    made = []
+    for size in range(least, least + 4):
+        args, kwargs = resized(case.model, arguments, {dimension: size})
+        made.append(replace(case, args=args, kwargs=kwargs))
+    return [] if any(try_eager(one) for one in made) else made
+
+
+def examined(case: Any, dimension: int) -> str:
+    import rockplan
+    from rockplan.values import progress
+
+    calls = calls_of(case, dimension)
+    if not calls:
+        return "-"
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("rockplan")
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    model, eager = case.model, copy.deepcopy(case.model)
+    options = rockplan.Options(cache=False, time_limit_s=5, bound_time_limit_s=0)
+    first = calls[0]
+    planned: Any = rockplan.solve(
+        model, first.args, "100%", sample_kwargs=first.kwargs, options=options
+    )
+    captured = []
+    for one in calls:
+        stages: list[str] = []
+        with progress.listening(lambda told, to=stages: to.append(told.stage)):
+            zoo.train_side_by_side(replace(one, model=planned), planned, eager)
+        captured.append("capturing the model" in stages)
+    logger.removeHandler(handler)
+    if not any(captured[2:]):
+        return "open"
+    why = [text.partition("each by itself: ")[2] for text in said if "each by itself" in text]
+    return f"static: {why[-1] if why else 'other programs, which are not for all of these sizes'}"
+
+
+def here(name: str) -> dict[str, Any]:
+    zoo.plan_roughly()
+    row: dict[str, Any] = {"name": name}
+    for dimension, what in DIMENSIONS.items():
+        if dimension and not name.startswith("transformers"):
+            continue
+        try:
+            row[what] = examined(zoo.make_case(name), dimension)
+        except AssertionError as error:
+            row[what] = f"wrong: {error}"
+        except Exception as error:
+            line = traceback.format_exception_only(error)[-1].strip().partition("\n")[0]
+            row[what] = f"static: {line}"
+    return row
+
+
+def report(rows: list[dict[str, Any]], left_out: int) -> str:
+    counts = {
+        what: collections.Counter(row[what].partition(":")[0] for row in rows if what in row)
+        for what in DIMENSIONS.values()
+    }
+    listed = [
+        f"{what}: " + ", ".join(f"{count} {name}" for name, count in found.most_common())
+        for what, found in counts.items()
+    ]
+    return "\n".join(
+        [
+            "# Sizes in the zoo",
+            "",
+            f"`python -m benchmarks.zoo_sizes` on {where()}: {len(rows)} architectures, "
+            f"{left_out} more not ended in {CASE_S} s each; {'; '.join(listed)}. What the words "
+            "mean is in `benchmarks/zoo_sizes.py`.",
+            "",
+            "| architecture | batch | length |",
+            "|---|---|---|",
+            *(f"| {r['name']} | {r['batch'][:160]} | {r.get('length', '-')[:160]} |" for r in rows),
+            "",
+        ]
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=11)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=600)
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.here:
+        print(json.dumps(here(arguments.here)))
+        return
+    known = zoo.read_results(zoo.RESULTS / "zoo.jsonl")
+    names = [n for n in zoo.case_names(["transformers", "timm"]) if _is_equal(known.get(n))]
+    until = time.monotonic() + arguments.seconds
+    with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
+        found = pool.map(lambda name: _in_a_process(name, until), names[:: arguments.every])
+        ended = [row for row in found if row is not None]
+    rows = [row for row in ended if len(row) > 1]
+    (zoo.RESULTS / "zoo_sizes.md").write_text(report(rows, len(ended) - len(rows)))
+
+
+def _in_a_process(name: str, until: float) -> dict[str, Any] | None:
+    """Only its name if it does not end; None if it was not begun."""
+    if time.monotonic() > until:
+        return None
+    command = [sys.executable, "-m", "benchmarks.zoo_sizes", "--here", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=CASE_S, check=False)
+        row: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    except (subprocess.TimeoutExpired, IndexError, ValueError):
+        return {"name": name}
+    return row
+
+
+def _is_equal(row: dict[str, Any] | None) -> bool:
+    return row is not None and row.get("outcome") == "equal"
+
+
+if __name__ == "__main__":
+    main()
