@@ -828,6 +828,20 @@ def test_a_write_is_seen_after_calls(write: str, monkeypatch: pytest.MonkeyPatch
     assert not signature.holds() and not signature.holds()
 
 
+def test_writes_are_seen_without_dynamos_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rockplan.python_state.writes._version", None)
+    monkeypatch.setattr("rockplan.runtime.guards._GUARDS", None)
+    for write in WRITES.values():
+        with monkeypatch.context() as patch:
+            patch.setattr(f"{__name__}.VARIABLES", {"scale": 1.0})
+            patch.setattr(first_of, "__defaults__", None)
+            model = Holder().train()
+            signature = module_signature(model, model.forward, (model.plain,))
+            assert signature.holds() and signature.holds()
+            write(model)
+            assert not signature.holds()
+
+
 EQUAL_WRITES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]] = {
     "nothing": (lambda m: None, WRITES["attribute of an object"]),
     "modes": (lambda m: m.eval().train(), WRITES["mode"]),

@@ -296,7 +296,6 @@ UNSEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "its class": lambda h, n: h * 2 if isinstance(n, int) else h * 3,
     "its text": lambda h, n: h * len(f"{n:b}"),
     "a table": lambda h, n: h * {5: 2.0, 9: 3.0}.get(n, 1.0),
-    "a loop": lambda h, n: sum((h[i : i + 4].sum() for i in range(0, n, 4)), h.sum()),
     "values": lambda h, n: h * sum(torch.arange(n).tolist()),
 }
 SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
@@ -305,6 +304,7 @@ SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a part": lambda h, n: h[: n // 2 + 1] / n**0.5,
     "padding": lambda h, n: nn.functional.pad(h, (0, 0, 0, -n % 8)),
     "a shortcut": lambda h, n: h[:17],
+    "a loop": lambda h, n: sum((h[i : i + 64].sum() for i in range(0, n, 64)), h.sum()),
 }
 
 

@@ -3,7 +3,8 @@
 takes: items, each of which says what it is read from. guarantees: `hold` answers as all items
 together would; only those are asked whose sources were written to since they held.
 
-That a dictionary was written to is told by its version, which guards of Dynamo read.
+That a dictionary was written to is told by its version, which guards of Dynamo read; with a PyTorch
+that has no such function all items are asked each time.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-_version: Callable[[dict[Any, Any]], int] = torch._C._dynamo.guards.dict_version
+_version: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 
 
 def are_one(now: Sequence[Any], then: Sequence[Any]) -> bool:
@@ -122,7 +123,7 @@ class UntilWritten:
 
     def _note(self) -> bool:
         """Ask all items, and note their sources if all hold."""
-        sources = [item.sources() for item in self._items]
+        sources = [item.sources() if _version else UNTOLD for item in self._items]
         self._always = {n for n, of in enumerate(sources) if any(way is None for way in of[::2])}
         by_way: dict[Way, _Noted] = {}
         for number, of in enumerate(sources):

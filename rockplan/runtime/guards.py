@@ -88,6 +88,9 @@ class _Hooks:
         return tuple(itertools.chain(*zip(ways, self.registries, strict=True)))
 
 
+_GUARDS: Any = getattr(torch._C._dynamo.guards, "TensorGuards", None)
+
+
 class _Descriptions:
     """What describes tensors. Those of plain classes are compared by a guard of Dynamo, all at
     once, with what they were when they were last compared one by one."""
@@ -104,9 +107,8 @@ class _Descriptions:
             return all(_parameter_key(t) == key for t, key in self._others)
         if any(_parameter_key(t) != key for t, key in self._keys):
             return False
-        self._guard = torch._C._dynamo.guards.TensorGuards(
-            *self._plain, dynamic_dims_sizes=None, dynamic_dims_strides=None
-        )
+        if _GUARDS is not None:
+            self._guard = _GUARDS(*self._plain, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         return True
 
 

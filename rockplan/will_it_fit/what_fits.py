@@ -276,12 +276,12 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
     """Without paging: the model as it is, and with options.tile with its head in parts, as many at
     all sizes. If there is no head to tile, the log says so."""
     if not question.options.tile:
-        return {"rockplan": calls}
+        return {PLANNED: calls}
     parts = MOST_PARTS if question.options.tile is True else question.options.tile
     capture = functools.partial(question.call, options=replace(question.options, tile=parts))
     in_parts = SizedCalls(capture, calls.least, calls.most, calls.lengths)
-    planned = {"rockplan": calls, f"rockplan, head in {parts} parts": in_parts}
-    return planned if in_parts.small.graph.tiles else {"rockplan": calls}
+    planned = {PLANNED: calls, f"{PLANNED}, head in {parts} parts": in_parts}
+    return planned if in_parts.small.graph.tiles else {PLANNED: calls}
 
 
 @dataclass(frozen=True, slots=True)
@@ -388,7 +388,7 @@ class _Length:
         if batch and not fits(least):
             least, batch = len(blocks), self._largest(every, self.calls)
         found = functools.partial(way, count=least)
-        return self._row("rockplan, blocks", self.calls, batch, found, found)
+        return self._row(f"{PLANNED}, blocks", self.calls, batch, found, found)
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """By the smallest plan of an earlier length, if that fits as many samples as `wanted`, else
