@@ -33,7 +33,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple, TypeVar
 
-from rockplan.ilp.whole_graph.program import Facts
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify

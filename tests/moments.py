@@ -10,7 +10,8 @@ from dataclasses import replace
 
 from benchmarks.bounds.program import alive_before
 from rockplan.ilp.highs import SolverStatus, solve
-from rockplan.ilp.whole_graph.program import TURN, Facts, Moments, Program, program, turn_of
+from rockplan.ilp.whole_graph.intervals import TURN, Facts, Moments, turn_of
+from rockplan.ilp.whole_graph.program import Program, program
 from rockplan.values.graph import CDGraph, required
 from rockplan.values.order import Orders
 from testing.graphs import Ranges, random_chain, random_graph

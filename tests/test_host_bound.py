@@ -14,7 +14,8 @@ import pytest
 
 from rockplan.errors import IllegalSchedule
 from rockplan.ilp.highs import TIME_UNIT, SolveReport, SolverStatus, solve
-from rockplan.ilp.whole_graph.program import Facts, Program, program
+from rockplan.ilp.whole_graph.intervals import Facts
+from rockplan.ilp.whole_graph.program import Program, program
 from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.clock import clock
 from rockplan.oracles.simulate import Simulation, simulate

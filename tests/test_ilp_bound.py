@@ -22,7 +22,8 @@ from rockplan.ilp.blocks.decode import keep_all_orders, price, proven_ns
 from rockplan.ilp.blocks.families import option_family
 from rockplan.ilp.blocks.pareto_search import Settings
 from rockplan.ilp.highs import SolverStatus, solve
-from rockplan.ilp.whole_graph.program import Facts, program
+from rockplan.ilp.whole_graph.intervals import Facts
+from rockplan.ilp.whole_graph.program import program
 from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.local.exchange import pruned

@@ -9,12 +9,8 @@ import numpy as np
 from rockplan.ilp.blocks.decode import price
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
-from rockplan.ilp.whole_graph.program import (
-    Facts,
-    Moments,
-    orders_of,
-    program,
-)
+from rockplan.ilp.whole_graph.intervals import Facts, Moments
+from rockplan.ilp.whole_graph.program import orders_of, program
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest

@@ -116,6 +116,26 @@ def test_rooms_import_from_floors_below() -> None:
         assert other == own or below, f"{own} (floor {floors[own]}) imports {name}"
 
 
+def test_no_files_import_each_other_in_a_circle() -> None:
+    """Imports for types count."""
+    module = {str(p.relative_to(ROOT).with_suffix("")).replace("/", "."): p for p in FILES}
+    imported_by = {
+        name: {
+            other
+            for used in imports(path)
+            for other in (used, used.rpartition(".")[0])
+            if other in module and other != name
+        }
+        for name, path in module.items()
+    }
+    while lowest := [name for name, others in imported_by.items() if not others]:
+        for name in lowest:
+            del imported_by[name]
+        for others in imported_by.values():
+            others.difference_update(lowest)
+    assert not imported_by
+
+
 def test_libraries_stay_in_their_folders() -> None:
     for path, name in imported(FILES):
         own, library = part_of(path), name.split(".")[0]

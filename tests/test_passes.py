@@ -20,6 +20,7 @@ from rockplan.graph_builder.fusion import kernels
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.text import run_text
 from rockplan.oracles import graph_rules
 from rockplan.oracles.graph_rules import check
 from rockplan.runtime.planned_state import HasPlans
@@ -347,5 +348,5 @@ def run(w: float32[64, 32]):
 
 
 def test_a_run_prints_one_line_a_call() -> None:
-    text = str(capture(Twice(), (), {}))
+    text = run_text(capture(Twice(), (), {}))
     assert re.sub(r"\S*(test_passes\.py):\d+", r"\1", text) == TWICE.strip()

@@ -10,8 +10,7 @@ from torch import nn
 
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.lowering.functionalize import with_versions
-from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.recorded.view import RunView
+from rockplan.graph_builder.recorded.run import Capture, RunView
 from rockplan.values.graph import DataKind, Phase
 from testing.random_networks import network
 

@@ -30,7 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.bounds.program import Pinch
-from rockplan.ilp.whole_graph.program import Facts
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.values.graph import CDGraph, ComputeNode, readers
 
 STORAGES = 16

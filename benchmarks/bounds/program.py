@@ -38,14 +38,8 @@ from numpy.typing import NDArray
 
 from rockplan.ilp.highs import TIME_UNIT, ProgramBuilder
 from rockplan.ilp.whole_graph import program as moments_alone
-from rockplan.ilp.whole_graph.program import (
-    MAX_UNITS,
-    TURN,
-    Facts,
-    ProgramRows,
-    Terms,
-    turn_of,
-)
+from rockplan.ilp.whole_graph.intervals import TURN, Facts, turn_of
+from rockplan.ilp.whole_graph.program import MAX_UNITS, ProgramRows, Terms
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import BackwardPhase, Orders, without_idle
 

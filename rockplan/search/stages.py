@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from rockplan.dp.chain_solver import ChainSolver
 from rockplan.graph_builder.lowering.backward_order import renumbered
-from rockplan.ilp.whole_graph.program import Facts
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.ilp.whole_graph.refine import Refined, proved_ns, refined
 from rockplan.oracles.simulate import simulate
 from rockplan.search.block_families import families

@@ -12,8 +12,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rockplan.graph_builder.fusion.parts import PartKind, Parts
-from rockplan.graph_builder.recorded.run import RecordedValue
-from rockplan.graph_builder.recorded.view import Step, needed
+from rockplan.graph_builder.recorded.run import RecordedValue, Step, needed
 from rockplan.values.graph import Phase
 
 

@@ -16,8 +16,7 @@ import networkx
 
 from rockplan.errors import UnsupportedModel
 from rockplan.graph_builder.operators.rows import Effect
-from rockplan.graph_builder.recorded.run import RecordedCall
-from rockplan.graph_builder.recorded.view import RunView, own_kind
+from rockplan.graph_builder.recorded.run import RecordedCall, RunView, own_kind
 from rockplan.values.graph import DataKind
 
 

@@ -19,9 +19,8 @@ import networkx
 from torch._prims_common import make_contiguous_strides_for
 
 from rockplan.graph_builder.lowering.atomic_units import divided, needed_calls
-from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, RunView
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import Call, DataKind, Phase, ValueRef
 
 SHARE = 1 / 64

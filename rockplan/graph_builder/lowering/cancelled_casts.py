@@ -11,9 +11,8 @@ from dataclasses import replace
 
 import torch
 
-from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.run import Capture, RunView
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import renamed
 
 _CAST = "aten._to_copy.default"

@@ -17,9 +17,14 @@ from dataclasses import dataclass, field, replace
 
 from rockplan.graph_builder.lowering.reinplace import is_dense, out_of_place
 from rockplan.graph_builder.recorded.new_calls import NewCalls
-from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.run import (
+    Capture,
+    RecordedCall,
+    RecordedValue,
+    RunView,
+    tensor_spec,
+)
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import Call, Phase, TensorSpec, ValueRef, renamed
 
 

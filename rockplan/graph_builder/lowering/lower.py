@@ -19,9 +19,8 @@ from rockplan.graph_builder.lowering.atomic_units import check_mutation, divided
 from rockplan.graph_builder.lowering.reinplace import is_dense
 from rockplan.graph_builder.operators.facts import facts_of, without_statistics
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
-from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.run import Capture, Gradients, RunView
 from rockplan.graph_builder.recorded.specs import allocated_bytes, dtype_of
-from rockplan.graph_builder.recorded.view import Gradients, RunView
 from rockplan.values import graph as graphs
 from rockplan.values.interface import Interface
 from rockplan.values.plan import PassTrace

@@ -16,9 +16,8 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.results import Results
-from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
+from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, RunView, tensor_spec
 from rockplan.graph_builder.recorded.specs import new_storage, tensor_in
-from rockplan.graph_builder.recorded.view import RunView
 from rockplan.values.graph import Call, refs
 
 

@@ -7,14 +7,11 @@ values are numbered as recorded.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from torch._prims_common import make_contiguous_strides_for
 
+from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 from rockplan.values.graph import Phase, TensorSpec, ValueRef, stem
-
-if TYPE_CHECKING:
-    from rockplan.graph_builder.recorded.run import Capture, RecordedCall
 
 _INDENT = "    "
 

@@ -16,9 +16,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
-from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.recorded.run import Capture, RunView
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.recorded.view import RunView
 from rockplan.graph_builder.tiling import rules
 from rockplan.values.graph import Phase, refs
 

@@ -25,13 +25,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from rockplan.ilp.highs import TIME_UNIT, ProgramBuilder
+from rockplan.ilp.whole_graph.intervals import Facts, Interval
 from rockplan.values.copies import Host
-
-if TYPE_CHECKING:
-    from rockplan.ilp.whole_graph.program import Facts, Interval
 
 
 class HostRows:

@@ -25,7 +25,8 @@ from dataclasses import dataclass, replace
 
 from rockplan.ilp.blocks.decode import proven_ns
 from rockplan.ilp.highs import TIME_UNIT, SolveReport, SolverStatus, solve
-from rockplan.ilp.whole_graph.program import Facts, Moments, Program, orders_of, program
+from rockplan.ilp.whole_graph.intervals import Facts, Moments
+from rockplan.ilp.whole_graph.program import Program, orders_of, program
 from rockplan.oracles.simulate import timeline
 from rockplan.values.copies import Host
 from rockplan.values.graph import CDGraph

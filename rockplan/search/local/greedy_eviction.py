@@ -26,7 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rockplan.ilp.whole_graph.program import Facts
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.recompute import NEVER, RecomputeCosts, TooDeep
 from rockplan.oracles.simulate import simulate
