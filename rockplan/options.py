@@ -301,13 +301,17 @@ _SWITCH = _choice(False, True)
 _POSITIONS = _several(int, "pass a tuple of positions among the leaves of the result, such as (0,)")
 _PATTERNS = _several(str, "pass a sequence of patterns")
 _NEEDS = {"host": "activations that go to the host"}
-_OF_ONE_MODULE = {
-    "solve_blocks": "which is of blocks of a step: it says something of one module; leave it out"
-}
 _OF_THE_WHOLE = {
     FSDP2: (
         "says something of the whole module, and under shard='fsdp2' blocks are planned, each by "
         "itself (rockplan.solve_blocks): leave it out"
+    )
+}
+_BESIDE_BLOCKS = {
+    "solve_blocks": (
+        "beside whose blocks head and loss run as they are written: leave it out, and compute the "
+        "loss on the hidden states with rockplan.token_log_probs, which makes no logits, or plan "
+        "the whole module with rockplan.solve"
     )
 }
 _FOR_ITSELF = (
@@ -317,15 +321,15 @@ _FOR_ITSELF = (
 
 ROWS: Mapping[str, OptionRow] = {
     "on_mismatch": OptionRow(_choice("replan", "original", "error"), decides=False),
-    "differentiated": OptionRow(_POSITIONS, no_effect=_OF_ONE_MODULE),
+    "differentiated": OptionRow(_POSITIONS),
     "time_limit_s": OptionRow(_SECONDS),
     "check": OptionRow(decides=False),
     "cache": OptionRow(decides=False),
     "bound_time_limit_s": OptionRow(_SECONDS),
-    "keep": OptionRow(_PATTERNS, no_effect=_OF_ONE_MODULE),
-    "recompute": OptionRow(_PATTERNS, no_effect=_OF_ONE_MODULE),
-    "released": OptionRow(_POSITIONS, no_effect=_OF_ONE_MODULE),
-    "only_loss": OptionRow(_SWITCH, no_effect=_OF_ONE_MODULE),
+    "keep": OptionRow(_PATTERNS),
+    "recompute": OptionRow(_PATTERNS),
+    "released": OptionRow(_POSITIONS),
+    "only_loss": OptionRow(_SWITCH, no_effect=_BESIDE_BLOCKS),
     "on_infeasible": OptionRow(_choice("error", "smallest", "original"), decides=False),
     "without": OptionRow(_several(str, "pass a sequence of names of stages")),
     "on_refused": OptionRow(_choice("error", "leave", "blocks"), decides=False),
@@ -336,7 +340,7 @@ ROWS: Mapping[str, OptionRow] = {
             lambda n: n if type(n) is bool or (type(n) is int and n >= 2) else None,
             "choose False, True or a number of parts, at least 2",
         ),
-        no_effect=_OF_ONE_MODULE | _OF_THE_WHOLE,
+        no_effect=_BESIDE_BLOCKS | _OF_THE_WHOLE,
     ),
     "solver": OptionRow(),
     "reserve": OptionRow(_SWITCH, decides=False),

@@ -7,14 +7,15 @@ import itertools
 import platform
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockplan.captures.loss import Loss
-from rockplan.graph_builder.tracing.outputs import likely_starts
+from rockplan.errors import InvalidInput
+from rockplan.graph_builder.tracing.outputs import backward_starts, likely_starts
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast
 
@@ -88,21 +89,31 @@ def step_of(
     kwargs: dict[str, Any],
     loss: Loss | None,
     incoming: dict[int, torch.Tensor],
+    differentiated: Sequence[int] | None = None,
+    released: Sequence[int] = (),
 ) -> None:
     """Run a forward and a backward of `module`, with `loss` of the result; gradients are added to
     `.grad`. Autocast, if the caller is under it, ends with the forward, and so do its casts of
-    weights. loss: None for backward from the leaves that a plan assumes (`likely_starts`).
+    weights. loss: None for backward from the leaves `differentiated`, or those that a plan assumes.
     incoming: their gradients by position; the first step fills it with random ones, so that making
-    them is not part of later peaks."""
+    them is not part of later peaks. released: leaves that are let go before the backward; without
+    a loss all are. Raises InvalidInput for leaves that there are not."""
     result = module(*args, **kwargs)
+    leaves, spec = trees.tree_flatten(result)
+    if not {*released} <= {*range(len(leaves))}:
+        raise InvalidInput(f"released is {released}, but the result has {len(leaves)} leaves")
     if loss is not None:
         roots, gradients = [loss(result)], None
+        leaves = [leaf for i, leaf in enumerate(leaves) if i not in released]
     else:
-        leaves, spec = trees.tree_flatten(result)
-        for position in () if incoming else likely_starts(leaves, spec):
+        starts: Iterable[int] = incoming or likely_starts(leaves, spec)
+        if differentiated is not None:
+            starts = backward_starts(leaves, spec, dict.fromkeys(differentiated))
+        for position in () if incoming else starts:
             incoming[position] = torch.rand_like(leaves[position]).to(leaves[position].dtype)
         roots, gradients = [leaves[position] for position in incoming], [*incoming.values()]
-        del result, leaves
+        del leaves
+    del result
     torch.clear_autocast_cache()
     with under_autocast(OFF):
         torch.autograd.backward(roots, gradients)

@@ -28,7 +28,9 @@ from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
 from rockplan.values.block_sequence import BoundedOption
-from rockplan.values.schedule import Schedule
+from rockplan.values.names import activation_names
+from rockplan.values.plan import recomputations
+from rockplan.values.schedule import Schedule, kept_data
 from testing.blocks import QUICK, Mixer, Stack, batch, train
 
 OPTIONS = rockplan.Options(**QUICK)
@@ -111,6 +113,17 @@ def test_what_is_measured_beside_the_blocks_is_told() -> None:
         assert words in str(plan)
 
 
+def test_what_kinds_keep_and_recompute_is_named() -> None:
+    options = rockplan.Options(**QUICK, keep=["layers.0"])
+    said = str(rockplan.blocks_of(solved(Stack().train(), "min", options=options)))
+    hidden, wide = 48 * 32 * 4 / 1024, 48 * 128 * 4 / 1024
+    largest = f"up/addmm {wide:.1f} KiB, (root)/gelu {wide:.1f} KiB, "
+    assert f"keeps       {largest}norm/native_layer_norm:0 {hidden:.1f} KiB" in said
+    first, others = re.findall("recomputes  (.*)", said)
+    assert first == "nothing" and {"(root)/gelu", "up/addmm"} <= {*others.split(", ")}
+    assert re.search(r"keeps .* and \d more\n", said)
+
+
 def test_the_callers_loss_is_measured_where_given() -> None:
     def loss(result: Any) -> torch.Tensor:
         wide = result["logits"].repeat(1, 200)
@@ -119,6 +132,14 @@ def test_the_callers_loss_is_measured_where_given() -> None:
     wide = rockplan.blocks_of(solved(Stack().train(), "min", loss=loss))
     least_bytes = rockplan.blocks_of(planned_once("min")).peak_bytes
     assert wide.peak_bytes > least_bytes + 2 * 48 * 4 * 200 * 4
+
+
+class Wide(Stack):
+    """Results that nothing reads in the backward phase."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        result = super().forward(x)
+        return {**result, "logits": result["logits"].repeat(1, 200) + 1}
 
 
 class Body(Stack):
@@ -283,6 +304,89 @@ def test_evaluation_runs_the_original() -> None:
     with torch.no_grad():
         assert torch.equal(plain(model)["logits"], plain(eager)["logits"])
     assert [len(layer.plans) for layer in model.layers] == [1] * 4
+
+
+# Options of a step
+
+
+def named(model: Any, path: str) -> tuple[set[str], set[str]]:
+    """(What a block keeps between its phases, what it computes again), by name."""
+    plan = model.get_submodule(path).plans[0]
+    names = activation_names(plan.graph)
+    again = {names[d] for n in recomputations(plan) for d in plan.graph.nodes[n].writes}
+    kept = {names[d] for d in kept_data(plan.graph, plan.schedule)}
+    return kept, {name for name in again if "/backward/" not in name}
+
+
+def test_names_are_kept_and_computed_again() -> None:
+    patterns = {"keep": ["layers.*.up", "layers.3"], "recompute": ["layers.[01]/gelu"]}
+    options = rockplan.Options(**QUICK, **patterns)
+    model = solved(Stack().train(), "min", options=options)
+    plan = rockplan.blocks_of(model)
+    assert [block.kind for block in plan.blocks] == [0, 0, 1, 2]
+    for i in range(4):
+        kept, again = named(model, f"layers.{i}")
+        assert "up/addmm" in kept and "up/addmm" not in again
+        assert ("(root)/gelu" in again) == (i < 3), i
+    assert not named(model, "layers.3")[1]
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes
+    assert plan.peak_bytes > rockplan.blocks_of(planned_once("min")).peak_bytes
+    assert plan.eager_peak_bytes == rockplan.blocks_of(planned_once("min")).eager_peak_bytes
+    model.zero_grad()
+    assert_trains_alike(model, Stack().train())
+    lively = solved(Stack().train(), "100%", options=options)
+    assert "(root)/gelu" in named(lively, "layers.0")[1]
+    assert not named(lively, "layers.2")[1]
+
+
+def test_constraints_hold_for_further_calls() -> None:
+    options = rockplan.Options(**QUICK, recompute=["layers.*/gelu"], on_mismatch="replan")
+    model, eager = solved(Stack().train(), "100%", options=options), Stack().train()
+    for rows in (24, 32, 12):
+        assert_trains_alike(model, eager, lambda m, rows=rows: m(BATCH[:rows]))
+    found = [p for layer in model.layers for p in layer.plans]
+    assert len(found) > 4
+    assert all(p.graph.dropped and recomputations(p) for p in found)
+
+
+class Heads(Stack):
+    """Two results, of which the second one passes by the last layers."""
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        h = self.layers[0](self.first(x)).repeat(1, 1)
+        return {"first": self.head(h).sum(), "all": self.layers[1](h).repeat(1, 30)}
+
+
+def test_a_step_starts_from_what_is_differentiated() -> None:
+    options = rockplan.Options(**QUICK, differentiated=(0,))
+    paths = ["layers.0", "layers.1"]
+    refused(r"no gradient reaches block 'layers.1'", Heads().train(), blocks=paths, options=options)
+    options = rockplan.Options(**QUICK, differentiated=(1,))
+    model = solved(Heads().train(), "min", blocks=paths, options=options)
+    given = torch.ones(len(BATCH), 30 * 32)
+    found = peak_live_bytes(lambda: model(BATCH)["all"].backward(given))
+    assert found.peak_bytes == rockplan.blocks_of(model).peak_bytes
+
+
+def test_what_is_released_is_free_in_backward() -> None:
+    def loss(result: Any) -> torch.Tensor:
+        return result["logits"].repeat(1, 100).pow(2).mean()
+
+    def step(model: Any, lets_go: bool) -> None:
+        result = model(BATCH)
+        total = loss(result)
+        if lets_go:
+            del result["logits"]
+        total.backward()
+
+    peaks = []
+    for released in ((), (1,)):
+        options = rockplan.Options(**QUICK, released=released)
+        model = solved(Wide().train(), "min", loss=loss, options=options)
+        found = peak_live_bytes(functools.partial(step, model, bool(released))).peak_bytes
+        assert found == rockplan.blocks_of(model).peak_bytes
+        peaks.append(found)
+    assert peaks[1] < peaks[0]
 
 
 # What planning leaves alone
@@ -622,10 +726,19 @@ def test_a_block_that_is_planned_already() -> None:
         solved(model, "min", blocks="layers.*")
 
 
-@pytest.mark.parametrize("name", ["keep", "recompute", "released", "differentiated"])
-def test_options_of_one_module(name: str) -> None:
-    value: Any = ("*",) if name in ("keep", "recompute") else (0,)
-    refused(f"{name}=", options=rockplan.Options(**{name: value}))
+def test_options_that_do_not_fit_a_step() -> None:
+    def says(words: str, loss: Any = None, **options: Any) -> None:
+        refused(words, loss=loss, options=rockplan.Options(**QUICK, **options))
+
+    loss = operator.itemgetter("loss")
+    says(r"released=.*lets all results go", released=(1,))
+    says(r"released is \(2,\), but the result has 2", loss, released=(2,))
+    says(r"differentiated=.*and so does loss=", loss, differentiated=(0,))
+    says(r"differentiated is \(2,\)", differentiated=(2,))
+    says(r"'layers.*.act' matches no activation of a block.*'layers\.\*", keep=["layers.*.act"])
+    says(r"'head' matches no activation of a block", recompute=["head"])
+    says(r"'layers.1' matches 'layers.1/add'.*returns it", recompute=["layers.1"])
+    says(r"'layers.0/add' matches activations of which.*none", keep=["layers.0/add"])
 
 
 def test_a_block_that_cannot_be_planned() -> None:

@@ -85,9 +85,9 @@ def test_blocks_are_planned_for_each_budget() -> None:
 
 def test_blocks_are_shown_by_kind() -> None:
     said = run("blocks", STACK, "-b", "min", "--time-limit", "1")
-    for words in ("beside blocks", "layers.*  x4  kind 0", "kind 0, such as layers.0  x4"):
+    for words in ("beside blocks", "layers.*  x4  kind 0"):
         assert words in said
-    assert re.search(r"^    recomputes        .*gelu", said, re.MULTILINE)
+    assert re.search(r"^    recomputes  .*gelu", said, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ Each block is captured by itself: modules of one class may differ in anything th
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -20,6 +21,7 @@ from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
+from rockplan.oracles.constraints import constrain
 from rockplan.programs import (
     NEARLY,
     built_program,
@@ -92,16 +94,23 @@ class CapturedBlock:
         return graph_digest(self.source.lowered.graph, on_any_device=True)
 
 
-def captured_block(call: ModuleCall, options: Options) -> CapturedBlock:
-    """Capture a call of a block."""
-    source = captured_call(call, options)
-    lowered = replace(source.lowered, graph=_of_a_step(source.lowered.graph))
+def captured_block(call: ModuleCall, options: Options, path: str = "") -> CapturedBlock:
+    """Capture a call of the block at `path`."""
+    source = captured_call(call, _of_a_block(options))
+    lowered = replace(source.lowered, graph=_of_a_step(options, path, source.lowered.graph))
     source = replace(source, lowered=lowered)
     return CapturedBlock(call, source, graph_digest(lowered.graph))
 
 
-def _of_a_step(graph: CDGraph) -> CDGraph:
-    """A step itself counts the bytes of the results, and of the loss that the caller computes."""
+def _of_a_block(options: Options) -> Options:
+    """Without what says something of a whole step, or of paths in a model."""
+    return replace(options, differentiated=None, released=(), keep=(), recompute=())
+
+
+def _of_a_step(options: Options, path: str, graph: CDGraph) -> CDGraph:
+    """Return the graph of the block at `path` under the constraints of the options. A step itself
+    counts the bytes of the results, and of the loss that the caller computes."""
+    graph = constrain(graph, options.keep, options.recompute, path)
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
@@ -115,7 +124,7 @@ def block_problem(block: CapturedBlock, options: Options) -> Problem:
     """Return the problem of a block, its graph with measured times and bytes. (It has no loss of
     the caller's and no blocks inside.)"""
     with PLANNING:
-        problem = measured(block.source.lowered, options, block.source.waits)
+        problem = measured(block.source.lowered, _of_a_block(options), block.source.waits)
     return replace(problem, constrained=problem.graph, blocks=())
 
 
@@ -201,10 +210,12 @@ class BlockMaker:
         options = self.programs.options
         if (rung := self._another_rung(call, options)) is not None:
             return rung
-        block = captured_block(call, options)
+        block = captured_block(call, options, self.path)
         if (program := self.programs.find(block, self.allowance)) is not None:
             return program
-        block = replace(block, source=with_sizes_open(call, block.source, options, _of_a_step))
+        adjusted = functools.partial(_of_a_step, options, self.path)
+        opened = with_sizes_open(call, block.source, _of_a_block(options), adjusted)
+        block = replace(block, source=opened)
         if self.allowance != UNLIMITED:  # of a measured step, which all processes run
             refuse_apart([block.source.lowered.graph])
         problem = block_problem(block, options)
@@ -222,7 +233,7 @@ class BlockMaker:
 
     def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:
         """None if there is no program for calls of many sizes."""
-        known = sized_problem(call, options)
+        known = sized_problem(call, _of_a_block(options))
         if known is None:
             return None
         program, problem, interface = known

@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from rockplan.dp.block_sequence import NO_OTHERS, Others
 from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
+from rockplan.values.graph import CDGraph
+from rockplan.values.names import activation_names, operation_names
 from rockplan.values.plan import format_bytes
+from rockplan.values.schedule import Schedule, kept_data
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
     """A block of a step. kind: number of its kind (blocks planned as one); option: how it runs;
-    eager: how it would run unplanned."""
+    eager: how it would run unplanned; names: in words, what it keeps and what it computes again."""
 
     path: str
     kind: int
     option: BoundedOption
     eager: BoundedOption
+    names: tuple[str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,18 +119,48 @@ class BlocksPlan:
         ]
         return "\n".join([*lines, *self._rows(), *(f"{p}  left: {why}" for p, why in self.left)])
 
-    def _rows(self) -> list[str]:
+    def _rows(self) -> Iterator[str]:
         rows = Counter(
-            (re.sub(r"\d+", "*", block.path), block.kind, block.option, block.eager.time_ns)
+            replace(block, path=re.sub(r"\d+", "*", block.path), eager=self.blocks[0].eager)
             for block in self.blocks
         )
-        return [
-            f"{path}  x{count}  kind {kind}: keeps {format_bytes(option.saved_bytes)}, needs "
-            f"{format_bytes(option.forward_peak_bytes)} forward and "
-            f"{format_bytes(option.backward_peak_bytes)} backward, "
-            f"{option.time_ns / max(eager_ns, 1) - 1:+.1%} time"
-            for (path, kind, option, eager_ns), count in rows.items()
-        ]
+        eager_ns = {block.kind: max(block.eager.time_ns, 1) for block in self.blocks}
+        for block, count in rows.items():
+            option, (keeps, again) = block.option, block.names
+            yield (
+                f"{block.path}  x{count}  kind {block.kind}: keeps "
+                f"{format_bytes(option.saved_bytes)}, needs "
+                f"{format_bytes(option.forward_peak_bytes)} forward and "
+                f"{format_bytes(option.backward_peak_bytes)} backward, "
+                f"{option.time_ns / eager_ns[block.kind] - 1:+.1%} time"
+            )
+            yield f"    keeps       {keeps}"
+            yield f"    recomputes  {again}"
+
+
+MOST_NAMES = 4
+"""Names of storages and operations in a row of the report."""
+
+
+def kept_and_again(graph: CDGraph, schedule: Schedule) -> tuple[str, str]:
+    """Return in words what `schedule` keeps between the phases beside results, the largest first,
+    and which operations of the forward it runs again, the longest first."""
+    names, sizes = activation_names(graph), [d.size_bytes for d in graph.data]
+    kept = kept_data(graph, schedule).difference(graph.outputs)
+    largest = sorted(kept, key=lambda d: (-sizes[d], d))
+    runs = Counter(schedule.computes)
+    again = (n for n in graph.forward if runs[n.index] > 1)
+    longest = sorted(again, key=lambda n: (-n.time_ns, n.index))
+    operations = operation_names(graph)
+    return (
+        _few([f"{names[d]} {format_bytes(sizes[d])}" for d in largest]),
+        _few([operations[n.index] for n in longest]),
+    )
+
+
+def _few(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return ", ".join(names[:MOST_NAMES]) + more if names else "nothing"
 
 
 def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:

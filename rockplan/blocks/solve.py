@@ -34,7 +34,7 @@ from rockplan.blocks.kinds import (
     name_block_in,
 )
 from rockplan.blocks.outside import MeasuredStep, measured_step
-from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.blocks.report import BlocksPlan, PlacedBlock, kept_and_again
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import arguments, calls_of
 from rockplan.captures.loss import Loss
@@ -52,6 +52,7 @@ from rockplan.free_memory import agreed_budget
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
+from rockplan.oracles.constraints import refuse_unmatched
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
 from rockplan.python_state.distributed import is_distributed
@@ -95,7 +96,9 @@ def solve_blocks(
     `blocks_of` reports it. optimizer: for 'auto', as for `solve`; there is room for all gradients
     at once. blocks: a pattern ('model.layers.*'), paths or modules; None: the repeated blocks that
     `compare` finds. loss: computes the loss from the result of the model, for the measured steps;
-    None: the model returns its loss, or the memory of the caller's loss is left out.
+    None: the model returns its loss, or the memory of the caller's loss is left out; backward
+    starts from options.differentiated then. Patterns of options.keep and options.recompute are of
+    paths in `model`.
     Calls of other shapes are planned when they come, within what their block has of the budget;
     with options.sizes the largest size of the sample is planned, and the sample and the smallest
     before training if options.on_mismatch is not 'replan'. What an earlier call planned of
@@ -107,7 +110,7 @@ def solve_blocks(
     with agreement(checked(options).group, model) as agreed:
         call_arguments = arguments(model, sample_input, sample_kwargs, says_cache=False)
         refuse_without_memory(model)
-        checked(options, "solve_blocks")
+        _refuse_starts(checked(options, "solve_blocks"), loss)
         step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
         if options.takes_smallest(step_budget):
@@ -123,6 +126,19 @@ def solve_blocks(
         for other in others if options.on_mismatch != "replan" else ():
             _plan_ahead(model, other, loss)
     return model
+
+
+def _refuse_starts(options: Options, loss: Loss | None) -> None:
+    if loss is not None and options.differentiated is not None:
+        raise InvalidInput(
+            "Options(differentiated=...) says what backward starts from, and so does loss=: leave "
+            "one of them out"
+        )
+    if loss is None and options.released:
+        raise InvalidInput(
+            "Options(released=...) says what is let go beside loss=, and without it the measured "
+            "step lets all results go: leave it out, or pass loss="
+        )
 
 
 def _plan_blocks(
@@ -338,9 +354,14 @@ class _Job:
             chosen = self._chosen(sequence, budget_bytes)
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
             numbers = {kind: i for i, kind in enumerate(kinds)}
+            of_kind = {path: block.kind for path, block in captured.items()}
+            names = {
+                (kind, option): kept_and_again(kinds[kind].problem.graph, option.schedule)
+                for kind, option in {*zip(of_kind.values(), chosen, strict=True)}
+            }
             placed = tuple(
-                PlacedBlock(path, numbers[block.kind], option, kinds[block.kind].eager)
-                for (path, block), option in zip(captured.items(), chosen, strict=True)
+                PlacedBlock(path, numbers[kind], option, kinds[kind].eager, names[kind, option])
+                for (path, kind), option in zip(of_kind.items(), chosen, strict=True)
             )
             # A budget in bytes is never exceeded; others may grow with the size of a call.
             grows = budget.is_minimum or budget.share is not None
@@ -376,7 +397,7 @@ class _Job:
                 with gathered(block):
                     continue
             try:
-                captured[path] = self._capture(block, calls[path])
+                captured[path] = self._capture(path, block, calls[path])
             except NothingToDifferentiate:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
@@ -388,6 +409,9 @@ class _Job:
         if failure is not None:
             name_block_in(*failure, are_others_planned=bool(captured))
             raise failure[0]
+        if captured:
+            graphs = {path: block.source.lowered.graph for path, block in captured.items()}
+            refuse_unmatched(graphs, self.options.keep, self.options.recompute)
         return captured, tuple(left)
 
     def _refused_by_any(self, own: Left) -> Left:
@@ -403,10 +427,11 @@ class _Job:
         return tuple(left.items())
 
     def _capture(
-        self, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
+        self, path: str, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
     ) -> CapturedBlock:
+        given = ModuleCall(block, call.args, call.kwargs, incoming)
         with under_autocast(call.autocast), gathered(block), call.as_called():
-            return captured_block(ModuleCall(block, call.args, call.kwargs, incoming), self.options)
+            return captured_block(given, self.options, path)
 
     def _measured(
         self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
@@ -419,7 +444,7 @@ class _Job:
             latest = {path: latest_of(block.call.module) for path, block in captured.items()}
             restore_blocks(self.model)
             recaptured = {
-                path: self._capture(captured[path].call.module, calls[path], program.incoming)
+                path: self._capture(path, captured[path].call.module, calls[path], program.incoming)
                 for path, program in latest.items()
                 if not is_second and program.plan.graph_digest != captured[path].digest
             }
@@ -464,7 +489,15 @@ class _Job:
     def _step(self, incoming: dict[int, torch.Tensor]) -> None:
         """Gradients of scalars are made anew by each backward pass; others are the caller's, and
         stay."""
-        step_of(self.model, args=self.args, kwargs=self.kwargs, loss=self.loss, incoming=incoming)
+        step_of(
+            self.model,
+            args=self.args,
+            kwargs=self.kwargs,
+            loss=self.loss,
+            incoming=incoming,
+            differentiated=self.options.differentiated,
+            released=self.options.released,
+        )
         if all(gradient.dim() == 0 for gradient in incoming.values()):
             incoming.clear()
 

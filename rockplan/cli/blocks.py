@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated, Any
+import functools
+from typing import Annotated
 
 import typer
 
@@ -15,7 +15,6 @@ from rockplan.cli.ending import end_with_errors, ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.reports.progress_bars import waiting
-from rockplan.values.plan import keeps_and_recomputes
 
 EXAMPLE = "Example: rockplan blocks rockplan.examples:transformer 'layers.*' -b 40%"
 
@@ -46,59 +45,46 @@ def blocks(
         subject = make_subject(model)
         options = shared.planning_options(context.params)
         with shared.under_autocast(subject, autocast):
-            chosen = {"blocks": pattern or None, "optimizer": optimizer, "options": options}
-            solved: list[SolvedBlocks | InfeasibleBudget] = []
+            solve = functools.partial(
+                rockplan.solve_blocks,
+                **subject.call,
+                blocks=pattern or None,
+                optimizer=optimizer,
+                options=options,
+            )
+            solved: list[BlocksPlan | InfeasibleBudget] = []
             for asked in budget:
                 try:
-                    solved.append(_solved(asked, subject.call | chosen))
+                    solved.append(rockplan.blocks_of(solve(budget=asked)))
                 except InfeasibleBudget as error:
                     solved.append(error)
                 finally:
                     rockplan.restore_blocks(subject.model)
     if as_json:
         rows = [
-            one.row if isinstance(one, SolvedBlocks) else display.infeasible_row(asked, one)
+            _row(asked, one) if isinstance(one, BlocksPlan) else display.infeasible_row(asked, one)
             for asked, one in zip(budget, solved, strict=True)
         ]
         display.print_json({"model": model, "plans": rows})
     else:
-        plans = [one for one in solved if isinstance(one, SolvedBlocks)]
-        print(display.printable("\n\n\n".join(map(str, plans))))
+        found = zip(budget, solved, strict=True)
+        plans = [f"asked           {a}\n{one}" for a, one in found if isinstance(one, BlocksPlan)]
+        print(display.printable("\n\n\n".join(plans)))
     end_with_errors(solved)
 
 
-@dataclass(frozen=True, slots=True)
-class SolvedBlocks:
-    """The plan for one budget. kinds: of blocks with the same graph and option: (number, the first
-    of them, what each keeps or returns, what it recomputes)."""
-
-    asked: str
-    plan: BlocksPlan
-    kinds: tuple[tuple[int, PlacedBlock, str, str], ...]
-
-    def __str__(self) -> str:
-        lines = [f"asked           {self.asked}", str(self.plan)]
-        for count, first, keeps, recomputes in self.kinds:
-            lines += ["", f"kind {first.kind}, such as {first.path}  x{count}"]
-            lines += [f"    keeps or returns  {keeps}", f"    recomputes        {recomputes}"]
-        return "\n".join(lines)
-
-    @property
-    def row(self) -> display.Row:
-        """The plan as a row of the command's JSON: bytes and ns, shares as fractions, and a row for
-        each block."""
-        plan = self.plan
-        return {
-            "budget": self.asked,
-            "feasible": True,
-            **display.members(
-                plan, "budget_bytes peak_bytes eager_peak_bytes saved_bytes overhead"
-            ),
-            "before_first_block_bytes": plan.first_bytes,
-            "between_blocks_bytes": plan.beside.outside_bytes,
-            "blocks": [_placed_row(block) for block in plan.blocks],
-            "left": [{"path": path, "why": why} for path, why in plan.left],
-        }
+def _row(asked: str, plan: BlocksPlan) -> display.Row:
+    """The plan as a row of the command's JSON: bytes and ns, shares as fractions, and a row for
+    each block."""
+    return {
+        "budget": asked,
+        "feasible": True,
+        **display.members(plan, "budget_bytes peak_bytes eager_peak_bytes saved_bytes overhead"),
+        "before_first_block_bytes": plan.first_bytes,
+        "between_blocks_bytes": plan.beside.outside_bytes,
+        "blocks": [_placed_row(block) for block in plan.blocks],
+        "left": [{"path": path, "why": why} for path, why in plan.left],
+    }
 
 
 def _placed_row(block: PlacedBlock) -> display.Row:
@@ -109,17 +95,3 @@ def _placed_row(block: PlacedBlock) -> display.Row:
         ),
         "eager_time_ns": block.eager.time_ns,
     }
-
-
-def _solved(asked: str, call: dict[str, Any]) -> SolvedBlocks:
-    """Leaves planned blocks in the model."""
-    model = rockplan.solve_blocks(budget=asked, **call)
-    plan = rockplan.blocks_of(model)
-    alike: dict[object, list[PlacedBlock]] = {}
-    for block in plan.blocks:
-        alike.setdefault((block.kind, block.option), []).append(block)
-    kinds = []
-    for first, *others in alike.values():
-        of_first = rockplan.plan_of(model.get_submodule(first.path))
-        kinds.append((1 + len(others), first, *keeps_and_recomputes(of_first)))
-    return SolvedBlocks(asked, plan, tuple(kinds))

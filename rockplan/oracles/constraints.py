@@ -2,6 +2,7 @@
 
 takes: a CDGraph and patterns. returns: the graph that solvers get. guarantees: every legal schedule
 of the result is a legal schedule of `graph` that obeys the patterns, and needs no more bytes there.
+Patterns are of paths in the whole model, also for the graph of one of its modules.
 To keep an activation, its node is marked as one that may run only once. To recompute it, it is put
 into `CDGraph.dropped`: dead between the phases. `verify` judges both; solvers need no rule for
 them. Memory for the caller's loss is workspace of the last forward node.
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 
@@ -33,22 +34,58 @@ NEAREST = 3
 """How many similar names an error offers."""
 
 
-def constrain(graph: CDGraph, keep: Sequence[str], recompute: Sequence[str]) -> CDGraph:
+def constrain(
+    graph: CDGraph, keep: Sequence[str], recompute: Sequence[str], path: str = ""
+) -> CDGraph:
     """Return `graph` changed so that its legal schedules keep and recompute what the patterns match
     (module paths, or names of activations with a "/").
 
     keep: what the backward phase reads of the matching activations stays from the forward phase on
     (its makers may run once only). recompute: nothing that matches is alive between the phases.
-    Raises InvalidConstraint for a pattern that matches nothing, or cannot be obeyed.
+    path: of the module that this is the graph of. A pattern may match nothing
+    (`refuse_unmatched`). Raises InvalidConstraint for one that cannot be obeyed.
     """
     if not keep and not recompute:
         return graph
-    once = {n: pattern for pattern in keep for n in _kept_nodes(graph, pattern)}
-    dropped = {d: pattern for pattern in recompute for d in _dropped_data(graph, pattern, once)}
+    placed = _placed(graph, path)
+    once = {n: pattern for pattern in keep for n in _kept_nodes(placed, pattern)}
+    dropped = {d for pattern in recompute for d in _dropped_data(placed, pattern, once)}
     return replace(
         graph,
         nodes=tuple(replace(n, recomputable=False) if n.index in once else n for n in graph.nodes),
         dropped=tuple(sorted(dropped)),
+    )
+
+
+def refuse_unmatched(
+    parts: Mapping[str, CDGraph], keep: Sequence[str], recompute: Sequence[str]
+) -> None:
+    """Raise InvalidConstraint, with near names, for a pattern that matches nothing in any of
+    `parts` (path of a module -> its graph), or for a `keep` pattern of whose activations the
+    backward phases read none."""
+    placed = [_placed(graph, path) for path, graph in parts.items()] if keep or recompute else []
+    for option, pattern in [*(("keep", p) for p in keep), *(("recompute", p) for p in recompute)]:
+        if not any(_matching(graph, pattern) for graph in placed):
+            nearest = ", ".join(repr(name) for name in _nearest(pattern, placed))
+            place = "this model" if "" in parts else "a block, and nothing else is planned"
+            raise InvalidConstraint(
+                f"{option} pattern {pattern!r} matches no activation of {place}; nearest: "
+                f"{nearest}",
+                pattern,
+            )
+        if option == "keep" and not any(_kept_nodes(graph, pattern) for graph in placed):
+            raise InvalidConstraint(
+                f"keep pattern {pattern!r} matches activations of which the backward pass reads "
+                "none: there is nothing to keep; name what it reads, or leave the pattern out",
+                pattern,
+            )
+
+
+def _placed(graph: CDGraph, path: str) -> CDGraph:
+    """Return `graph` with modules by their paths in the whole model."""
+    return replace(
+        graph,
+        nodes=tuple(replace(n, module=f"{path}.{n.module}".strip(".")) for n in graph.nodes),
     )
 
 
@@ -73,25 +110,17 @@ def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
 
 
 def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
-    """Return the nodes whose results match a `keep` pattern and are read in the backward phase.
-    Raises InvalidConstraint if there are none."""
+    """Return the nodes whose results match a `keep` pattern and are read in the backward phase."""
     producer = producers(graph)
     read = {d for n in graph.backward for d in n.reads}
-    kept = {producer[d] for d in _matching(graph, pattern, "keep") if d in read}
-    if not kept:
-        raise InvalidConstraint(
-            f"keep pattern {pattern!r} matches activations of which the backward pass reads none: "
-            "there is nothing to keep; name what it reads, or leave the pattern out",
-            pattern,
-        )
-    return kept
+    return {producer[d] for d in _matching(graph, pattern) if d in read}
 
 
 def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[int]:
     """Return the storages that match a `recompute` pattern. once: node that must run once -> the
     `keep` pattern that says so. Raises InvalidConstraint if one cannot be recomputed."""
     producer = producers(graph)
-    dropped = _matching(graph, pattern, "recompute")
+    dropped = _matching(graph, pattern)
     names = activation_names(graph)
     for d in dropped:
         node = graph.nodes[producer[d]]
@@ -104,7 +133,7 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
                 "changes, or acts outside of the step)"
             )
         elif d in graph.outputs:
-            reason = "it is an output of the model, which the caller holds"
+            reason = "the module that is planned returns it, and the caller holds it"
         if reason is not None:
             raise InvalidConstraint(
                 f"recompute pattern {pattern!r} matches {names[d]!r} ({node.source}), which cannot "
@@ -114,30 +143,20 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
     return dropped
 
 
-def _matching(graph: CDGraph, pattern: str, option: str) -> list[int]:
+def _matching(graph: CDGraph, pattern: str) -> list[int]:
     """Return the activations (storages) that `pattern` matches: by their names if it has a "/",
-    else all that are made inside of matching modules. Raises InvalidConstraint, with near names, if
-    there are none; option: which option the pattern is of."""
-    producer = producers(graph)
-    names = activation_names(graph)
+    else all that are made inside of matching modules."""
+    spelled = _spelled(graph, "/" in pattern)
+    return [d for d, names in spelled.items() if any(fnmatchcase(n, pattern) for n in names)]
+
+
+def _spelled(graph: CDGraph, by_name: bool) -> dict[int, Sequence[str]]:
+    """Return activation -> its names, the whole one first, or the modules that it is made in."""
+    producer, names = producers(graph), activation_names(graph)
     activations = [d.index for d in graph.data if d.kind is DataKind.ACTIVATION]
-    modules = {d: graph.nodes[producer[d]].module for d in activations}
-    if "/" in pattern:
-        spelled = {d: (names[d], *_shortened(names[d])) for d in activations}
-        matching = [d for d in activations if any(fnmatchcase(n, pattern) for n in spelled[d])]
-        known = [names[d] for d in activations]
-    else:
-        matching = [
-            d for d in activations if any(fnmatchcase(m, pattern) for m in _ancestors(modules[d]))
-        ]
-        known = [path for d in activations for path in _ancestors(modules[d])]
-    if not matching:
-        nearest = ", ".join(repr(name) for name in _nearest(pattern, known))
-        raise InvalidConstraint(
-            f"{option} pattern {pattern!r} matches no activation of this model; nearest: {nearest}",
-            pattern,
-        )
-    return matching
+    if by_name:
+        return {d: (names[d], *_shortened(names[d])) for d in activations}
+    return {d: _ancestors(graph.nodes[producer[d]].module) for d in activations}
 
 
 def _shortened(name: str) -> tuple[str, str]:
@@ -150,8 +169,10 @@ def _ancestors(module: str) -> list[str]:
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
 
 
-def _nearest(pattern: str, known: Sequence[str]) -> list[str]:
+def _nearest(pattern: str, graphs: Sequence[CDGraph]) -> list[str]:
     """Return the known names most like `pattern`; names that differ only in numbers count once."""
+    spelled = (s for g in graphs for s in _spelled(g, "/" in pattern).values())
+    known = (name for names in spelled for name in (names[:1] if "/" in pattern else names))
     stems = dict.fromkeys(re.sub(r"\d+", "*", _shortened(name)[1]) for name in known)
     folded = re.sub(r"\d+", "*", pattern)
     return difflib.get_close_matches(folded, stems, n=NEAREST, cutoff=0.0)

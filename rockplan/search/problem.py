@@ -20,7 +20,7 @@ from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.partition import partition
 from rockplan.machine import available_bytes, is_in_memory
 from rockplan.options import Options
-from rockplan.oracles.constraints import constrain, with_room_for_loss
+from rockplan.oracles.constraints import constrain, refuse_unmatched, with_room_for_loss
 from rockplan.oracles.simulate import Simulation, simulate
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import measured_link
@@ -97,6 +97,7 @@ def problem_of_priced(priced: CDGraph, profile: Profile, options: Options) -> Pr
     report("finding blocks")
     eager = as_eager(priced)
     unplanned = simulate(eager, keep_all(eager))
+    refuse_unmatched({"": priced}, options.keep, options.recompute)
     constrained = constrain(priced, options.keep, options.recompute)
     constrained = with_room_for_loss(constrained, unplanned.peak_bytes)
     return Problem(

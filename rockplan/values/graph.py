@@ -410,8 +410,9 @@ def _listed(graph: CDGraph, data: Iterable[int]) -> str:
 
 
 def as_eager(graph: CDGraph) -> CDGraph:
-    """Return `graph` as eager executes it: in its order, every result in a storage of its own."""
-    return without_takes(in_eager_order(graph))
+    """Return `graph` as eager executes it: in its order, every result in a storage of its own, and
+    nothing dropped."""
+    return replace(without_takes(in_eager_order(graph)), dropped=())
 
 
 def in_eager_order(graph: CDGraph) -> CDGraph:

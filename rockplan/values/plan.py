@@ -288,12 +288,6 @@ def _block_lines(plan: Plan) -> list[str]:
     return lines
 
 
-def keeps_and_recomputes(plan: Plan) -> tuple[str, str]:
-    """Return in words what of the forward is kept for backward, and what of it runs again."""
-    kept = kept_data(plan.graph, plan.schedule)
-    return _listed(plan, plan.graph.forward, kept, recomputations(plan))
-
-
 def _listed(
     plan: Plan, nodes: Sequence[ComputeNode], kept: frozenset[int], again: dict[int, int]
 ) -> tuple[str, str]:
