@@ -174,12 +174,10 @@ def _shape(which: str, tensor: torch.Tensor, ranges: dict[int, SizeRange]) -> Sh
 def _resized_once(
     resized: dict[tuple[int, Shape], torch.Tensor], tensor: torch.Tensor, shape: Shape
 ) -> torch.Tensor:
-    if tensor.shape == shape:
-        return tensor
     key = (id(tensor), shape)
-    if key not in resized:
+    if tensor.shape != shape and key not in resized:
         resized[key] = _of_shape(tensor, shape)
-    return resized[key]
+    return resized.get(key, tensor)
 
 
 def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
@@ -190,9 +188,9 @@ def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
         if stride == 0:
             source = source.narrow(dimension, 0, 1)
     order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    source = source.permute(order)
+    source = source.permute(order).clone(memory_format=torch.contiguous_format)
     for position, dimension in enumerate(order):
-        if tensor.stride(dimension):
+        if tensor.stride(dimension) and shape[dimension] != tensor.shape[dimension]:
             index = torch.arange(shape[dimension], device=tensor.device) % tensor.shape[dimension]
             source = source.index_select(position, index)
     permuted = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)

@@ -26,6 +26,7 @@ from rockplan.fitting.tracker import Tracker
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.python_state import trees
 from rockplan.python_state.distributed import local_of
+from rockplan.values.garbage_collection import paused_collection
 
 Factory = Callable[[Iterable[torch.Tensor]], torch.optim.Optimizer]
 OptimizerLike = str | Factory | torch.optim.Optimizer | None
@@ -100,7 +101,8 @@ def optimizer_steps(
         return _in_backward(each)
     # One tracker for all: what a step replaces was made by the one before, or with the optimizer.
     tracker = Tracker(Holding.OPTIMIZER_TEMPORARIES, metered=metered)
-    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+    # So that all that an optimizer leaves in cycles is young: found without a walk over the heap.
+    with paused_collection(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fakes = {name: _fake(shards.part(p)) for name, p in parameters.items()}
         for name, fake in fakes.items():
             tracker.know(fake, ("parameter", name), Holding.PARAMETERS)
@@ -118,7 +120,7 @@ def optimizer_steps(
                 device = next(iter(fakes.values())).device
                 scaler = torch.amp.GradScaler(device.type)
                 scaler.scale(torch.zeros((), device=device))
-        gc.collect()
+        gc.collect(0)
         built = left_alive((*held, *tracker.changes))
         parts = _Stepping(made, fakes, scaler, step.clip_norm, on_cuda, tracker)
         first = parts.changes()

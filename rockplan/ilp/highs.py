@@ -7,7 +7,7 @@ takes: a LinearProgram. returns: a SolveReport whose status and bound are HiGHS'
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from enum import Enum
@@ -29,7 +29,6 @@ _ASKS = highspy.cb.HighsCallbackType
 INTEGRALITY_TOLERANCE = 1e-6
 """How far from an integer HiGHS may leave an integer column (its own default)."""
 
-
 TIME_UNIT = 1e-3
 """Costs count time in this share of the iteration time: large against HiGHS' tolerances."""
 
@@ -37,7 +36,6 @@ MAX_NODE_ENTRIES = 300_000
 """A solve stops after this many nodes of the search tree times entries of the matrix: 200 nodes
 for an attention half, which needs below 100. Unlike a time limit it strikes at the same place on
 every run."""
-
 
 PATIENCE_S = 1.0
 """Seconds by which a solve may exceed its time limit. HiGHS does not look at the clock while it
@@ -117,18 +115,20 @@ class ProgramBuilder:
         self.integral.append(integral)
         return len(self.costs) - 1
 
-    def at_most(self, terms: Iterable[tuple[int, float]], upper: float) -> int:
+    def at_most(self, terms: Sequence[tuple[int, float]], upper: float) -> int:
         """Add the row `terms` (column, coefficient) <= upper; return its index."""
         return self._row(terms, -INFINITY, upper)
 
-    def at_least(self, terms: Iterable[tuple[int, float]], lower: float) -> int:
+    def at_least(self, terms: Sequence[tuple[int, float]], lower: float) -> int:
         """Add the row `terms` >= lower; return its index."""
         return self._row(terms, lower, INFINITY)
 
-    def _row(self, terms: Iterable[tuple[int, float]], lower: float, upper: float) -> int:
-        merged: dict[int, float] = {}
-        for column, coefficient in terms:
-            merged[column] = merged.get(column, 0.0) + coefficient
+    def _row(self, terms: Sequence[tuple[int, float]], lower: float, upper: float) -> int:
+        merged = dict(terms)
+        if len(merged) < len(terms):
+            merged = dict.fromkeys(merged, 0.0)
+            for column, coefficient in terms:
+                merged[column] += coefficient
         self.columns += merged.keys()
         self.coefficients += merged.values()
         self.starts.append(len(self.columns))

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import addresses
 from rockplan.graph_builder.tracing.forward_call import named_error
 from rockplan.graph_builder.tracing.outputs import (
+    accumulating,
     backward_nodes,
     foreign_gradient,
     leaves_reached,
@@ -106,18 +106,6 @@ def refuse_changes(before: Iterable[AutogradState]) -> None:
             raise NAMED["backward in the forward"].error(tensor=one.name)
 
 
-def refuse_history(constants: Sequence[torch.Tensor]) -> None:
-    """Raise if the run has written something with a gradient into `constants`."""
-    for tensor in constants:
-        raise NAMED["write into another tensor"].error(shape=tuple(tensor.shape))
-
-
-def refuse_none(gradients: Sequence[torch.Tensor | None]) -> None:
-    """Raise if the backward pass reaches no tensor of the caller."""
-    if all(gradient is None for gradient in gradients):
-        raise NAMED["detached"].error()
-
-
 @dataclass(frozen=True, slots=True)
 class RecordedBackward:
     """What the recorded backward pass computed. targets: tensors whose gradients were asked for;
@@ -162,7 +150,11 @@ def recorded_backward(
     roots = [outputs[i] for i in starts]
     tangents = [_tangent(o, strides) for o, strides in zip(roots, starts.values(), strict=True)]
     edges = Counter(edge for node in backward_nodes(roots) for edge in node.next_functions)
-    arrivals = [edges[get_gradient_edge(t)[:2]] for t in targets]
+    at_leaves = {id(leaf): edges[node, 0] for node, leaf in accumulating(node for node, _ in edges)}
+    arrivals = [
+        at_leaves.get(id(t), 0) if t.grad_fn is None else edges[t.grad_fn, t.output_nr]
+        for t in targets
+    ]
     recorder.begin_backward(o for o in outputs if isinstance(o, torch.Tensor))
     forward_calls = len(recorder.calls)
 

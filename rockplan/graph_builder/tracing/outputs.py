@@ -289,10 +289,15 @@ def output_leaves(
 def leaves_reached(outputs: Iterable[torch.Tensor]) -> set[torch.Tensor]:
     """Return the leaf tensors that a backward pass from `outputs` reaches."""
     roots = list(outputs)
-    nodes = backward_nodes(roots)
-    accumulating = (n for n in nodes if node_name(n) == "torch::autograd::AccumulateGrad")
-    leaves = {n.variable for n in accumulating}  # type: ignore[attr-defined]
+    leaves = {leaf for _, leaf in accumulating(backward_nodes(roots))}
     return leaves | {t for t in roots if t.grad_fn is None}
+
+
+def accumulating(nodes: Iterable[Node | None]) -> Iterator[tuple[Node, torch.Tensor]]:
+    """Yield (node, leaf) of autograd nodes at which gradients of leaf tensors arrive."""
+    for node in nodes:
+        if node is not None and node_name(node) == "torch::autograd::AccumulateGrad":
+            yield node, node.variable  # type: ignore[attr-defined]
 
 
 def backward_nodes(roots: Sequence[torch.Tensor]) -> Iterator[Node]:

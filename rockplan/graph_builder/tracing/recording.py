@@ -264,7 +264,8 @@ def _with_backward(
     not make; the backward). Raises CaptureError for what a plan would not do."""
     recorder, call = recording.recorder, recording.call
     backwards.refuse_changes(exchanged.autograd)
-    backwards.refuse_history(recorder.constants_with_history())
+    for written in recorder.constants_with_history():
+        raise NAMED["write into another tensor"].error(shape=tuple(written.shape))
     first = replace(first, outputs=given_apart(recorder, first.outputs, exchanged.inputs))
     starts = backward_starts(first.outputs, first.spec, call.incoming, call.only_loss)
     if call.only_loss:
@@ -274,6 +275,7 @@ def _with_backward(
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
     backward = backwards.recorded_backward(call.module, recorder, first.outputs, starts, targets)
     backwards.refuse_changes(exchanged.autograd)
-    backwards.refuse_none(backward.gradients)
+    if all(gradient is None for gradient in backward.gradients):
+        raise NAMED["detached"].error()
     exchanged.questions.refuse_set(first.outputs)
     return first, backward

@@ -344,8 +344,9 @@ def ask_places(recorder: Recorder, questions: Questions) -> None:
     for recorded in recorder.calls:
         for attribute in _asked_by(recorded):
             asked[recorder.values[recorded.reads[0]].storage].add(attribute)
-    for stand_in in questions.stand_ins.values():
-        questions.ask_place(stand_in, sorted(asked.get(_storage(recorder, stand_in), ())))
+    for stand_in in questions.stand_ins.values() if asked else ():
+        if attributes := asked.get(_storage(recorder, stand_in)):
+            questions.ask_place(stand_in, sorted(attributes))
 
 
 def _storage(recorder: Recorder, tensor: torch.Tensor) -> int:

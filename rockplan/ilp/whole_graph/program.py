@@ -162,20 +162,20 @@ class ProgramRows:
             elif columns:
                 runs[i] = columns[0]
 
-        def available(d: int) -> Terms:
-            columns = (self.keep.get((s, d)), *(runs.get(i) for i in makers[d]))
-            return [(column, 1) for column in columns if column is not None]
-
+        available: dict[int, Terms] = {}
+        for d in wanted:
+            ways = (self.keep.get((s, d)), *(runs.get(i) for i in makers[d]))
+            available[d] = [(column, 1) for column in ways if column is not None]
         reads = frozenset().union(*(part.reads for part in self.intervals[s : end + 1]))
         for d in sorted(wanted & reads):
-            builder.at_least(available(d), 1)
+            builder.at_least(available[d], 1)
         for d in sorted(wanted):
             following = self.keep.get((end + 1, d))
             if following is not None:
-                builder.at_least([*available(d), (following, -1)], 0)
+                builder.at_least([*available[d], (following, -1)], 0)
         for i, column in runs.items():
             for d in sorted(wanted.intersection(self.facts.view.reads_again[i])):
-                builder.at_least([*available(d), (column, -1)], 0)
+                builder.at_least([*available[d], (column, -1)], 0)
         if self.host is not None:
             self.host.span(s, end, runs)
         return runs
