@@ -113,6 +113,23 @@ def check_without_sync(mesh: DeviceMesh) -> None:
         assert torch.equal(_local(p.grad), _local(q.grad)), f"without sync: {name}"
 
 
+def check_after_evaluation(mesh: DeviceMesh) -> None:
+    """Parameters that an evaluation has left gathered have no gradients of planning."""
+    eager, ours = Stack().train(), Stack().train()
+    for module in (eager, ours):
+        fully_shard(module.head, mesh=mesh, reshard_after_forward=False)
+        sharded(module, mesh)
+        with torch.no_grad():
+            module(own_batch())
+    planned(ours, "min")
+    for module in (eager, ours):
+        torch.manual_seed(dist.get_rank())
+        module(own_batch())["loss"].backward()
+    for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None, name
+        assert torch.equal(_local(p.grad), _local(q.grad)), f"after evaluation: {name}"
+
+
 STEPS = 8
 STRONGEST = ("resharding", "prefetch of two", "compiled blocks", "accumulation in bfloat16")
 """Of the ways to shard (all of them: `benchmarks/ranks.py`)."""
@@ -159,6 +176,7 @@ def main() -> None:
         compare("kept", lambda model: sharded(model, mesh, reshard_after_forward=False))
         compare("bfloat16", lambda model: sharded(model, mesh, mp_policy=HALF), plans=2)
         check_without_sync(mesh)
+        check_after_evaluation(mesh)
         check_peaks(mesh)
         check_sharded_later(mesh)
         compare("DistributedDataParallel", DistributedDataParallel)

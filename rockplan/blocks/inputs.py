@@ -27,7 +27,7 @@ from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, autocast_state, leaf_like
 from rockplan.python_state.distributed import with_collectives_done
-from rockplan.python_state.sharding import sharded_modules
+from rockplan.python_state.sharding import reshard
 from rockplan.python_state.walk import Root, Walk
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
@@ -106,7 +106,7 @@ def sample_run(
             stack.enter_context(_with_forward(block, noted(path, original_forward(block))))
         found = stack.enter_context(untouched(model, args, kwargs, loss))
         stack.callback(register_module_forward_pre_hook(lambda m, _: run.called.add(id(m))).remove)
-        stack.callback(_reshard, model)
+        stack.callback(reshard, model)
         stack.enter_context(torch.enable_grad())
         result = model(*args, **kwargs)
         if loss is not None:
@@ -129,11 +129,6 @@ def without_history(
         [leaf_like(x, x) if is_made else x for x, is_made in zip(leaves, made, strict=True)], spec
     )
     return detached
-
-
-def _reshard(model: nn.Module) -> None:
-    for module in sharded_modules(model):
-        module.reshard()
 
 
 @contextlib.contextmanager

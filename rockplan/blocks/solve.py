@@ -56,7 +56,7 @@ from rockplan.oracles.constraints import refuse_unmatched
 from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
 from rockplan.python_state.distributed import is_distributed
-from rockplan.python_state.sharding import gathered, is_sharded
+from rockplan.python_state.sharding import gathered, is_sharded, reshard
 from rockplan.remedies import TIME_LIMIT_S
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
@@ -111,6 +111,7 @@ def solve_blocks(
         call_arguments = arguments(model, sample_input, sample_kwargs, says_cache=False)
         refuse_without_memory(model)
         _refuse_starts(checked(options, "solve_blocks"), loss)
+        reshard(model)
         step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
         if options.takes_smallest(step_budget):

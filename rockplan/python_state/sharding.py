@@ -44,18 +44,23 @@ def shards(module: nn.Module) -> Iterator[str]:
                     yield name
 
 
+def reshard(model: nn.Module) -> None:
+    """Divide the parameters of `model` that a forward, or an evaluation, has left gathered: a model
+    lists them, and their gradients, only while they are divided."""
+    for module in sharded_modules(model):
+        module.reshard()
+
+
 @contextlib.contextmanager
 def gathered(block: nn.Module) -> Iterator[None]:
     """While active, the parameters of `block` are gathered, as its forward sees them; afterwards
     sharded again. Every process must enter it."""
-    sharded = sharded_modules(block)
-    for module in sharded:
+    for module in sharded_modules(block):
         module.unshard()
     try:
         yield
     finally:
-        for module in sharded:
-            module.reshard()
+        reshard(block)
 
 
 def waits_for_exchange(model: nn.Module) -> bool:
