@@ -5,9 +5,13 @@ downloaded."""
 from __future__ import annotations
 
 import copy
+import importlib
 import operator
+import sys
+import types
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +27,8 @@ import rockplan
 from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
-from testing.blocks import QUICK
+from testing.blocks import QUICK, Stack
+from testing.blocks import batch as rows
 from testing.trainers import (
     Rows,
     history,
@@ -207,3 +212,45 @@ def test_generation_and_checkpoints_of_planned_blocks(tmp_path: Path) -> None:
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
     assert_same_state(again, eager, "loaded")
     assert type(copy.deepcopy(model).model.layers[0]).__name__ == "LlamaDecoderLayer"
+
+
+class ActivationCheckpointing:
+    """What a policy of torchtitan 0.3.0 derives from: `Config.build` makes it, `apply` gets a part
+    of a model that has no memory yet."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config:
+        preserve_rng_state: bool = True
+
+    def __init__(self, config: Any, dump_folder: str = "") -> None:
+        self.config = config
+
+
+def test_the_policy_of_torchtitan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Applied before there is memory; an evaluation comes first."""
+    path = "torchtitan.distributed.activation_checkpoint"
+    library = types.ModuleType(path)
+    library.ActivationCheckpointing = ActivationCheckpointing  # type: ignore[attr-defined]
+    for name in ("torchtitan", "torchtitan.distributed", path):
+        monkeypatch.setitem(sys.modules, name, library)
+    own = importlib.import_module("rockplan.integrations.torchtitan")
+    monkeypatch.delitem(sys.modules, own.__name__)
+    losses = []
+    for policy in (own.RockplanAC(own.RockplanAC.Config(budget="60%", optimizer="sgd")), None):
+        with torch.device("meta"):
+            model: Any = Stack()
+        if policy:
+            policy.apply(model)
+        model.to_empty(device="cpu").load_state_dict(Stack().state_dict())
+        with torch.no_grad():
+            model.eval()(rows())
+        model.train()
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        for step in range(3):
+            torch.manual_seed(step)
+            losses.append(model(rows())["loss"])
+            losses[-1].backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        assert not policy or rockplan.blocks_of(model).overhead > 0
+    assert losses[:3] == losses[3:]

@@ -58,7 +58,7 @@ class PlanWhenCalled:
 
     def _plan_blocks(self, call: ModuleCall, error: CaptureError) -> None:
         try:
-            own = (parse_budget(self.budget), self.optimizer, _loss_of, self.options)
+            own = (parse_budget(self.budget), self.optimizer, loss_of, self.options)
             plan_parts(*own, call, error)
         except RockplanError as other:
             LOG.warning("nothing is planned: %s", other)
@@ -79,7 +79,7 @@ def _decoder_of(model: Any) -> nn.Module | None:
     return decoder if is_inside and any(m is decoder for m in model.modules()) else None
 
 
-def _loss_of(result: Any) -> torch.Tensor:
+def loss_of(result: Any) -> torch.Tensor:
     loss = result.get("loss") if isinstance(result, Mapping) else getattr(result, "loss", None)
     if loss is None:
         leaves = (t for t in trees.tree_leaves(result) if isinstance(t, torch.Tensor))
