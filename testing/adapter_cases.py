@@ -232,6 +232,18 @@ def _prepared(model: Any) -> Any:
     return _adapted("Lora", lora_dropout=0.1)(peft.prepare_model_for_kbit_training(model))
 
 
+class UnderAutocast(nn.Module):
+    """As a trainer with `bf16=True` calls a model."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", torch.bfloat16):
+            return self.model(**kwargs)
+
+
 ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "LoRA": _adapted("Lora", lora_dropout=0.1),
     "rsLoRA": _adapted("Lora", use_rslora=True),
@@ -248,5 +260,6 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "BOFT": _adapted("BOFT", boft_block_size=16),
     "FourierFT": _adapted("FourierFT", n_frequency=100),
     "MiSS": _adapted("Miss", r=4),
+    "LoRA under autocast": lambda model: UnderAutocast(_prepared(model)),
     "none": lambda model: model,
 }

@@ -39,21 +39,6 @@ class DynamicCache(Opaque):
     pass
 
 
-class CastsInside(nn.Module):
-    def __init__(self, bilinear: bool) -> None:
-        super().__init__()
-        self.is_bilinear = bilinear
-        self.bilinear, self.linear = nn.Bilinear(4, 4, 4), nn.Linear(4, 6)
-
-    def forward(self, x: torch.Tensor, cast: bool = True) -> torch.Tensor:
-        with torch.autocast("cpu", torch.bfloat16, enabled=cast):
-            if self.is_bilinear:
-                y: torch.Tensor = self.bilinear(x, x)
-                return y
-            theta = self.linear(x).view(-1, 2, 3)
-            return nn.functional.affine_grid(theta, [len(x), 1, 4, 4], align_corners=False)
-
-
 class FailsHalfWay(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -321,12 +306,6 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
         rockplan.UnsupportedModel,
         ["test_bad_input.py:", "fork_rng"],
     ),
-    "kernel that casts inside, bilinear": (
-        lambda: CastsInside(True),
-        SAMPLE,
-        rockplan.UnsupportedModel,
-        ["'bilinear'", "test_bad_input.py:", "enabled=False"],
-    ),
     **{
         f"gradients of its own, {how}": (
             functools.partial(AsksForGradients, how),
@@ -515,13 +494,6 @@ def test_views_of_results_in_other_strides_are_refused(
     monkeypatch.setattr(Layouts, "corrected", lambda self, operator, args, kwargs, result: result)
     with pytest.raises(rockplan.UnsupportedModel, match="native_batch_norm.*contiguous"):
         rockplan.solve(NormOfTransposed(), torch.randn(2, 32, 16), "min")
-
-
-@pytest.mark.parametrize("bilinear", [True, False])
-def test_kernels_that_cast_inside_run_without_autocast(bilinear: bool) -> None:
-    model = CastsInside(bilinear)
-    planned = rockplan.solve(copy.deepcopy(model), (SAMPLE, False), "min")
-    assert torch.equal(planned(SAMPLE, False), model(SAMPLE, False))
 
 
 def test_what_eager_refuses_is_not_estimated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,14 @@ import rockplan
 from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import Effect
-from testing.training import QUICK, assert_equal_trees, assert_same_state, ensure
+from testing.models import Case
+from testing.training import (
+    QUICK,
+    assert_equal_trees,
+    assert_same_state,
+    ensure,
+    train_side_by_side,
+)
 from tests.kernels import interpret
 
 LIMIT = 1000.0
@@ -436,3 +443,67 @@ def test_unknown_memory_of_an_operator_comes_on_top(
             assert predicted - 16 <= measured <= predicted
         else:
             assert predicted < measured <= predicted + workspace_bytes
+
+
+@torch.library.custom_op("effects_test::product", mutates_args=())
+def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Autocast casts inside, which its rule for fake tensors does not say."""
+    return x @ y
+
+
+@torch.library.custom_op("effects_test::pure_product", mutates_args=())
+def pure_product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return x @ y
+
+
+for _of in (product, pure_product):
+    _of.register_fake(lambda x, y: x.new_empty(len(x), y.shape[1]))
+    _of.register_autograd(
+        lambda ctx, g: (g.float() @ ctx.saved_tensors[1].t(), ctx.saved_tensors[0].t() @ g.float()),
+        setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs),
+    )
+rockplan.pure(pure_product)
+
+
+def grid(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    made = nn.functional.affine_grid(x[:, :6].view(-1, 2, 3), [len(x), 1, 2, 4], align_corners=True)
+    return made.flatten(1)
+
+
+class CastsInside(nn.Module):
+    def __init__(self, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.of = of
+        self.weight = nn.Parameter(torch.randn(16, 16))
+
+    def forward(self, x: torch.Tensor, casts: bool = True) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            h = self.b(self.a(x).float().tanh()).float()
+            with torch.autocast("cpu", torch.bfloat16, enabled=casts):
+                return self.c(self.of(h, self.weight).tanh())  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("budget", ["100%", "min"])
+@pytest.mark.parametrize(
+    "of",
+    [
+        lambda x, y: pure_product(x, y),
+        grid,
+        lambda x, y: nn.functional.bilinear(x, x, y.expand(16, 16, 16)),
+    ],
+)
+def test_kernels_cast_inside_as_in_eager(of: Any, budget: str) -> None:
+    torch.manual_seed(0)
+    model = CastsInside(of)
+    case = Case("casts", model, (torch.randn(32, 16),), {}, lambda r: r.float().square().mean())
+    planned = rockplan.solve(model, case.args, budget, options=QUICK)
+    train_side_by_side(case, planned, copy.deepcopy(model))
+
+
+def test_other_dtypes_than_its_rule_says_are_refused() -> None:
+    model, x = CastsInside(lambda x, y: product(x, y)), torch.randn(32, 16)
+    planned = rockplan.solve(model, x, "min", options=QUICK)
+    with pytest.raises(rockplan.UnsupportedModel, match=r"pure\('effects_test::product'\)"):
+        planned(x)
+    assert torch.equal(planned(x, casts=False), model(x, casts=False))

@@ -96,16 +96,6 @@ class Doubled(torch.autograd.Function):
         return gradient * 2
 
 
-def by_grid(is_cast: bool) -> Forward:
-    def forward(self: Any, x: Tensor) -> Tensor:
-        theta = self.a(x).float()[:2, :6].reshape(2, 2, 3)
-        cast = functools.partial(torch.autocast, "cpu", torch.bfloat16)
-        with cast(), cast(enabled=is_cast):
-            return functional.affine_grid(theta, [2, 1, 3, 3], align_corners=False)
-
-    return forward
-
-
 def entropy(**settings: Any) -> Forward:
     def forward(self: Any, x: Tensor) -> Tensor:
         return functional.cross_entropy(plain(self, x), torch.arange(4), **settings)
@@ -385,7 +375,6 @@ FOLLOWED: dict[str, tuple[Callable[[], tuple[Any, ...]], Callable[[], tuple[Any,
         lambda: net(entropy(weight=torch.ones(8), label_smoothing=0.1)),
         lambda: net(entropy(label_smoothing=0.1)),
     ),
-    "autocast inside": (lambda: net(by_grid(True)), lambda: net(by_grid(False))),
     "other memory": (lambda: with_buffer(data_assigned), lambda: with_buffer(data_copied)),
     "moved module": (
         lambda: net(lambda self, x: self.a.to(torch.float64)(x.double()).float()),

@@ -34,6 +34,7 @@ from rockplan.graph_builder.costs.call_key import Keys, call_keys, calls_by_key,
 from rockplan.graph_builder.costs.estimate import estimate, fallback_rates
 from rockplan.graph_builder.costs.execution import as_executed, inputs_of
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.casting import inner_name
 from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.recorded.specs import distinct_bytes
 from rockplan.values.garbage_collection import paused_collection
@@ -105,7 +106,8 @@ _said: set[str] = set()
 
 def _say_unknown(calls: Iterable[Call]) -> None:
     unknown = (c.op for c in calls if any(r is not None for r in c.results))
-    names = {op for op in unknown if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
+    called = {inner_name(op) for op in unknown}
+    names = {op for op in called if facts.facts_of(op).effect is Effect.UNKNOWN} - _said
     _said.update(names)
     if names:
         _LOGGER.warning(

@@ -19,8 +19,9 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch._prims_common import make_contiguous_strides_for
 
 from rockplan.errors import InvalidInput
-from rockplan.graph_builder.operators import rows
+from rockplan.graph_builder.operators import casting, rows
 from rockplan.graph_builder.operators.rows import ANNOTATIONS, PURE_LIBRARIES, Effect
+from rockplan.python_state.autocast import DEVICE_TYPES
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -38,10 +39,7 @@ def operator_name(operator: OpOverload) -> str:
 
 def resolve(name: str) -> OpOverload:
     """Return the operator of this name; inverse of `operator_name`."""
-    namespace, packet, overload = name.split(".")
-    operator = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-    assert isinstance(operator, OpOverload)
-    return operator
+    return casting.called(name)
 
 
 def tensors(arguments: object) -> list[torch.Tensor]:
@@ -74,6 +72,8 @@ def facts_of(operator: Any) -> rows.OperatorFacts:
         operator_facts = _merged(rows.OperatorFacts(str(operator)), str(operator))
         refused = rows.OperatorFacts(str(operator), "", rows.HIGHER_ORDER, rows.PARTS)
         return operator_facts if operator_facts.composite else _merged(refused, str(operator))
+    if (inner := casting.inner_name(str(operator))) != str(operator):
+        return replace(facts_of(inner), name=str(operator))
     namespace, packet, _ = str(operator).split(".")
     names = (f"{namespace}.*", f"*.{packet}", f"{namespace}.{packet}", str(operator))
     facts = _merged(_facts_of_schema(operator), *names)
@@ -125,6 +125,7 @@ def _facts_of_schema(operator: OpOverload) -> rows.OperatorFacts:
         if namespace == rows.OPAQUE
         else rows.ShapeRule.OF_PYTORCH,
         composite=has_kernel and is_implicit(operator.name(), "CompositeImplicitAutograd"),
+        casts_inside=() if aliased or namespace in rows.OF_PYTORCH else DEVICE_TYPES,
         effect=_effect(operator),
     )
 

@@ -216,7 +216,8 @@ class Layouts:
         (is_view,) = shared
         if is_view and written(operator, args, kwargs):
             return result
-        if not is_view and not _may_differ(args, kwargs):
+        casts_inside = facts_of(operator).casts_inside  # which shape rules do not say
+        if not (is_view or casts_inside or _may_differ(args, kwargs)):
             return result
         shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
         if not all(map(_is_static, (*given, *made))):

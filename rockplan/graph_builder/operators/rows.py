@@ -41,6 +41,9 @@ class Effect(StrEnum):
         return self in (Effect.COMMUNICATES, Effect.WAITS)
 
 
+ANNOTATIONS = frozenset(["debug_mode_ops", "profiler"])
+"""Libraries whose calls only label regions for a profiler: they are left out of plans."""
+
 _OF_PYTORCH_AND_ROCKPLAN = """
 _native _quantized _test aten inductor inductor_prims mkl mkldnn mkldnn_prepacked onednn prim prims
 quantization quantized quantized_decomposed rngprims rockplan rockplan_opaque semi_structured sparse
@@ -55,8 +58,9 @@ xformers_flash xformers_flash3 xformers_python
 PURE_LIBRARIES = frozenset((_OF_PYTORCH_AND_ROCKPLAN + _OF_KERNELS).split())
 """Libraries whose operators have no side effects, if they return something."""
 
-ANNOTATIONS = frozenset(["debug_mode_ops", "profiler"])
-"""Libraries whose calls only label regions for a profiler: they are left out of plans."""
+_OF_PROCESSES = ("_c10d_functional", "c10d", "c10d_functional", "symm_mem")
+OF_PYTORCH = ANNOTATIONS.union(_OF_PYTORCH_AND_ROCKPLAN.split(), _OF_PROCESSES)
+"""Libraries whose kernels cast nothing inside under autocast, but for those that a row names."""
 
 
 class ViewKind(StrEnum):
@@ -104,6 +108,7 @@ class OperatorFacts:
     just this operator, faster than its overload. flops_like: the operator whose formula counts its
     operations. repeats_heads: it repeats heads of keys and values if queries have more.
     matrix_product: selective checkpoints keep its result. casts: it only changes dtype or device.
+    casts_inside: types of devices where its kernel may call operators that autocast casts for.
     composite: the operators that it calls are recorded instead. effect: its side effect.
     """
 
@@ -137,6 +142,7 @@ class OperatorFacts:
     repeats_heads: bool = False
     matrix_product: bool = False
     casts: bool = False
+    casts_inside: tuple[str, ...] = ()
     composite: bool = False
     effect: Effect = Effect.NONE
 
@@ -455,6 +461,10 @@ ROWS: tuple[OperatorFacts, ...] = (
         function="torch._VF.{packet}",
     ),
     OperatorFacts("aten._to_copy.default", casts=True),
+    # Of 446 operators of PyTorch's own database and those of its modules, these. (On CUDA autocast
+    # casts for `bilinear`, which calls the former.)
+    OperatorFacts("aten._trilinear.default", casts_inside=("cpu",)),
+    OperatorFacts("aten.affine_grid_generator.default", casts_inside=("cpu", "cuda")),
     *_alike(
         "aten.add_.Tensor aten.bernoulli_.float aten.copy_.default aten.mul_.Tensor",
         function="torch.Tensor.{packet}",

@@ -79,18 +79,6 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
     return ctc_loss
 
 
-def _refusing_autocast(name: str) -> Callable[[Any, RecordingAccess], Any]:
-    def replacement(original: Any, recording: RecordingAccess) -> Any:
-        def call(first: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if torch.is_autocast_enabled(first.device.type):
-                recording.refuse(NAMED["autocast inside"].text(name=name))
-            return original(first, *args, **kwargs)
-
-        return call
-
-    return replacement
-
-
 def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
     """Return a replacement for `_checkpoint_without_reentrant_generator`, the generator around the
     function of a checkpoint, without its hooks on saved tensors. Eager runs the function again if
@@ -212,7 +200,6 @@ def _data(original: Any, recording: RecordingAccess) -> Any:
 
 _SEED = refusing("seeds")
 _HOOK = refusing("hook on a tensor")
-_BY_KERNEL = "its kernel calls operators that autocast casts for, where nobody sees it"
 _OF_SEED = "what is drawn next is another number in eager execution alone"
 # Up to torch 2.13 the generator has no inner implementation.
 _CHECKPOINT_HOOKS = "_checkpoint_without_reentrant_generator"
@@ -337,10 +324,6 @@ PATCHES: tuple[Patch, ...] = (
         "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
     ),
     Patch("torch", "_object_to_tensor", refusing("objects between processes"), _OBJECTS),
-    # Of 446 operators of PyTorch's own database and those of its modules, these.
-    Patch(torch, "affine_grid_generator", _refusing_autocast("affine_grid_generator"), _BY_KERNEL),
-    Patch(torch, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
-    Patch(nn.functional, "bilinear", _refusing_autocast("bilinear"), _BY_KERNEL),
     *(
         Patch(owner, name, _SEED, _OF_SEED)
         for owner in (torch, torch.random, torch.cuda)

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import (
 )
 
 from rockplan.errors import CaptureError, UnsupportedModel
-from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators import casting, facts
 from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.operators.symbols import is_unknown, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
@@ -305,6 +305,11 @@ class Recorder(TorchDispatchMode):
         if facts.facts_of(func).tells_python:
             self.refuse_unwritten(map(self.value, tensors), f"{func} at {where[1]} reads")
             return self.reader.read(self, self._call(func, args, kwargs), where)
+        known = facts.facts_of(func)
+        if known.casts_inside:
+            # A mode is called without autocast.
+            with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
+                func = casting.as_called(func, known.casts_inside, not known.effect)
         called = func
         if self.phase is Phase.BACKWARD:
             node = torch._C._current_autograd_node()

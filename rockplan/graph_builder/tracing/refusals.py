@@ -402,11 +402,6 @@ REFUSALS: tuple[Refusal, ...] = (
         kind=errors.DataDependentShape,
     ),
     Refusal(
-        "autocast inside",
-        "under autocast the kernel of {name} casts inside, which a plan cannot repeat",
-        "call it under torch.autocast(..., enabled=False)",
-    ),
-    Refusal(
         "other memory",
         "the forward assigns to the `.data` of a tensor, which gives it other memory, and a "
         "planned run would not see it",
