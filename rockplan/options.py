@@ -367,11 +367,10 @@ ROWS: Mapping[str, OptionRow] = {
     ),
     "host": OptionRow(
         _host,
-        no_effect=_OF_THE_WHOLE
-        | {
-            "solve_blocks": (
-                "whose blocks would share the link to the host; leave it out, or plan the whole "
-                "module with rockplan.solve"
+        no_effect={
+            FSDP2: (
+                "goes to each block where rockplan.solve_blocks plans them, and no row of blocks "
+                "under shard='fsdp2' counts it: leave it out"
             )
         },
         not_with={

@@ -154,6 +154,24 @@ def check_peaks(mesh: DeviceMesh) -> None:
         assert not [w for w in said if "fully_shard" in str(w.message)], mode
 
 
+def check_paging(mesh: DeviceMesh) -> None:
+    """Blocks whose parameters are gathered page to the host, each process to its own."""
+    x = batch(1024) + dist.get_rank()
+    options = rockplan.Options(**{**QUICK, "without": ()}, host="64MiB", link="4GB/s")
+    eager, ours = (in_mode(Stack(3, 256).train(), mesh, "resharding") for _ in range(2))
+    rockplan.solve_blocks(ours, x, "60%", options=options)
+    plan = rockplan.blocks_of(ours)
+    assert plan.paged_bytes > 0, plan
+    for module in (eager, ours):
+        torch.manual_seed(0)
+        module(x)["loss"].backward()
+    for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None, name
+        assert torch.equal(_local(p.grad), _local(q.grad)), f"paged: {name}"
+    least_bytes, *_ = peaks(ours, x, "resharding", STEPS)
+    assert least_bytes <= plan.peak_bytes <= plan.budget_bytes, (least_bytes, plan)
+
+
 def check_sharded_later(mesh: DeviceMesh) -> None:
     """What is gathered then is not in the prediction, which is said once."""
     for shard in (lambda model: sharded(model, mesh), lambda model: fully_shard(model, mesh=mesh)):
@@ -178,6 +196,7 @@ def main() -> None:
         check_without_sync(mesh)
         check_after_evaluation(mesh)
         check_peaks(mesh)
+        check_paging(mesh)
         check_sharded_later(mesh)
         compare("DistributedDataParallel", DistributedDataParallel)
         compare("accelerate", prepared)

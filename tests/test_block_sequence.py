@@ -26,7 +26,8 @@ from rockplan.values.block_sequence import (
     step_peak_bytes,
     useful_options,
 )
-from rockplan.values.schedule import Schedule, keep_all
+from rockplan.values.copies import HostLink, with_copies
+from rockplan.values.schedule import Schedule, keep_all, kept_data, with_frees
 from testing.graphs import random_graph
 
 NO_EVENTS = Schedule((), 0)
@@ -113,7 +114,7 @@ def test_a_search_cut_short_resumes_with_more_time(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
-    problem: Any = SimpleNamespace(graph=random_graph(random.Random(3)), waits=())
+    problem: Any = SimpleNamespace(graph=random_graph(random.Random(3)), waits=(), host=None)
     runs: list[bool] = []
 
     def searched(is_cut: bool, seconds: float) -> bool:
@@ -145,5 +146,19 @@ def test_the_limit_is_what_may_be_kept(seed: int) -> None:
         limited = bounded(graph, option.saved_bytes - less, peak)
         same = keep_all(limited)
         verify(limited, same)
-        assert without_limit(graph, same) == schedule
+        assert without_limit(graph, limited, same) == schedule
         assert (simulate(limited, same).peak_bytes <= peak) == fits
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_schedules_with_some_copies_fit_all(seed: int) -> None:
+    graph = random_graph(random.Random(seed))
+    storages = sorted(
+        kept_data(graph, keep_all(graph)) & {d for n in graph.forward for d in n.writes}
+    )
+    whole, some = (with_copies(graph, of, HostLink(1, 1)) for of in (storages, storages[1:]))
+    searched = bounded(some, 0, 1 << 40)
+    orders = ([n.index for n in nodes] for nodes in (searched.forward, searched.backward))
+    found = without_limit(whole, searched, with_frees(searched, *orders))
+    names = [whole.nodes[i].name for i in found.computes]
+    assert names == [n.name for n in some.nodes]

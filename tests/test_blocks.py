@@ -32,6 +32,7 @@ from rockplan.values.names import activation_names
 from rockplan.values.plan import recomputations
 from rockplan.values.schedule import Schedule, kept_data
 from testing.blocks import QUICK, Mixer, Stack, batch, train
+from tests.paging import LINKS, poisoned
 
 OPTIONS = rockplan.Options(**QUICK)
 
@@ -387,6 +388,71 @@ def test_what_is_released_is_free_in_backward() -> None:
         assert found == rockplan.blocks_of(model).peak_bytes
         peaks.append(found)
     assert peaks[1] < peaks[0]
+
+
+# Paging
+
+
+def wide_batch(rows: int = 1024) -> torch.Tensor:
+    return batch(rows)
+
+
+@functools.cache
+def paging_once(host: Any = "1GiB", link: Any = "4GB/s") -> Any:
+    options = rockplan.Options(**{**QUICK, "without": ()}, host=host, link=link)
+    return solved(Stack(3, 256).train(), "40%", wide_batch(), options=options)
+
+
+def seeded_step(model: Any, rows: int = 1024) -> Callable[[], None]:
+    sample = wide_batch(rows)
+
+    def step() -> None:
+        torch.manual_seed(0)
+        model(sample)["loss"].backward()
+
+    return step
+
+
+def assert_steps_alike(ours: Any, eager: Any, rows: int = 1024) -> None:
+    for one in (ours, eager):
+        one.zero_grad()
+        seeded_step(one, rows)()
+    for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
+        assert torch.equal(p.grad, q.grad), (name, rows)
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_blocks_page_however_late_copies_are(link: str) -> None:
+    model = copy.deepcopy(paging_once())
+    plan = rockplan.blocks_of(model)
+    with poisoned(model.layers[0], link):
+        found = peak_live_bytes(seeded_step(model))
+        assert_steps_alike(model, Stack(3, 256).train())
+    assert (found.peak_bytes, found.final_bytes) == (plan.peak_bytes, 0)
+    assert plan.peak_bytes <= plan.budget_bytes and plan.paged_bytes >= 3 << 20
+
+
+def test_paging_takes_less_time_and_is_told() -> None:
+    plan = rockplan.blocks_of(paging_once())
+    assert plan.overhead < rockplan.blocks_of(paging_once(None, None)).overhead / 2
+    pages = re.findall(r"^    pages       .*(?:up/addmm|gelu) 4.0 MiB", str(plan), re.MULTILINE)
+    assert pages and f"{plan.paged_bytes / 2**20:.1f} MiB to the host and back" in str(plan)
+
+
+def test_blocks_share_the_memory_of_the_host() -> None:
+    for host in (14 << 20, 2 << 20):
+        paged = [b.paged_bytes for b in rockplan.blocks_of(paging_once(host)).blocks]
+        assert max(paged) <= host // 3 and (sum(paged) > 0) == (host > 2 << 20), host
+
+
+def test_further_calls_and_copies_of_blocks_page() -> None:
+    eager, model = Stack(3, 256).train(), copy.deepcopy(paging_once())
+    model = pickle.loads(pickle.dumps(model))
+    limit_bytes = rockplan.blocks_of(model).peak_bytes
+    for rows in (1024, 768, 640, 512):
+        assert peak_live_bytes(seeded_step(model, rows)).peak_bytes <= limit_bytes
+        assert_steps_alike(model, eager, rows)
+    assert sum(bool(p.trips) for p in model.layers[0].plans) > 1
 
 
 # What planning leaves alone

@@ -215,7 +215,7 @@ def test_a_remedy_is_one_that_helps(
         ({"gpus": 2, "step": rockplan.TrainingStep(in_backward=True)}, "in_backward"),
         ({"gpus": 2, "step": rockplan.TrainingStep(average=True)}, "average is AveragedModel"),
         ({"gpus": 2, "options": rockplan.Options(tile=True)}, "tile says something"),
-        ({"gpus": 2, "options": rockplan.Options(host="1GiB")}, "host says something"),
+        ({"gpus": 2, "options": rockplan.Options(host="1GiB")}, "host goes to each block"),
     ],
 )
 def test_what_several_processes_cannot_have_is_refused(how: dict[str, Any], said: str) -> None:

@@ -424,12 +424,6 @@ def test_options_that_say_nothing_are_refused(given: dict[str, Any], said: str) 
         rockplan.Options(**given)
 
 
-def test_what_cannot_page_says_so() -> None:
-    model, x = network()
-    with pytest.raises(InvalidInput, match=r"plan the whole module with rockplan\.solve"):
-        rockplan.solve_blocks(model, x, "50%", options=options())
-
-
 def test_a_module_on_several_devices_does_not_page() -> None:
     graph = gelu_of_product()
     there = [

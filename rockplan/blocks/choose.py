@@ -20,6 +20,7 @@ from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.search.boundary import option_within
+from rockplan.search.paging import pageable
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import onto, outline
 from rockplan.values.block_sequence import (
@@ -29,6 +30,7 @@ from rockplan.values.block_sequence import (
     step_peak_bytes,
     useful_options,
 )
+from rockplan.values.copies import without_copies
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
@@ -48,14 +50,14 @@ class BlockKind:
         """Return the kind for blocks whose graph is `graph`: the same operations, perhaps on
         another device or in other process groups. The prices (times, bytes) of this kind hold for
         them."""
-        own = self.problem.graph
+        own = without_copies(self.problem.graph)
         if graph.values == own.values and graph.groups == own.groups:
             return self
         priced = onto(graph, outline(own))
         assert priced is not None, "the digests are equal"
         digest = graph_digest(priced)
         problem = replace(self.problem, graph=priced, constrained=priced, graph_digest=digest)
-        return replace(self, problem=problem)
+        return replace(self, problem=pageable(problem))
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,6 +42,7 @@ from rockplan.search.boundary import (
     option_within,
     thriftiest,
 )
+from rockplan.search.paging import pageable
 from rockplan.search.problem import Problem, measured
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.graph import CALLER_LOSS, CDGraph, DataKind
@@ -120,12 +121,21 @@ def _of_a_step(options: Options, path: str, graph: CDGraph) -> CDGraph:
     return replace(graph, data=tuple(data), held=held)
 
 
-def block_problem(block: CapturedBlock, options: Options) -> Problem:
-    """Return the problem of a block, its graph with measured times and bytes. (It has no loss of
-    the caller's and no blocks inside.)"""
+def block_problem(block: CapturedBlock, options: Options, sharing: int = 1) -> Problem:
+    """Return the problem of a block, its graph with measured times and bytes. sharing: blocks that
+    share the memory of the host."""
     with PLANNING:
         problem = measured(block.source.lowered, _of_a_block(options), block.source.waits)
-    return replace(problem, constrained=problem.graph, blocks=())
+    return _alone(problem, sharing)
+
+
+def _alone(problem: Problem, sharing: int) -> Problem:
+    """A block has no loss of the caller's, and no blocks inside."""
+    problem = replace(problem, constrained=problem.graph, blocks=())
+    if problem.host is None:
+        return problem
+    host = replace(problem.host, size_bytes=problem.host.size_bytes // sharing)
+    return pageable(replace(problem, host=host))
 
 
 def built_block(
@@ -140,7 +150,7 @@ class BlockPrograms:
     """The programs of the blocks of a model, by kind and allowance. plan: of the whole step;
     chosen: digest of a graph and allowance -> its option; refused: paths of blocks that could not
     be planned when they were called -> why; switched_off: configurations whose key-value cache was
-    switched off; warned: keys of warnings given."""
+    switched off; warned: keys of warnings given; sharing: blocks that share the host's memory."""
 
     options: Options
     plan: BlocksPlan | None = None
@@ -148,10 +158,11 @@ class BlockPrograms:
     refused: dict[str, str] = field(default_factory=dict)
     known: dict[Any, PlannedProgram] = field(default_factory=dict)
     chosen: dict[tuple[str, Allowance], BoundedOption] = field(default_factory=dict)
+    sharing: int = 1
     warned: set[str] = field(default_factory=set)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return BlockPrograms, (self.options, self.plan, self.switched_off)
+        return BlockPrograms, (self.options, self.plan, self.switched_off, {}, {}, {}, self.sharing)
 
     def keep(self, block: CapturedBlock, allowance: Allowance, program: PlannedProgram) -> None:
         """Note the program of a kind under an allowance."""
@@ -218,9 +229,10 @@ class BlockMaker:
         block = replace(block, source=opened)
         if self.allowance != UNLIMITED:  # of a measured step, which all processes run
             refuse_apart([block.source.lowered.graph])
-        problem = block_problem(block, options)
+        problem = block_problem(block, options, self.programs.sharing)
         # Whether one is adapted depends on times, which differ between processes.
-        known = () if options.rerun_collectives else self.programs.of(self.allowance)
+        is_own = options.rerun_collectives or options.host is not None
+        known = () if is_own else self.programs.of(self.allowance)
         option = self.programs.chosen.get((block.digest, self.allowance))
         option = option or _adapted(problem, self.allowance, known)
         is_taken_over = option is not None
@@ -237,7 +249,7 @@ class BlockMaker:
         if known is None:
             return None
         program, problem, interface = known
-        problem = replace(problem, constrained=problem.graph, blocks=())
+        problem = _alone(problem, self.programs.sharing)
         less = replace(
             self.allowance,
             saved_bytes=int(self.allowance.saved_bytes * NEARLY),
@@ -245,7 +257,8 @@ class BlockMaker:
         )
         chosen = self.programs.chosen
         option = chosen.get((problem.graph_digest, self.allowance))
-        option = option or _adapted(problem, less, (program,)) or within(problem, less, options)
+        known_programs = () if problem.host else (program,)
+        option = option or _adapted(problem, less, known_programs) or within(problem, less, options)
         option = option or block_option(problem, self.allowance, options)
         chosen[problem.graph_digest, self.allowance] = option
         return rung_program(call, program, bounded_plan(problem, option), interface, options)

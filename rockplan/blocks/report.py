@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.dp.block_sequence import NO_OTHERS, Others
 from rockplan.values.block_sequence import BoundedOption, StepMoment, step_peak_bytes
+from rockplan.values.copies import paged
 from rockplan.values.graph import CDGraph
 from rockplan.values.names import activation_names, operation_names
 from rockplan.values.plan import format_bytes
@@ -18,13 +19,15 @@ from rockplan.values.schedule import Schedule, kept_data
 @dataclass(frozen=True, slots=True)
 class PlacedBlock:
     """A block of a step. kind: number of its kind (blocks planned as one); option: how it runs;
-    eager: how it would run unplanned; names: in words, what it keeps and what it computes again."""
+    eager: how it would run unplanned; names: in words, what it keeps, pages and computes again;
+    paged_bytes: on the host between its phases."""
 
     path: str
     kind: int
     option: BoundedOption
     eager: BoundedOption
-    names: tuple[str, str]
+    names: tuple[str, str, str]
+    paged_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +82,11 @@ class BlocksPlan:
         return sum(option.saved_bytes for option in self.options)
 
     @property
+    def paged_bytes(self) -> int:
+        """What all blocks have on the host between their phases."""
+        return sum(block.paged_bytes for block in self.blocks)
+
+    @property
     def overhead(self) -> float:
         """Predicted extra time of the blocks alone: 0.05 is 5 % of the time of all blocks."""
         eager_ns = sum(block.eager.time_ns for block in self.blocks)
@@ -101,9 +109,11 @@ class BlocksPlan:
 
     def __str__(self) -> str:
         beside, others = self.beside, []
+        if self.paged_bytes:
+            others = [f"paged           {format_bytes(self.paged_bytes)} to the host and back"]
         if self.others.count:
             held = format_bytes(self.others.needed_bytes(self.options))
-            others = [f"others          {held} held by {self.others.count} more calls in flight"]
+            others += [f"others          {held} held by {self.others.count} more calls in flight"]
         lines = [
             f"budget          {format_bytes(self.budget_bytes)} ({self.budget_bytes} bytes)",
             f"predicted peak  {format_bytes(self.peak_bytes)} "
@@ -126,7 +136,7 @@ class BlocksPlan:
         )
         eager_ns = {block.kind: max(block.eager.time_ns, 1) for block in self.blocks}
         for block, count in rows.items():
-            option, (keeps, again) = block.option, block.names
+            option, (keeps, pages, again) = block.option, block.names
             yield (
                 f"{block.path}  x{count}  kind {block.kind}: keeps "
                 f"{format_bytes(option.saved_bytes)}, needs "
@@ -135,6 +145,8 @@ class BlocksPlan:
                 f"{option.time_ns / eager_ns[block.kind] - 1:+.1%} time"
             )
             yield f"    keeps       {keeps}"
+            if block.paged_bytes:
+                yield f"    pages       {pages}"
             yield f"    recomputes  {again}"
 
 
@@ -142,20 +154,27 @@ MOST_NAMES = 4
 """Names of storages and operations in a row of the report."""
 
 
-def kept_and_again(graph: CDGraph, schedule: Schedule) -> tuple[str, str]:
-    """Return in words what `schedule` keeps between the phases beside results, the largest first,
-    and which operations of the forward it runs again, the longest first."""
+def in_words(graph: CDGraph, schedule: Schedule) -> tuple[tuple[str, str, str], int]:
+    """Return (what `schedule` keeps between the phases beside results and what it pages to the host
+    meanwhile, the largest first, and which operations of the forward it runs again, the longest
+    first; bytes of what it pages)."""
     names, sizes = activation_names(graph), [d.size_bytes for d in graph.data]
-    kept = kept_data(graph, schedule).difference(graph.outputs)
-    largest = sorted(kept, key=lambda d: (-sizes[d], d))
+
+    def largest(storages: Iterable[int]) -> str:
+        ranked = sorted(storages, key=lambda d: (-sizes[d], d))
+        return _few([f"{names[d]} {format_bytes(sizes[d])}" for d in ranked])
+
     runs = Counter(schedule.computes)
     again = (n for n in graph.forward if runs[n.index] > 1)
     longest = sorted(again, key=lambda n: (-n.time_ns, n.index))
     operations = operation_names(graph)
-    return (
-        _few([f"{names[d]} {format_bytes(sizes[d])}" for d in largest]),
+    pages = [page.data for page in paged(graph) if page.store in runs]
+    words = (
+        largest(kept_data(graph, schedule).difference(graph.outputs)),
+        largest(pages),
         _few([operations[n.index] for n in longest]),
     )
+    return words, sum(sizes[d] for d in pages)
 
 
 def _few(names: Sequence[str]) -> str:

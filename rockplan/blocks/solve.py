@@ -34,7 +34,7 @@ from rockplan.blocks.kinds import (
     name_block_in,
 )
 from rockplan.blocks.outside import MeasuredStep, measured_step
-from rockplan.blocks.report import BlocksPlan, PlacedBlock, kept_and_again
+from rockplan.blocks.report import BlocksPlan, PlacedBlock, in_words
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import arguments, calls_of
 from rockplan.captures.loss import Loss
@@ -346,6 +346,7 @@ class _Job:
         left: Left,
     ) -> None:
         """On any error the blocks are restored."""
+        self.programs.sharing = len(captured)
         try:
             step, captured, kinds = self._measured(captured, calls)
             moments = step.moments
@@ -356,12 +357,12 @@ class _Job:
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
             numbers = {kind: i for i, kind in enumerate(kinds)}
             of_kind = {path: block.kind for path, block in captured.items()}
-            names = {
-                (kind, option): kept_and_again(kinds[kind].problem.graph, option.schedule)
+            words = {
+                (kind, option): in_words(kinds[kind].problem.graph, option.schedule)
                 for kind, option in {*zip(of_kind.values(), chosen, strict=True)}
             }
             placed = tuple(
-                PlacedBlock(path, numbers[kind], option, kinds[kind].eager, names[kind, option])
+                PlacedBlock(path, numbers[kind], option, kinds[kind].eager, *words[kind, option])
                 for (path, kind), option in zip(of_kind.items(), chosen, strict=True)
             )
             # A budget in bytes is never exceeded; others may grow with the size of a call.
@@ -516,7 +517,7 @@ class _Job:
         return {key: kind.of(block.source.lowered.graph) for (key, block), kind in rows}
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
-        problem = block_problem(block, self.options)
+        problem = block_problem(block, self.options, self.programs.sharing)
         graph = problem.graph
         incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
         family = first_options(problem, self.options)

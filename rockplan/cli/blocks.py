@@ -28,7 +28,9 @@ Patterns = Annotated[
 ]
 
 
-@shared.planned_with("time_limit", "no_cache", "compiled", "near", "size")
+@shared.planned_with(
+    "time_limit", "no_cache", "compiled", "near", "size", "host", "host_path", "link"
+)
 def blocks(
     context: typer.Context,
     model: shared.Model,

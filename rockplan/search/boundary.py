@@ -1,5 +1,8 @@
 """Boundary: schedules of one block of a step with a limit on the bytes saved between the phases.
 
+The graph of a block may have copies to the host of all that may be paged: they are optional, so
+that options with other copies are schedules of one graph. All of them end within their phase.
+
 takes: a priced graph of a block, limits. returns: options that differ in saved bytes, peaks and
 time. guarantees: each is legal, and needs what `simulate` finds, also if it comes from the cache.
 
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import replace
 
 from rockplan.graph_builder.digests import problem_digest
@@ -23,7 +26,6 @@ from rockplan.oracles.simulate import timeline
 from rockplan.oracles.verify import verify
 from rockplan.search import planning
 from rockplan.search.block_families import family_key, is_legal
-from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import ExchangeLimits
 from rockplan.search.minimum_peak import least_peak
@@ -31,7 +33,8 @@ from rockplan.search.pipeline import STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
-from rockplan.values.graph import CDGraph, ComputeNode, Phase, as_eager
+from rockplan.values.copies import without_copies
+from rockplan.values.graph import CDGraph, ComputeNode, Phase, Queue, as_eager
 from rockplan.values.order import Orders
 from rockplan.values.plan import Plan
 from rockplan.values.progress import report
@@ -64,15 +67,16 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
 
     def solved() -> _Found:
         """Return (schedules of these options, True if no time limit cut a search short)."""
-        least = _thriftiest(problem.graph, options)
-        incumbents = [least]
-        least_bytes = bounded_option(problem.graph, _schedule(least)).saved_bytes
+        least, is_complete = _thriftiest(problem.graph, options)
+        schedules = [everything.schedule, least]
+        least_bytes = bounded_option(problem.graph, least).saved_bytes
         for number, share in enumerate(SHARES):
             report("solving blocks", number, len(SHARES))
             saved_bytes = max(int(share * everything.saved_bytes), least_bytes)
-            incumbents.append(_within(problem.graph, saved_bytes, peak_bytes, QUICK, options))
-        schedules = (i.schedule for i in incumbents if i.schedule is not None)
-        return [everything.schedule, *schedules], all(i.is_complete for i in incumbents)
+            found, is_its_own = _within(problem, saved_bytes, peak_bytes, QUICK, options)
+            schedules += found
+            is_complete = is_complete and is_its_own
+        return schedules, is_complete
 
     return useful_options(_options(problem, "first options", options, solved))
 
@@ -84,8 +88,7 @@ def option_within(
     and whose peak is at most peak_bytes; None if none is found. Looks in the cache first."""
 
     def solved() -> _Found:
-        incumbent = _within(problem.graph, saved_bytes, peak_bytes, THOROUGH, options)
-        return [] if incumbent.schedule is None else [incumbent.schedule], incumbent.is_complete
+        return _within(problem, saved_bytes, peak_bytes, THOROUGH, options)
 
     what = f"kept {saved_bytes} of {peak_bytes}"
     fitting = [
@@ -159,26 +162,36 @@ def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
 _LIMIT = "limit"
 
 
-def without_limit(graph: CDGraph, schedule: Schedule) -> Schedule:
-    """Convert a schedule of `bounded(graph, ...)` to one of `graph`: drop the execution of the node
-    that `bounded` added, and renumber those behind it."""
-    n_forward = len(graph.forward)
+def without_limit(graph: CDGraph, searched: CDGraph, schedule: Schedule) -> Schedule:
+    """Convert a schedule of `searched`, which is `bounded(graph, ...)` with other copies to the
+    host, to one of `graph`: without the node that `bounded` added."""
+    index = dict(zip(_places(graph), range(len(graph.nodes)), strict=True))
+    places = _places(searched)
+    orders = ([index[places[i]] for i in phase if places[i] in index] for phase in schedule.phases)
+    return with_frees(graph, *orders)
 
-    def back(order: Iterable[int]) -> list[int]:
-        return [i - (i > n_forward) for i in order if i != n_forward]
 
-    return with_frees(graph, *map(back, schedule.phases))
+def _places(graph: CDGraph) -> list[object]:
+    """Return for each node what it is equal by in a graph with other copies: of copies their
+    storage, of other nodes their number, None of the limit."""
+    computed = (n.index for n in graph.nodes if n.queue is Queue.COMPUTE and n.name != _LIMIT)
+    numbers = {index: number for number, index in enumerate(computed)}
+    return [
+        numbers.get(n.index) if n.queue is Queue.COMPUTE else (n.queue, min(*n.reads, *n.writes))
+        for n in graph.nodes
+    ]
 
 
 def thriftiest(graph: CDGraph, options: Options) -> Schedule:
     """Return the schedule with the least peak found that saves nothing but results of nodes that
     run once, and what is returned."""
-    return _schedule(_thriftiest(graph, options))
+    return _thriftiest(graph, options)[0]
 
 
-def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
-    """Nothing that forward nodes can make again is kept, but for what the forward returns. Keep-all
-    if no schedule is found."""
+def _thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
+    """Return (schedule, whether no time limit cut the search). Nothing that forward nodes can make
+    again is kept, but for what the forward returns. Keep-all if no schedule is found."""
+    graph = without_copies(whole)
     returned = frozenset(graph.outputs)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))
@@ -186,23 +199,23 @@ def _thriftiest(graph: CDGraph, options: Options) -> Incumbent:
     limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)
     incumbent = least_peak(goal, limits)
-    return incumbent if incumbent.schedule else incumbent.improved(goal, keep_all(dropping))
-
-
-def _schedule(incumbent: Incumbent) -> Schedule:
-    assert incumbent.schedule is not None
-    return incumbent.schedule
+    schedule = incumbent.schedule or keep_all(dropping)
+    return without_limit(whole, graph, schedule), incumbent.is_complete
 
 
 def _within(
-    graph: CDGraph, saved_bytes: int, peak_bytes: int, effort: ExchangeLimits, options: Options
-) -> Incumbent:
-    """The incumbent has no schedule if none is found."""
-    goal = Goal(bounded(graph, saved_bytes, peak_bytes), (), peak_bytes)
+    problem: Problem, saved_bytes: int, peak_bytes: int, effort: ExchangeLimits, options: Options
+) -> _Found:
+    """Return the fastest schedule found, and the fastest one that copies to the host if that is
+    another."""
+    graph = bounded(without_copies(problem.graph), saved_bytes, peak_bytes)
+    goal = Goal(graph, (), peak_bytes, host=problem.host)
     incumbent = run(STAGES, goal, _limits(effort, options))
-    if incumbent.schedule is None:
-        return incumbent
-    return replace(incumbent, schedule=without_limit(graph, incumbent.schedule))
+    found = [] if incumbent.schedule is None else [(graph, incumbent.schedule)]
+    if incumbent.paged is not None:
+        found.append((incumbent.paged.graph, incumbent.paged.schedule))
+    schedules = [without_limit(problem.graph, *one) for one in found]
+    return schedules, incumbent.is_complete
 
 
 def _limits(effort: ExchangeLimits, options: Options) -> Limits:
@@ -226,7 +239,7 @@ def _options(
     """From the cache, or found by `solve` and put there: under the time limit alone if that cut the
     search."""
     graph, cache = problem.graph, cache_of(options)
-    keys = [_key(graph, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
+    keys = [_key(problem, what, options, limit) for limit in ("", f"{options.time_limit_s} s")]
     families = (cache.family(key, functools.partial(is_legal, graph)) for key in keys if cache)
     known = next((family for family in families if family is not None), None)
     if known is not None:
@@ -240,10 +253,12 @@ def _options(
     return [option_with(problem, schedule) for schedule in schedules]
 
 
-def _key(graph: CDGraph, what: str, options: Options, limit: str) -> dict[str, str]:
+def _key(problem: Problem, what: str, options: Options, limit: str) -> dict[str, str]:
     without = " ".join(sorted(options.without))
     settings = f"of a step, {what}, {SHARES}, within {limit}, without {without}"
-    return family_key(problem_digest(graph), settings)
+    if problem.host is not None:
+        settings += f", on the host {problem.host.size_bytes}"
+    return family_key(problem_digest(problem.graph), settings)
 
 
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:

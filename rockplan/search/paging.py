@@ -25,7 +25,7 @@ from rockplan.oracles.verify import verify
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
-from rockplan.search.problem import Goal
+from rockplan.search.problem import Goal, Problem
 from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
 from rockplan.values.graph import CDGraph, DataKind, Queue, TensorSpec
 from rockplan.values.plan import Plan, format_bytes
@@ -142,6 +142,16 @@ def _placed(goal: Goal, storages: tuple[int, ...], asked: Goal, found: Incumbent
     link = goal.host.link.share(SHARE)
     made = placed(goal.graph, storages, found.schedule.phases, link, goal.budget_bytes)
     return _Tried(storages, asked, found, made)
+
+
+def pageable(problem: Problem) -> Problem:
+    """Return `problem` with optional copies to the host of all that may be paged; itself if nothing
+    may be."""
+    if problem.host is None:
+        return problem
+    graph, link = without_copies(problem.graph), problem.host.link.share(SHARE)
+    graph = with_copies(graph, by_worth(graph), link)
+    return replace(problem, graph=graph, constrained=graph)
 
 
 def by_worth(graph: CDGraph) -> list[int]:
