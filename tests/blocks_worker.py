@@ -131,7 +131,7 @@ def check_after_evaluation(mesh: DeviceMesh) -> None:
 
 
 STEPS = 8
-STRONGEST = ("resharding", "prefetch of two", "compiled blocks", "accumulation in bfloat16")
+STRONGEST = ("prefetch of two", "accumulation in bfloat16")
 """Of the ways to shard (all of them: `benchmarks/ranks.py`)."""
 
 

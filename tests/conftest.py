@@ -76,13 +76,14 @@ def thorough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("cache")
     base = tmp_path_factory.getbasetemp()
     shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    folder = shared / "cache"
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
-        # One for all workers and all that they start: headers take 7 s to compile.
+        # One for all workers and all that they start: what one has planned others find, and headers
+        # take 7 s to compile.
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(shared / "inductor"))
         yield folder
 

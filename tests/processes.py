@@ -1,6 +1,6 @@
 """Scripts that run on several processes: by torchrun, or forked by one that has imported them.
 
-`python -m tests.processes MODULE COUNT` is the one that forks.
+`python -m tests.processes COUNT MODULE [MODULE ...]` is the one that forks.
 """
 
 from __future__ import annotations
@@ -39,9 +39,10 @@ def torchrun(script: Path, cache: Path) -> None:
     _run(command, cache)
 
 
-def on_processes(module: str, count: int, cache: Path) -> None:
-    """Run `main` of a module of tests on `count` processes, none of which imports it again."""
-    _run([sys.executable, "-m", "tests.processes", module, str(count)], cache)
+def on_processes(count: int, cache: Path, *modules: str) -> None:
+    """Run `main` of modules of tests, one after another on `count` new processes, none of which
+    imports it again."""
+    _run([sys.executable, "-m", "tests.processes", str(count), *modules], cache)
 
 
 def _run(command: list[str], cache: Path) -> None:
@@ -97,6 +98,6 @@ def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
 
 
 if __name__ == "__main__":
-    name, count = sys.argv[1:]
     plan_quickly()
-    sys.exit(not _forked(importlib.import_module(name).main, int(count)))
+    parts = [importlib.import_module(name) for name in sys.argv[2:]]
+    sys.exit(not all(_forked(part.main, int(sys.argv[1])) for part in parts))

@@ -13,4 +13,4 @@ from tests.processes import on_processes
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_planned_blocks_on_several_processes(processes: int, tmp_path: Path) -> None:
-    on_processes("tests.blocks_worker", processes, tmp_path)
+    on_processes(processes, tmp_path, "tests.blocks_worker")

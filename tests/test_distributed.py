@@ -1,4 +1,5 @@
-"""DistributedDataParallel of a planned module, on two processes with gloo."""
+"""Processes of gloo: planned modules do what originals do, wrapped for data parallelism, where
+forwards exchange data, as stages of pipelines, and in parallel over tensors."""
 
 from __future__ import annotations
 
@@ -9,22 +10,15 @@ import pytest
 from tests.processes import on_processes
 
 
-def test_distributed_data_parallel(compilers: Path, tmp_path: Path) -> None:
-    on_processes("tests.distributed_worker", 2, tmp_path)
-
-
-def test_forwards_that_exchange_data(tmp_path: Path) -> None:
-    on_processes("tests.collectives_worker", 2, tmp_path)
+def test_wrapped_modules_exchanges_and_pipelines(compilers: Path, tmp_path: Path) -> None:
+    parts = ("distributed", "collectives", "pipeline")
+    on_processes(2, tmp_path, *(f"tests.{part}_worker" for part in parts))
 
 
 @pytest.mark.parametrize("processes", [2, 4])
 def test_tensor_parallel(processes: int, tmp_path: Path) -> None:
-    on_processes("tests.tensor_parallel_worker", processes, tmp_path)
+    on_processes(processes, tmp_path, "tests.tensor_parallel_worker")
 
 
 def test_processes_that_plan_together(tmp_path: Path) -> None:
-    on_processes("tests.agreement_worker", 4, tmp_path)
-
-
-def test_stages_of_pipelines(tmp_path: Path) -> None:
-    on_processes("tests.pipeline_worker", 2, tmp_path)
+    on_processes(4, tmp_path, "tests.agreement_worker")

@@ -25,7 +25,7 @@ from tests.processes import on_processes
 
 
 def test_a_rank_needs_what_is_said(tmp_path: Path) -> None:
-    on_processes("tests.ranks_worker", 2, tmp_path)
+    on_processes(2, tmp_path, "tests.ranks_worker")
 
 
 class Stack(nn.Module):

@@ -127,4 +127,4 @@ def test_ids_beyond_the_vocabulary_raise(wrong: int) -> None:
 
 
 def test_heads_that_are_sharded(tmp_path: Path) -> None:
-    on_processes("tests.log_probs_worker", 2, tmp_path)
+    on_processes(2, tmp_path, "tests.log_probs_worker")
