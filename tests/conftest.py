@@ -17,8 +17,9 @@ import testing  # noqa: F401
 from rockplan.errors import MissingLibrary
 from rockplan.graph_builder import pipeline
 from rockplan.graph_builder.fusion import inductor
+from rockplan.ilp.whole_graph import refine
 from rockplan.search import planning
-from tests.planning import plan_quickly, thorough_limits
+from tests.planning import THOROUGH_ITERATIONS, plan_quickly, thorough_limits
 from tests.sweeps import left_to_sweeps
 
 # What a loaded machine takes for an example says nothing about the code.
@@ -71,6 +72,7 @@ def thorough(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Searches take the effort that they take for users, and find nothing in the cache that others
     left there."""
     monkeypatch.setattr(planning, "limits_of", thorough_limits)
+    monkeypatch.setattr(refine, "ITERATIONS", THOROUGH_ITERATIONS)
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path / "thorough"))
 
 
