@@ -12,10 +12,13 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
+from torch._decomp.decompositions import matmul
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -159,12 +162,31 @@ class _Ranges(metaclass=_RangesClass):
 _RANGE = range
 
 
+def _matmul(left: torch.Tensor, right: torch.Tensor) -> Any:
+    """As the kernel in C++ makes it of other operators."""
+    most, least = max(left.dim(), right.dim()), min(left.dim(), right.dim())
+    if least < 3 or (most == 3 and 1 in (left.shape[0], right.shape[0])):
+        return matmul(left, right)
+    outer = torch.broadcast_shapes(left.shape[:-2], right.shape[:-2])
+    factors = (
+        f.expand(*outer, *f.shape[-2:]).reshape(math.prod(outer), *f.shape[-2:])
+        for f in (left, right)
+    )
+    made = torch.bmm(*factors)
+    return torch.ops.aten._unsafe_view(made, (*outer, left.shape[-2], right.shape[-1]))
+
+
 @contextlib.contextmanager
 def known_to_python() -> Iterator[None]:
     """While active, a SymInt or SymFloat as text is its number, which makes it a constant: the text
     of a symbol would be another one than in eager execution, and nothing would say so. Loops over
     parts of a size leave it free."""
     with contextlib.ExitStack() as stack:
+        if torch.__version__ < "2.13":  # in C++ it takes the sizes of what it folds for constants
+            kernels = torch.library.Library("aten", "IMPL")
+            stack.callback(kernels._destroy)
+            with warnings.catch_warnings(action="ignore"):  # of an override, which is meant
+                kernels.impl("matmul", _matmul, "CompositeImplicitAutograd", allow_override=True)
         stack.callback(setattr, builtins, "range", _RANGE)
         builtins.range = _Ranges  # type: ignore[misc]
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
