@@ -982,10 +982,9 @@ def test_a_batch_that_does_not_fit_is_accumulated() -> None:
 
 def test_the_first_device_with_the_largest_batch_wins() -> None:
     model, args, _ = mlp()
-    devices, asked = ["500MiB", "640MiB", "2GiB", "80GiB"], {0: (256, 65536)}
+    devices, asked = ["500MiB", "2GiB", "80GiB"], {0: (256, 65536)}
     found = rockplan.fit(model, args, devices, sizes=asked, options=QUICK)
     assert found.device == "2GiB"
-    assert rockplan.fit(model, args, devices[:2], sizes=asked, options=QUICK).device == "640MiB"
 
 
 def test_the_page_draws_bytes_over_batch_by_length(tmp_path: Path) -> None:

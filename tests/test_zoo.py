@@ -16,8 +16,8 @@ from benchmarks import zoo
 from rockplan import programs
 
 EQUAL = (
-    "transformers/causal-lm/granitemoehybrid",
     "transformers/causal-lm/doge",
+    "transformers/causal-lm/granitemoehybrid",
     "transformers/masked-lm/deberta-v2",
     "transformers/seq-to-seq-causal-lm/t5",
     "transformers/audio-classification/wav2vec2",
