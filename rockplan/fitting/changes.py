@@ -13,6 +13,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from rockplan.fitting.allocator import Request, Usage, replay
+from rockplan.values.sizes import at_sizes
+
+UNKNOWN: Mapping[str, int | float] = {}
+"""The values of no expressions: where all sizes are numbers."""
 
 REPLAYED_STEPS = 3
 """Steps that are replayed: the first finds no segments, the third mostly takes no new ones."""
@@ -70,34 +74,45 @@ class Peak:
     position: int
 
 
-def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | None = None) -> Peak:
+def peak_of(
+    changes: Iterable[MemoryChange],
+    resident: Mapping[Holding, int] | None = None,
+    known: Mapping[str, int | float] = UNKNOWN,
+) -> Peak:
     """Return the most bytes alive after any of the changes: how many, of which owners, after how
-    many changes. resident: owner -> bytes alive before the first change."""
+    many changes. resident: owner -> bytes alive before the first change. known: as for
+    `values.sizes.resized`, for changes of sizes that are expressions."""
     alive = Counter(resident or {})
-    live_bytes = sum(alive.values())
-    peak = Peak(live_bytes, dict(alive), 0)
-    for position, change in enumerate(changes, 1):
-        alive[change.owner] += change.change_bytes
-        live_bytes += change.change_bytes
-        if live_bytes > peak.size_bytes:
-            peak = Peak(live_bytes, dict(alive), position)
-    return peak
+    live_bytes = most_bytes = sum(alive.values())
+    position, so_far = 0, []
+    for _, size_bytes, owner, is_free in changes:
+        if type(size_bytes) is not int:
+            size_bytes = at_sizes(size_bytes, known)
+        change_bytes = -size_bytes if is_free else size_bytes
+        so_far.append((owner, change_bytes))
+        live_bytes += change_bytes
+        if live_bytes > most_bytes:
+            most_bytes, position = live_bytes, len(so_far)
+    for owner, change_bytes in so_far[:position]:
+        alive[owner] += change_bytes
+    return Peak(most_bytes, dict(alive), position)
 
 
 def replayed_steps(
     first: Iterable[MemoryChange], later: Iterable[MemoryChange]
 ) -> tuple[MemoryChange, ...]:
-    """Return the changes of REPLAYED_STEPS training steps: `first`, then `later` again and again.
+    """Return the changes of REPLAYED_STEPS training steps, by numbers as keys: `first`, then
+    `later` again and again.
     Memory that a step leaves, and no step frees (a norm, a factor of a scaler), is freed when the
     next step has allocated its own."""
     again = tuple(later)
     alive: dict[Hashable, MemoryChange] = {}
-    changes = []
-    for number, step in enumerate((first, *[again] * (REPLAYED_STEPS - 1))):
+    changes: list[MemoryChange] = []
+    for step in (first, *[again] * (REPLAYED_STEPS - 1)):
         for change in step:
             before = alive.pop(change.key, None)
             if not change.is_free:
-                made = MemoryChange((number, change.key), change.size_bytes, change.owner)
+                made = MemoryChange(len(changes), change.size_bytes, change.owner)
                 alive[change.key] = made
                 changes.append(made)
             if before is not None:

@@ -8,10 +8,11 @@ that memory counts together only if it is alive together.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
-from rockplan.fitting.allocator import Usage
+from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.fitting.changes import (
     Holding,
     MemoryChange,
@@ -19,7 +20,6 @@ from rockplan.fitting.changes import (
     left_alive,
     peak_of,
     replayed_steps,
-    usage,
 )
 from rockplan.fitting.exchange import NCCL, Transport, gathers, sums_of_gradients
 from rockplan.fitting.optimizer import OptimizerSteps
@@ -82,55 +82,61 @@ def passes_of(
     return Passes(first, (), again)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Timeline:
     """Two steps, beginning with the model alone: the first makes the state of the optimizer, the
-    second is like all later ones. steps: the changes of each; resident: bytes of each storage that
-    exists before; paged_sizes: bytes of each storage that is paged to the host."""
+    second is like all later ones. resident: bytes of each storage that exists before; recorded: the
+    changes of each step; paged: bytes of each storage that is paged to the host; known: as for
+    `values.sizes.resized`, where sizes are expressions."""
 
     resident: Mapping[Holding, tuple[int, ...]]
-    steps: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
-    paged_sizes: tuple[int, ...] = ()
+    recorded: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
+    paged: tuple[int, ...] = ()
+    known: Mapping[str, int | float] = field(default_factory=dict)
 
     @property
     def host_bytes(self) -> int:
-        return sum(self.paged_sizes)
+        return sum(at_sizes(size, self.known) for size in self.paged)
 
     def at_sizes(self, known: Mapping[str, int | float]) -> Timeline:
-        """Return the memory over time of another call. known: as for `values.sizes.resized`."""
+        """Return the memory over time of another call, with what is known of all of them."""
+        other = replace(self, known=known)
+        vars(other)["requests"] = self.requests
+        return other
+
+    @property
+    def steps(self) -> tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]:
+        """The changes of each step."""
         first, later = (
-            tuple(
-                change
-                if type(change.size_bytes) is int
-                else change._replace(size_bytes=at_sizes(change.size_bytes, known))
-                for change in step
-            )
-            for step in self.steps
+            tuple(c._replace(size_bytes=at_sizes(c.size_bytes, self.known)) for c in step)
+            for step in self.recorded
         )
-        resident = {
-            owner: tuple(at_sizes(n, known) for n in sizes)
-            for owner, sizes in self.resident.items()
-        }
-        paged = tuple(at_sizes(n, known) for n in self.paged_sizes)
-        return Timeline(resident, (first, later), paged)
+        return first, later
 
     @property
     def changes(self) -> tuple[MemoryChange, ...]:
-        return tuple(change for step in self.steps for change in step)
+        return tuple(itertools.chain(*self.steps))
 
-    @property
+    @functools.cached_property
     def peak(self) -> Peak:
-        return peak_of(self.changes, self.resident_bytes)
+        return peak_of(itertools.chain(*self.recorded), self.resident_bytes, self.known)
 
     @property
     def resident_bytes(self) -> dict[Holding, int]:
-        return {owner: sum(sizes) for owner, sizes in self.resident.items()}
+        rows = self.resident.items()
+        return {owner: sum(at_sizes(n, self.known) for n in sizes) for owner, sizes in rows}
+
+    @functools.cached_property
+    def requests(self) -> tuple[Request, ...]:
+        """What several steps ask the allocator for."""
+        held = itertools.chain(*self.resident.values())
+        asked = (change.request for change in replayed_steps(*self.recorded))
+        return *(Request(("held", i), size_bytes) for i, size_bytes in enumerate(held)), *asked
 
     def usage(self, capacity_bytes: int | None = None) -> Usage:
         """Return what the allocator holds over several steps, on a device with so many bytes for
         it."""
-        held = (size for sizes in self.resident.values() for size in sizes)
-        return usage(held, replayed_steps(*self.steps), capacity_bytes=capacity_bytes)
+        return replay(self.requests, capacity_bytes=capacity_bytes, known=self.known)
 
 
 def timeline_of(
@@ -140,11 +146,11 @@ def timeline_of(
     *,
     accumulate: int = 1,
     set_to_none: bool = True,
-    paged_sizes: tuple[int, ...] = (),
+    paged: tuple[int, ...] = (),
 ) -> Timeline:
     """Return the memory over time of two training steps: each `zero_grad(set_to_none)`, then
     `accumulate` times forward and backward, then a step of the optimizer. resident: owner -> bytes
-    of each storage that exists before; paged_sizes: as in Timeline."""
+    of each storage that exists before; paged: as in Timeline."""
     first = (
         *optimizer.before,
         *_accumulated(passes, accumulate, has_gradients=False),
@@ -156,7 +162,7 @@ def timeline_of(
     if passes.again is not None:
         passes = replace(passes, first=passes.again)
     later = _accumulated(passes, accumulate, has_gradients=not set_to_none)
-    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)), paged_sizes)
+    return Timeline(resident, (first, (*emptied, *later, *optimizer.later)), paged)
 
 
 def _accumulated(passes: Passes, times: int, *, has_gradients: bool) -> Iterator[MemoryChange]:

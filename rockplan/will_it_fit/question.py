@@ -357,7 +357,7 @@ class FitQuestion:
             steps,
             accumulate=self.step.accumulate,
             set_to_none=self.step.set_to_none,
-            paged_sizes=tuple(graph.data[page.host].size_bytes for page in paged(graph)),
+            paged=tuple(graph.data[page.host].size_bytes for page in paged(graph)),
         )
 
     def fits(self, timeline: Timeline) -> bool:

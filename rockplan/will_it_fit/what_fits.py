@@ -14,7 +14,7 @@ import contextlib
 import functools
 import logging
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -249,10 +249,11 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
         ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
     planned = _planned(question, calls)
     usual = question.unpaged or question
+    known: dict[Hashable, tuple[Schedule, Timeline]] = {}
     rows = [
         row
         for length in calls.lengths
-        for row in _Length(usual, calls, ways, planned, length).rows()
+        for row in _Length(usual, calls, ways, planned, length, known).rows()
     ]
     on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
@@ -287,14 +288,16 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 @dataclass(frozen=True, slots=True)
 class _Length:
     """The rows of one length. calls: of the model; ways: name -> schedule without a search;
-    planned: name -> question and calls that are planned; peaks: way and calls -> batch -> bytes, of
-    the batches that were looked at."""
+    planned: name -> question and calls that are planned; known: timelines of recorded calls, those
+    of earlier lengths among them; peaks: way and calls -> batch -> bytes, of the batches that were
+    looked at."""
 
     question: FitQuestion
     calls: SizedCalls
     ways: Mapping[str, Way]
     planned: Planned
     length: int | None
+    known: dict[Hashable, tuple[Schedule, Timeline]]
     peaks: dict[tuple[Way, int], dict[int, int]] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
@@ -446,18 +449,20 @@ class _Length:
         return not self.question.options.compile and way in self.ways.values()
 
     def _timelines(self, way: Way, calls: SizedCalls) -> Callable[[int], Timeline]:
-        @functools.cache
-        def of_recorded(number: int) -> Timeline:
-            return timeline_of(calls.recorded[number].call)
-
-        def timeline_of(call: PricedCall) -> Timeline:
-            return self.question.timeline(call, *way(call), is_eager=self._is_eager(way))
+        scheduled = functools.cache(lambda number: way(calls.recorded[number].call))
+        is_eager = self._is_eager(way)
 
         def timeline(batch: int) -> Timeline:
             size = batch, self.length
             if (opened := calls.opened(size)) is None:
-                return timeline_of(calls.at(*size))
-            return of_recorded(calls.recorded.index(opened)).at_sizes(opened.numbers(size))
+                call = calls.at(*size)
+                return self.question.timeline(call, *way(call), is_eager=is_eager)
+            graph, schedule = scheduled(number := calls.recorded.index(opened))
+            key = number, id(schedule), id(calls), self.question.step
+            if key not in self.known:
+                made = self.question.timeline(opened.call, graph, schedule, is_eager=is_eager)
+                self.known[key] = schedule, made
+            return self.known[key][1].at_sizes(opened.numbers(size))
 
         return timeline
 
