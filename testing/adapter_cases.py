@@ -141,13 +141,19 @@ def _four_bits(layer: nn.Linear) -> nn.Module:
 
 def _trained(model: str, kind: str) -> Any:
     """The model, all of which is trained, with torchao's layers for float8 or for training that
-    knows of a later quantization."""
+    knows of a later quantization, or with weights of its classes."""
     from torchao import float8, quantization
 
     made = MODELS[model]()
     if kind == "float8":
         configuration = float8.Float8LinearConfig(emulate=True)
         return float8.convert_to_float8_training(made, config=configuration)
+    if kind in ("int8 products", "BitNet"):
+        from torchao.prototype import quantized_training
+
+        of = {"int8 products": "int8_mixed_precision_training", "BitNet": "bitnet_training"}
+        quantization.quantize_(made.model, getattr(quantized_training, of[kind])())
+        return made
     later = {
         "int4": lambda: quantization.Int4WeightOnlyConfig(group_size=32),
         "int8 and int4": lambda: quantization.Int8DynamicActivationIntxWeightConfig(
@@ -188,6 +194,8 @@ SCHEMES: dict[str, Callable[[str], Any]] = {
     "torchao/float8": lambda m: _quantized(m, "Float8WeightOnly"),
     "torchao/nf4": lambda m: _replaced(m, _normal_float),
     "torchao/float8 training": lambda m: _trained(m, "float8"),
+    "torchao/int8 products training": lambda m: _trained(m, "int8 products"),
+    "torchao/BitNet training": lambda m: _trained(m, "BitNet"),
     "torchao/int4 in training": lambda m: _trained(m, "int4"),
     "torchao/int8 and int4 in training": lambda m: _trained(m, "int8 and int4"),
     "quanto/int8": lambda m: _quanto(m, "qint8"),

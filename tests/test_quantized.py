@@ -134,7 +134,7 @@ class Rounded(Tensor):
         self.numbers, self.scale = numbers, scale
 
     @classmethod
-    def of(cls, tensor: Tensor) -> Rounded:
+    def of(cls, tensor: Tensor) -> Any:
         scale = tensor.abs().amax(-1, keepdim=True) / 127
         return cls((tensor / scale).round().to(torch.int8), scale)
 
@@ -231,7 +231,27 @@ def test_wrappers_of_copies_are_their_own() -> None:
     assert torch.equal(case.loss(other(*case.args)), case.loss(planned(*case.args)))
 
 
-def test_trained_wrappers_are_refused_where_freezing_helps() -> None:
+class PutTogether(Rounded):
+    """A wrapper that can be trained."""
+
+    @staticmethod
+    def __tensor_unflatten__(inner: Any, context: Any, size: Any, stride: Any) -> PutTogether:
+        return PutTogether(inner["numbers"], inner["scale"])
+
+
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_gradients_of_trained_wrappers_are_of_the_whole(budget: str) -> None:
+    case = wrapped()
+    for block in case.model:  # type: ignore[union-attr]
+        block.base.weight = nn.Parameter(PutTogether.of(torch.randn(16, 16)))
+    eager = copy.deepcopy(case.model)
+    planned: Any = plan(case, budget)
+    train_side_by_side(case, planned, eager)
+    assert len(case.model[0].base.weight.grad) == 16  # type: ignore[index, union-attr, arg-type]
+    assert len(storage_sizes([case.model[0].base.weight])) == 2  # type: ignore[index, union-attr]
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
     case = wrapped()
     case.model[2].base.weight.requires_grad_(True)  # type: ignore[index, union-attr]
     with pytest.raises(rockplan.UnsupportedModel, match=r"'2.base.weight' is a Rounded.*freeze it"):
@@ -250,7 +270,10 @@ ROWS = [
     *(("bitsandbytes/nf4, by layer", "LoRA", model) for model in adapter_cases.MODELS),
     *((scheme, "LoRA", "Llama") for scheme in adapter_cases.FROZEN),
     *(("torchao/int8", adapter, "Llama") for adapter in ("DoRA", "IA3")),
-    *((f"torchao/{kind} training", "none", "Llama") for kind in ("float8", "int4 in")),
+    *(
+        (f"torchao/{kind} training", "none", "Llama")
+        for kind in ("float8", "int4 in", "int8 products", "BitNet")
+    ),
 ]
 
 

@@ -18,7 +18,7 @@ from rockplan.fitting.changes import Holding, MemoryChange, replayed_steps, usag
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.python_state.distributed import local_of
-from rockplan.python_state.memory import parts_of
+from rockplan.python_state.memory import inner_tensors, parts_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan
 
@@ -52,7 +52,7 @@ def with_reserved(plan: Plan) -> Plan:
 def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
     """Return the bytes of the storages of tensors, each once; of DTensors of what is here."""
     named = parts_of(("", leaf) for leaf in leaves if isinstance(leaf, torch.Tensor))
-    tensors = [local_of(tensor) for _, tensor in named]
+    tensors = [local_of(tensor) for _, tensor in named if not inner_tensors(tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return tuple(storages.values())
 

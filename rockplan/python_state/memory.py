@@ -53,24 +53,30 @@ def put_back(contents: Iterable[Content]) -> None:
 
 
 def parts_of(named: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, tensor) of tensors; in place of a frozen wrapper those that it has its elements
-    in ('proj.weight.scale'), which are what a plan reads."""
+    """Yield (name, tensor) of tensors; in place of a wrapper those that it has its elements in
+    ('proj.weight.scale'), which are what a plan reads, after itself where it gets a gradient."""
     for name, tensor in named:
         inner = inner_tensors(tensor)
-        if not inner:
+        if not inner or is_trained_wrapper(tensor):
             yield name, tensor
         yield from parts_of((f"{name}.{n}", t) for n, t in inner.items())
 
 
 def inner_tensors(tensor: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a frozen wrapper has its elements in, by attribute; {} for others. (A
-    DTensor, and what is trained, stay whole: gradients are of the whole.)"""
+    """Return the tensors that a wrapper has its elements in, by attribute; {} for others, for a
+    DTensor, and for what gets a gradient and has no `__tensor_unflatten__`."""
     if type(tensor) in PLAIN or not is_wrapper(tensor):
         return {}
-    if tensor.requires_grad or tensor.is_nested or is_distributed(tensor):
+    is_put_together = tensor.is_leaf and hasattr(tensor, "__tensor_unflatten__")
+    if tensor.is_nested or is_distributed(tensor) or (tensor.requires_grad > is_put_together):
         return {}
     names = tensor.__tensor_flatten__()[0]
     return {n: vars(tensor)[n] for n in names} if vars(tensor).keys() >= {*names} else {}
+
+
+def is_trained_wrapper(tensor: torch.Tensor) -> bool:
+    """True for a leaf that gets a gradient, and has its elements in other tensors."""
+    return tensor.requires_grad and bool(inner_tensors(tensor))
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def refuse_gradients(recorder: Recorder, roots: Sequence[torch.Tensor]) -> None:
             place = recorder.place_of(node)
             raise NAMED["gradient by values"].at(*place, operator=_BY_VALUES[name])
     for leaf in leaves_reached(roots):
-        if not is_fake(leaf):
+        if not (is_fake(leaf) or recorder.knows(leaf)):
             raise foreign_gradient(leaf)
 
 

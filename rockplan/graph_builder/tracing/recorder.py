@@ -44,7 +44,7 @@ from rockplan.graph_builder.tracing.source_lines import Where, torch_function, u
 from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.python_state import distributed
 from rockplan.python_state.leftovers import Leftovers
-from rockplan.python_state.memory import is_wrapper_kind
+from rockplan.python_state.memory import is_trained_wrapper, is_wrapper_kind
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
@@ -198,7 +198,8 @@ class Recorder(TorchDispatchMode):
         if index is None:
             index = len(self.values)
             self._know(tensor, index)
-            self._refuse_kind(tensor)
+            if not is_trained_wrapper(tensor):
+                self._refuse_kind(tensor)
             storage = tensor.untyped_storage()
             size_bytes = known_number(storage.nbytes())
             made = RecordedValue(tensor_spec(tensor), self._storage(storage), size_bytes)
@@ -230,6 +231,9 @@ class Recorder(TorchDispatchMode):
 
         self._storage_deaths.append(weakref.ref(storage, end))
         return number
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self._index_of
 
     def begin_forward(self) -> None:
         """Mark all values so far as the caller's: parameters, buffers and inputs. A fake storage

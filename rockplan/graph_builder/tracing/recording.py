@@ -41,7 +41,7 @@ from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.elements import replaced
 from rockplan.python_state.leftovers import Leftovers
-from rockplan.python_state.memory import parts_of
+from rockplan.python_state.memory import is_trained_wrapper, parts_of
 from rockplan.python_state.walk import Root, Walk, is_iterator, roots_of_arguments, walk_of
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import STATIC, CallSizes
@@ -217,7 +217,9 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     for role, named in zip(("parameter", "buffer"), names, strict=True):
         callers |= {(role, n): (f"the {role} '{n}'", t) for n, t in named}
     callers |= {("input", i): (f"leaf {i} of the arguments", t) for i, t in real_leaves.items()}
-    for (_, key), (called, tensor) in callers.items():
+    for (role, key), (called, tensor) in callers.items():
+        if role != "input" and is_trained_wrapper(tensor):
+            continue
         if reason := why_not_planned(tensor, called):
             raise UnsupportedModel(reason, module_path=str(key).rpartition(".")[0])
     registered = {id(t): t for pairs in names for _, t in pairs}

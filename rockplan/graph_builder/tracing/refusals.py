@@ -300,9 +300,9 @@ REFUSALS: tuple[Refusal, ...] = (
         "class of tensors",
         "{tensor} is a {kind}, a class of tensors that says itself what operators do, which a plan "
         "would not ask",
-        "of a parameter: freeze it (`requires_grad_(False)`), where its class says what it "
-        "consists of (`__tensor_flatten__`: torchao); else use a plain tensor (dequantize it, or "
-        "pass `tensor.as_subclass(torch.Tensor)`)",
+        "of a parameter: have its class say what it consists of (`__tensor_flatten__`), and of a "
+        "trained one how it is put together (`__tensor_unflatten__`), or freeze it; else use a "
+        "plain tensor (dequantize it, or pass `tensor.as_subclass(torch.Tensor)`)",
         when=When.MODULE,
     ),
     Refusal(

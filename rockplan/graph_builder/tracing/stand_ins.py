@@ -20,6 +20,7 @@ from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
 from rockplan.python_state.distributed import distributed, is_distributed, local_of, spec_of
+from rockplan.python_state.memory import inner_tensors
 from rockplan.values.sizes import is_number
 
 
@@ -60,7 +61,7 @@ def with_numbers(
 
 class StandIns:
     """Fake tensors for real ones, one for each object, sharing storages as the real ones do; for a
-    DTensor a DTensor whose local tensor is fake.
+    DTensor or another wrapper one of what is inside of it.
 
     real: id of a fake tensor -> the real tensor; free: makes those that have symbols as sizes.
     """
@@ -94,14 +95,22 @@ class StandIns:
         return fake
 
     def _fake(self, source: torch.Tensor) -> torch.Tensor:
-        if not is_distributed(source):
+        made: Any
+        if inner := inner_tensors(source):
+            whole: Any = source
+            parts = {name: self.of(tensor) for name, tensor in inner.items()}
+            rest = whole.__tensor_flatten__()[1], source.shape, source.stride()
+            made = whole.__tensor_unflatten__(parts, *rest)
+        elif is_distributed(source):
+            local = local_of(source).detach()
+            self._alive.append(local)
+            fake_local = self._fake_mode.from_tensor(local, static_shapes=True)
+            made = distributed(fake_local, spec_of(source))
+        else:
             return self._fake_mode.from_tensor(source, static_shapes=True)
-        local = local_of(source).detach()
-        self._alive.append(local)
-        fake = self._fake_mode.from_tensor(local, static_shapes=True)
-        made = distributed(fake, spec_of(source)).requires_grad_(source.requires_grad)
-        made._is_param = isinstance(source, nn.Parameter)
-        return made
+        made.requires_grad_(source.requires_grad)._is_param = isinstance(source, nn.Parameter)
+        fake: torch.Tensor = made
+        return fake
 
     def of_registered(
         self, registered: dict[int, torch.Tensor]
