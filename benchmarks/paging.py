@@ -3,6 +3,7 @@ offload, at prices of an H200.
 
     OMP_NUM_THREADS=1 python -m benchmarks.paging [--models llama8 mistral8 gpt2-large]
         [--links 0 12 25 55 200]      GB/s; 0: without a host
+        [--blocks]                    only blocks of a Llama, planned one by one and run here
 
 Nothing runs: models are on the meta device, and compiled kernels are priced by a roofline whose
 two rates reproduce the two steps of llama8 that were measured on an H200, 62 ms as eager runs it
@@ -29,8 +30,9 @@ import transformers
 from torch import nn
 
 from benchmarks.timing import where
+from rockplan import blocks_of, peak_live_bytes, restore_blocks, solve_blocks
 from rockplan.budget import Budget
-from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.checkpointing import wrap
 from rockplan.errors import InfeasibleBudget
 from rockplan.fitting.ways import per_block
 from rockplan.graph_builder.capture import capture
@@ -46,6 +48,7 @@ from rockplan.values.copies import HostLink, with_copies, with_fetches
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.schedule import Schedule, keep_all, kept_data
 from rockplan.will_it_fit.twin import twin_of, with_values
+from testing import models
 from testing.gpu_cases import GPT2, LLAMA
 
 RESULTS = Path(__file__).parent / "results"
@@ -90,7 +93,7 @@ def captured(name: str) -> tuple[CDGraph, list[str]]:
     twin = twin_of(model)
     run = capture(twin, (), with_values(kwargs))
     options = Options(released=(1,), compile=True, without=("kernels-in-place",))
-    return lower(run, 0, options).graph, list(repeated_blocks(twin))
+    return lower(run, 0, options).graph, list(wrap.repeated_blocks(twin))
 
 
 def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
@@ -106,6 +109,73 @@ def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
             yield {"model": name, "link": link_gb_s, **planned(problem, budget_mib, options)}
         for way, made in blind(problem, blocks, link_gb_s):
             yield {"model": name, "link": link_gb_s, "way": way, **made}
+
+
+BLOCKS = "blocks of a Llama of width 1024"
+MB_S = (None, 125, 250, 500, 1000)
+
+
+def blocks_rows() -> Iterator[Row]:
+    """`solve_blocks` within the measured peak of checkpoints of each layer."""
+    torch.set_num_threads(1)
+    case = models.llama(
+        layers=4, width=1024, heads=16, vocabulary=1024, batch=1, length=512
+    )  # fmt: skip
+
+    def step(module: nn.Module) -> None:
+        module(**case.kwargs).loss.backward()  # the logits are let go
+
+    checkpointed = wrap.per_block(case.model)
+    budget_bytes = peak_live_bytes(partial(step, checkpointed), 1).peak_bytes
+    case.model.zero_grad()
+    step(case.model)
+    expected = {name: p.grad.clone() for name, p in case.model.named_parameters()}
+    for link in MB_S:
+        named = {"host": "4GiB", "link": f"{link}MB/s"} if link else {}
+        options = Options(cache=False, **named)  # type: ignore[arg-type]
+        begin = time.process_time()
+        solve_blocks(
+            case.model, case.args, budget_bytes, sample_kwargs=case.kwargs, options=options
+        )
+        seconds = time.process_time() - begin
+        plan = blocks_of(case.model)
+        found = peak_live_bytes(partial(step, case.model), 1)
+        case.model.zero_grad()
+        step(case.model)
+        yield {
+            "model": BLOCKS,
+            "link": link,
+            "budget": budget_bytes,
+            "promised": plan.peak_bytes,
+            "measured": found.peak_bytes,
+            "planned": round(100 * plan.overhead, 1),
+            "paged": mib(plan.paged_bytes),
+            "equal": all(
+                torch.equal(p.grad, expected[n]) for n, p in case.model.named_parameters()
+            ),
+            "seconds": round(seconds, 1),
+            "where": where(),
+        }
+        restore_blocks(case.model)
+
+
+def blocks_table(rows: Sequence[Row]) -> Iterator[str]:
+    yield f"## {BLOCKS.capitalize()}"
+    where_run, budget_bytes = rows[0]["where"], rows[0]["budget"]
+    yield (
+        f"\n`python -m benchmarks.paging --blocks`: {where_run}. Four layers, 512 tokens, float32, "
+        "run on the CPU; `solve_blocks` within the measured peak of `torch.utils.checkpoint` of "
+        f"each layer, {budget_bytes:,} bytes. Times are predicted, of the blocks, from measured "
+        "operations and 0.8 of the link.\n"
+    )
+    yield "| link | promised | measured | time | MiB paged | eager's bits | planned in |"
+    yield "|---" * 7 + "|"
+    for row in rows:
+        link = f"{row['link']} MB/s" if row["link"] else "no host"
+        yield (
+            f"| {link} | {row['promised']:,} | {row['measured']:,} | {row['planned']:+.1f} % | "
+            f"{row['paged']} | {'yes' if row['equal'] else 'no'} | {row['seconds']} s |"
+        )
 
 
 def planned(problem: Problem, budget_mib: int, options: Options) -> Row:
@@ -202,7 +272,7 @@ def table(rows: Sequence[Row]) -> str:
         "",
     ]
     links = " | ".join(f"{link} GB/s" for link in LINKS_GB_S)
-    for name in dict.fromkeys(str(row["model"]) for row in rows):
+    for name in dict.fromkeys(str(row["model"]) for row in rows if row["model"] != BLOCKS):
         own = [row for row in rows if row["model"] == name]
         lines += [f"## {name}", "", f"| | MiB | no host | {links} |", "|---" * 7 + "|"]
         keys = dict.fromkeys((row["way"], row.get("budget")) for row in own)
@@ -215,7 +285,8 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"| {way} | {peak} | {shown} |")
         seconds = [float(row["seconds"] or 0) for row in own if "seconds" in row]
         lines += ["", f"Planning took {max(seconds):.1f} s of CPU time at most.", ""]
-    return "\n".join(lines)
+    own = [row for row in rows if row["model"] == BLOCKS]
+    return "\n".join([*lines, *(blocks_table(own) if own else ()), ""])
 
 
 def _cell(row: Row | None) -> str:
@@ -235,14 +306,18 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--models", nargs="*", default=list(MODELS), choices=list(MODELS))
     parser.add_argument("--links", nargs="*", type=int, default=[0, *LINKS_GB_S])
+    parser.add_argument("--blocks", action="store_true")
     given = parser.parse_args()
     rows = [json.loads(line) for line in ROWS.read_text().splitlines()] if ROWS.exists() else []
-    for name in given.models:
+    if given.blocks:
+        rows = [r for r in rows if r["model"] != BLOCKS]
+        rows += blocks_rows()
+    for name in () if given.blocks else given.models:
         rows = [r for r in rows if r["model"] != name or (r["link"] or 0) not in given.links]
         for row in rows_of(name, given.links):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    rows.sort(key=lambda row: (list(MODELS).index(row["model"]), row["link"] or 0))
+    rows.sort(key=lambda row: ([*MODELS, BLOCKS].index(row["model"]), row["link"] or 0))
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     TABLE.write_text(table(rows))
 

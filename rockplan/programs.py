@@ -49,7 +49,7 @@ from rockplan.search import planning
 from rockplan.search.adapt import adapted, problem_at_other_sizes, replayed
 from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
-from rockplan.search.paging import refuse_beyond_host, with_link_named
+from rockplan.search.paging import refuse_beyond_host
 from rockplan.search.problem import Problem
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import with_copies_of, without_copies
@@ -520,7 +520,6 @@ def stored_program(
             waiting = planning.waiting(plan, variant.waits)
             if needed_bytes(waiting, plan.in_flight) <= plan.budget_bytes:
                 plan = waiting
-            plan = with_link_named(plan, options)
             return built_program(call, plan, variant, options)
     if budget is None:
         raise mismatch

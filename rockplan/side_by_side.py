@@ -117,6 +117,9 @@ def step_of(
     torch.clear_autocast_cache()
     with under_autocast(OFF):
         torch.autograd.backward(roots, gradients)
+    # Gradients of scalars are made anew by each backward pass; others are the caller's, and stay.
+    if all(gradient.dim() == 0 for gradient in incoming.values()):
+        incoming.clear()
 
 
 def device_of(model: nn.Module) -> torch.device:

@@ -175,7 +175,10 @@ def test_what_is_made_beside_a_block_is_outside() -> None:
 
 def test_a_too_small_budget_says_who_owns_it() -> None:
     model = Stack().train()
-    with pytest.raises(rockplan.InfeasibleBudget, match="beside the blocks, measured") as caught:
+    with pytest.raises(
+        rockplan.InfeasibleBudget,
+        match=r"beside the blocks \+ .* in the backward of 'layers.3', measured",
+    ) as caught:
         solved(model, 20_000)
     least_bytes = caught.value.minimum_bytes
     assert all(type(layer) is Mixer for layer in model.layers)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import importlib
 import operator
+import re
 import sys
 import types
 from collections import Counter
@@ -149,7 +150,7 @@ def test_lora_on_some_blocks() -> None:
 # TRL
 
 
-def rewarded(model: Any, folder: Path, config: Any = None) -> Any:
+def rewarded(model: Any, folder: Path, config: Any = None, kind: Any = trl.GRPOTrainer) -> Any:
     def reward(completions: list[str], **more: Any) -> list[float]:
         return [float(len(text) % 7) for text in completions]
 
@@ -157,7 +158,7 @@ def rewarded(model: Any, folder: Path, config: Any = None) -> Any:
         **settings(folder), num_generations=2, max_completion_length=6,
         gradient_checkpointing=False,
     )  # fmt: skip
-    return trl.GRPOTrainer(
+    return kind(
         model=model, args=arguments, processing_class=make_tokenizer(), reward_funcs=reward,
         train_dataset=datasets.Dataset.from_dict({"prompt": texts(4, 6)}), peft_config=config,
     )  # fmt: skip
@@ -185,6 +186,22 @@ def test_trl(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert ran.total() == 3 * len(blocks)
     assert len(found) == 3 and found == history(expected)
     assert_same_state(trainer.model, expected.model, "trained")
+
+
+def test_rewards_without_logits_train_as_the_original(tmp_path: Path) -> None:
+    """The recipe of docs/usage.md."""
+    text = (Path(__file__).parent.parent / "docs" / "usage.md").read_text()
+    (recipe,) = re.findall(r"```python no-run\n(class Trainer\(trl.GRPO.*?)```", text, re.DOTALL)
+    names: dict[str, Any] = {"trl": trl, "rockplan": rockplan}
+    exec(recipe, names)
+    ours = rewarded(make_llama(), tmp_path, kind=names["Trainer"])
+    expected = rewarded(make_llama(), tmp_path)
+    blocks = planned(ours.model)
+    torch.testing.assert_close(history(ours), history(expected), rtol=1e-4, atol=1e-5)
+    assert all(block.plans for block in blocks)
+    trained = zip(ours.model.parameters(), expected.model.parameters(), strict=True)
+    for p, q in trained:
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
 def test_what_is_collected_inside_of_blocks() -> None:

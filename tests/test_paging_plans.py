@@ -286,9 +286,8 @@ def test_plans_from_files_page_what_options_allow(tmp_path: Path) -> None:
     ):
         with pytest.raises(InvalidInput, match=said):
             rockplan.load(model, x, file, options=refused)
-    for link, is_other in (("20GB/s", False), ("10GB/s", True), (None, False)):
+    for link in ("20GB/s", "10GB/s", None):
         loaded: Any = rockplan.load(model, x, file, options=options(host=needed_bytes, link=link))
-        assert ("for another link: on this one its time is unknown" in str(loaded.plan)) == is_other
         assert loaded.plan.schedule == made.schedule
     rockplan.load(model, x, file, options=options(host=True))
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rockplan.blocks.kinds import CapturedBlock
+from rockplan.blocks.report import described, owners
 from rockplan.budget import MOST_BYTES, Budget
 from rockplan.dp.block_sequence import NO_OTHERS, Others, fastest_options, least_budget
 from rockplan.errors import InfeasibleBudget
@@ -62,9 +63,10 @@ class BlockKind:
 
 @dataclass(frozen=True, slots=True)
 class BlockSequence:
-    """The blocks of a step with their known options, and the measured rest of the step. others:
-    calls that are in flight meanwhile."""
+    """The blocks of a step, at `paths`, with their known options, and the measured rest of the
+    step. others: calls that are in flight meanwhile."""
 
+    paths: tuple[str, ...]
     blocks: tuple[CapturedBlock, ...]
     kinds: dict[Any, BlockKind]
     moments: tuple[StepMoment, ...]
@@ -172,26 +174,14 @@ class BlockSequence:
     def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
         """Return the error for a too small budget: with the least one and the owners of its
         peak."""
-        least_bytes = least_budget(self.families, self.moments, self.others)
         chosen = self.least()
-        most = max(self.moments, key=lambda m: m.peak_bytes(chosen))
-        own_bytes = most.own_bytes(chosen)
-        kept_bytes = most.peak_bytes(chosen) - most.outside_bytes - own_bytes
-        by_others = ""
+        place = f"{described(owners(self.moments, chosen, self.paths))}, measured"
         if self.others.count:
             held = format_bytes(self.others.needed_bytes(chosen))
-            by_others = f", {held} by {self.others.count} more calls in flight"
-        inside = "the loss, or what else runs between blocks"
-        if most.running is not None:
-            phase = "backward" if most.is_backward else "forward"
-            inside = f"the {phase} of a block, {format_bytes(own_bytes)}"
-        return InfeasibleBudget(
-            budget_bytes,
-            least_bytes,
-            f"{inside} ({format_bytes(most.outside_bytes)} is alive beside the blocks, measured, "
-            f"and {format_bytes(kept_bytes)} is kept by blocks{by_others})",
-            unplanned_bytes=self.eager_peak_bytes,
-        )
+            place += f", + {held} held by {self.others.count} more calls in flight"
+        least_bytes = least_budget(self.families, self.moments, self.others)
+        unplanned_bytes = self.eager_peak_bytes
+        return InfeasibleBudget(budget_bytes, least_bytes, place, unplanned_bytes=unplanned_bytes)
 
 
 WORTH_A_SECOND_LOOK = 0.05

@@ -11,9 +11,7 @@ and nothing inside them.
 
 from __future__ import annotations
 
-import difflib
 import itertools
-import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
@@ -23,11 +21,11 @@ from rockplan.checkpointing.wrap import has_parameters, opened, repeated_blocks
 from rockplan.errors import InvalidInput
 from rockplan.runtime.planned_module import Planned
 from rockplan.runtime.planned_state import is_own
+from rockplan.values.names import nearest
 
 Blocks = str | nn.Module | Sequence[str | nn.Module] | None
 """Names of blocks; None: the repeated ones (`repeated_blocks`)."""
 
-_NEAREST = 3
 _REMEDY = (
     "name the modules that repeat, such as blocks='model.layers.*', or leave `blocks` out: then "
     "they are found"
@@ -114,9 +112,7 @@ def _paths(model: nn.Module, one: object) -> list[str]:
         if len(parts) == len(pattern) and all(map(fnmatchcase, parts, pattern))
     ]
     if not paths:
-        stems = dict.fromkeys(re.sub(r"\d+", "*", path) for path in known)
-        nearest = difflib.get_close_matches(re.sub(r"\d+", "*", one), stems, _NEAREST, 0.0)
-        hint = f"; nearest: {', '.join(map(repr, nearest))}" if nearest else ""
+        hint = f"; nearest: {nearest(one, known)}" if known else ""
         raise InvalidInput(f"blocks={one!r} names no module of this model{hint}")
     return paths
 

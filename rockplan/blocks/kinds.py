@@ -168,10 +168,6 @@ class BlockPrograms:
         """Note the program of a kind under an allowance."""
         self.known[(*block.kind, allowance)] = program
 
-    def of(self, allowance: Allowance) -> tuple[PlannedProgram, ...]:
-        """Return the programs of all kinds under `allowance`."""
-        return tuple(program for key, program in self.known.items() if key[-1] == allowance)
-
     def find(self, block: CapturedBlock, allowance: Allowance) -> PlannedProgram | None:
         """Return the program of a block of the same kind under this allowance, made for this block;
         None if there is none, or if interfaces differ."""
@@ -232,9 +228,9 @@ class BlockMaker:
         problem = block_problem(block, options, self.programs.sharing)
         # Whether one is adapted depends on times, which differ between processes.
         is_own = options.rerun_collectives or options.host is not None
-        known = () if is_own else self.programs.of(self.allowance)
+        known = [p for key, p in self.programs.known.items() if key[-1] == self.allowance]
         option = self.programs.chosen.get((block.digest, self.allowance))
-        option = option or _adapted(problem, self.allowance, known)
+        option = option or _adapted(problem, self.allowance, () if is_own else known)
         is_taken_over = option is not None
         option = option or block_option(problem, self.allowance, options)
         self.programs.chosen[block.digest, self.allowance] = option
@@ -288,14 +284,16 @@ def _adapted(
 def within(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption | None:
     """Return the fastest option found within the allowance, None if none is."""
     peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
-    everything = option_with(problem, keep_all(problem.graph))
-    if everything.saved_bytes <= saved_bytes and everything.peak_bytes <= peak_bytes:
-        return everything
-    fastest = option_within(problem, saved_bytes, peak_bytes, options)
-    if fastest is not None:
-        return fastest
-    least = option_with(problem, thriftiest(problem.graph, options))
-    return least if least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes else None
+
+    def fitting(option: BoundedOption | None) -> BoundedOption | None:
+        is_within = option and option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
+        return option if is_within else None
+
+    return (
+        fitting(option_with(problem, keep_all(problem.graph)))
+        or option_within(problem, saved_bytes, peak_bytes, options)
+        or fitting(option_with(problem, thriftiest(problem.graph, options)[0]))
+    )
 
 
 def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
@@ -307,7 +305,7 @@ def block_option(problem: Problem, allowance: Allowance, options: Options) -> Bo
         return found
     peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
     everything = option_with(problem, keep_all(problem.graph))
-    least = option_with(problem, thriftiest(problem.graph, options))
+    least = option_with(problem, thriftiest(problem.graph, options)[0])
 
     def excess_bytes(option: BoundedOption) -> int:
         return max(option.peak_bytes - peak_bytes, option.saved_bytes - saved_bytes)

@@ -95,12 +95,17 @@ class BlocksPlan:
     @property
     def peak(self) -> StepBytes:
         """The owners of the predicted peak."""
-        return owners(self.moments, self.blocks)
+        return owners(self.moments, self.options, self._paths)
 
     @property
     def beside(self) -> StepBytes:
         """The owners of the peak while no block runs: mostly the loss."""
-        return owners([m for m in self.moments if m.running is None], self.blocks)
+        between = [m for m in self.moments if m.running is None]
+        return owners(between, self.options, self._paths)
+
+    @property
+    def _paths(self) -> tuple[str, ...]:
+        return tuple(block.path for block in self.blocks)
 
     @property
     def first_bytes(self) -> int:
@@ -182,15 +187,17 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:MOST_NAMES]) + more if names else "nothing"
 
 
-def owners(moments: Sequence[StepMoment], blocks: Sequence[PlacedBlock]) -> StepBytes:
-    """Return the owners of the most bytes alive at any of these moments; of none, zero bytes."""
-    options = [block.option for block in blocks]
+def owners(
+    moments: Sequence[StepMoment], options: Sequence[BoundedOption], paths: Sequence[str]
+) -> StepBytes:
+    """Return the owners of the most bytes alive at any of these moments, with blocks that run as
+    `options` say; of no moments, zero bytes."""
     if not moments:
         return StepBytes(0, 0)
     most = max(moments, key=lambda m: m.peak_bytes(options))
     own_bytes = most.own_bytes(options)
     saved_bytes = most.peak_bytes(options) - most.outside_bytes - own_bytes
-    path = "" if most.running is None else blocks[most.running].path
+    path = "" if most.running is None else paths[most.running]
     return StepBytes(most.outside_bytes, saved_bytes, own_bytes, path, most.is_backward)
 
 

@@ -187,20 +187,20 @@ def _is_divided(model: nn.Module) -> bool:
 
 
 def _refuse_others(agreed: Agreement, model: nn.Module, named: dict[str, nn.Module]) -> None:
-    own = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
-    others = agreed.gathered("model", (own, [*named]))
-    different = [rank for rank, (theirs, _) in others.items() if theirs != own]
-    if different:
-        raise InvalidInput(
-            f"ranks {', '.join(map(str, different))} have other parameters than this one, and "
-            "all exchange what belongs to them; shard and plan the same model on each"
-        )
-    different = [rank for rank, (_, theirs) in others.items() if theirs != [*named]]
-    if different:
-        raise InvalidInput(
-            f"ranks {', '.join(map(str, different))} name other blocks than this one, and all "
-            "exchange what belongs to these; name the same ones on each"
-        )
+    parameters = [(name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters()]
+    own = (parameters, [*named])
+    others = agreed.gathered("model", own)
+    says = (
+        ("have other parameters", "shard and plan the same model"),
+        ("name other blocks", "name the same ones"),
+    )
+    for i, (fact, remedy) in enumerate(says):
+        different = [str(rank) for rank, theirs in others.items() if theirs[i] != own[i]]
+        if different:
+            raise InvalidInput(
+                f"ranks {', '.join(different)} {fact} than this one, and all exchange what belongs "
+                f"to them; {remedy} on each"
+            )
 
 
 def _as_a_whole(
@@ -351,7 +351,8 @@ class _Job:
             step, captured, kinds = self._measured(captured, calls)
             moments = step.moments
             others = Others(self.options.in_flight - 1, step.returned_bytes)
-            sequence = BlockSequence(tuple(captured.values()), kinds, moments, others)
+            blocks = tuple(captured.values())
+            sequence = BlockSequence(tuple(captured), blocks, kinds, moments, others)
             budget_bytes = sequence.budget_bytes(budget)
             chosen = self._chosen(sequence, budget_bytes)
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
@@ -471,7 +472,16 @@ class _Job:
             [block.call.module for block in captured.values()],
             options,
             [kinds[block.kind].incoming_bytes for block in captured.values()],
-            functools.partial(self._step, {}),
+            functools.partial(
+                step_of,
+                self.model,
+                args=self.args,
+                kwargs=self.kwargs,
+                loss=self.loss,
+                incoming={},
+                differentiated=self.options.differentiated,
+                released=self.options.released,
+            ),
             (self.args, self.kwargs, self.loss),
             self.written,
             device_of(self.model),
@@ -487,21 +497,6 @@ class _Job:
         returned, *outside = map(max, zip(*every, strict=True))
         rows = zip(step.moments, outside, strict=True)
         return MeasuredStep(tuple(replace(m, outside_bytes=b) for m, b in rows), returned)
-
-    def _step(self, incoming: dict[int, torch.Tensor]) -> None:
-        """Gradients of scalars are made anew by each backward pass; others are the caller's, and
-        stay."""
-        step_of(
-            self.model,
-            args=self.args,
-            kwargs=self.kwargs,
-            loss=self.loss,
-            incoming=incoming,
-            differentiated=self.options.differentiated,
-            released=self.options.released,
-        )
-        if all(gradient.dim() == 0 for gradient in incoming.values()):
-            incoming.clear()
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
         """One process decides for all with the same blocks."""

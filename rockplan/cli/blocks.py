@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 import rockplan
-from rockplan.blocks.report import BlocksPlan, PlacedBlock
+from rockplan.blocks.report import BlocksPlan
 from rockplan.cli import arguments as shared
 from rockplan.cli import display
 from rockplan.cli.ending import end_with_errors, ending
@@ -78,22 +78,18 @@ def blocks(
 def _row(asked: str, plan: BlocksPlan) -> display.Row:
     """The plan as a row of the command's JSON: bytes and ns, shares as fractions, and a row for
     each block."""
+    sizes = "saved_bytes forward_peak_bytes backward_peak_bytes time_ns"
     return {
         "budget": asked,
         "feasible": True,
         **display.members(plan, "budget_bytes peak_bytes eager_peak_bytes saved_bytes overhead"),
         "before_first_block_bytes": plan.first_bytes,
         "between_blocks_bytes": plan.beside.outside_bytes,
-        "blocks": [_placed_row(block) for block in plan.blocks],
+        "blocks": [
+            display.members(block, "path kind paged_bytes")
+            | display.members(block.option, sizes)
+            | {"eager_time_ns": block.eager.time_ns}
+            for block in plan.blocks
+        ],
         "left": [{"path": path, "why": why} for path, why in plan.left],
-    }
-
-
-def _placed_row(block: PlacedBlock) -> display.Row:
-    return {
-        **display.members(block, "path kind"),
-        **display.members(
-            block.option, "saved_bytes forward_peak_bytes backward_peak_bytes time_ns"
-        ),
-        "eager_time_ns": block.eager.time_ns,
     }

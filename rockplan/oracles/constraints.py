@@ -18,7 +18,6 @@ occurrence. '*', '?' and '[...]' are those of `fnmatch`; '*' also crosses dots.
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -27,11 +26,8 @@ from fnmatch import fnmatchcase
 from rockplan.errors import InvalidConstraint
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, caller_bytes, producers
-from rockplan.values.names import activation_names
+from rockplan.values.names import activation_names, nearest
 from rockplan.values.schedule import Compute, keep_all
-
-NEAREST = 3
-"""How many similar names an error offers."""
 
 
 def constrain(
@@ -66,11 +62,12 @@ def refuse_unmatched(
     placed = [_placed(graph, path) for path, graph in parts.items()] if keep or recompute else []
     for option, pattern in [*(("keep", p) for p in keep), *(("recompute", p) for p in recompute)]:
         if not any(_matching(graph, pattern) for graph in placed):
-            nearest = ", ".join(repr(name) for name in _nearest(pattern, placed))
+            spelled = (s for graph in placed for s in _spelled(graph, "/" in pattern).values())
+            known = (_shortened(n)[1] for s in spelled for n in (s[:1] if "/" in pattern else s))
             place = "this model" if "" in parts else "a block, and nothing else is planned"
             raise InvalidConstraint(
                 f"{option} pattern {pattern!r} matches no activation of {place}; nearest: "
-                f"{nearest}",
+                f"{nearest(pattern, known)}",
                 pattern,
             )
         if option == "keep" and not any(_kept_nodes(graph, pattern) for graph in placed):
@@ -167,12 +164,3 @@ def _shortened(name: str) -> tuple[str, str]:
 def _ancestors(module: str) -> list[str]:
     parts = module.split(".") if module else []
     return [".".join(parts[: depth + 1]) for depth in range(len(parts))]
-
-
-def _nearest(pattern: str, graphs: Sequence[CDGraph]) -> list[str]:
-    """Return the known names most like `pattern`; names that differ only in numbers count once."""
-    spelled = (s for g in graphs for s in _spelled(g, "/" in pattern).values())
-    known = (name for names in spelled for name in (names[:1] if "/" in pattern else names))
-    stems = dict.fromkeys(re.sub(r"\d+", "*", _shortened(name)[1]) for name in known)
-    folded = re.sub(r"\d+", "*", pattern)
-    return difflib.get_close_matches(folded, stems, n=NEAREST, cutoff=0.0)

@@ -67,7 +67,7 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
 
     def solved() -> _Found:
         """Return (schedules of these options, True if no time limit cut a search short)."""
-        least, is_complete = _thriftiest(problem.graph, options)
+        least, is_complete = thriftiest(problem.graph, options)
         schedules = [everything.schedule, least]
         least_bytes = bounded_option(problem.graph, least).saved_bytes
         for number, share in enumerate(SHARES):
@@ -182,15 +182,9 @@ def _places(graph: CDGraph) -> list[object]:
     ]
 
 
-def thriftiest(graph: CDGraph, options: Options) -> Schedule:
-    """Return the schedule with the least peak found that saves nothing but results of nodes that
-    run once, and what is returned."""
-    return _thriftiest(graph, options)[0]
-
-
-def _thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
-    """Return (schedule, whether no time limit cut the search). Nothing that forward nodes can make
-    again is kept, but for what the forward returns. Keep-all if no schedule is found."""
+def thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
+    """Return (the schedule with the least peak found that saves nothing but results of nodes that
+    run once, and what is returned; whether no time limit cut the search)."""
     graph = without_copies(whole)
     returned = frozenset(graph.outputs)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)

@@ -91,7 +91,7 @@ def plan_in_flight(
 
 def _smallest_plans(problem: Problem, options: Options, least: LeastPeak | None) -> Iterator[Plan]:
     quarter = replace(options, time_limit_s=options.time_limit_s / 4)
-    thrifty = thriftiest(problem.constrained, quarter)
+    thrifty, _ = thriftiest(problem.constrained, quarter)
     if (plan := planning.plan_of(problem, thrifty, MOST_BYTES)) is not None:
         yield plan
     yield planning.plan_within(problem, Budget(is_minimum=True), quarter, least)

@@ -27,7 +27,7 @@ from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal, Problem
 from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
-from rockplan.values.graph import CDGraph, DataKind, Queue, TensorSpec
+from rockplan.values.graph import CDGraph, DataKind, TensorSpec
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, keep_all, kept_data
 
@@ -250,20 +250,3 @@ def refuse_beyond_host(plans: Sequence[Plan], options: Options) -> None:
             f"the host, where the options allow {allowed_bytes}: load it with "
             f"Options(host={needed_bytes}), or plan within what is allowed"
         )
-
-
-def with_link_named(plan: Plan, options: Options) -> Plan:
-    """Return `plan`, with a remark in its `origin` if it pages at another rate of the link than the
-    options state: its time is unknown then."""
-    rate = options.link_bytes_per_s
-    if rate is None or not plan.trips:
-        return plan
-    storages = [trip.data for trip in plan.trips]
-    stated = with_copies(without_copies(plan.graph), storages, HostLink(rate, rate).share(SHARE))
-    if _copies_ns(stated) == _copies_ns(plan.graph):
-        return plan
-    return replace(plan, origin=f"{plan.origin}, for another link: on this one its time is unknown")
-
-
-def _copies_ns(graph: CDGraph) -> dict[str, int]:
-    return {n.name: n.time_ns for n in graph.nodes if n.queue is not Queue.COMPUTE}

@@ -15,8 +15,10 @@ shapes, budgets and profiles, changes elsewhere in the model, and the way throug
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections import Counter
+from collections.abc import Iterable
 
 from rockplan.values.graph import CDGraph, ComputeNode, Phase, producers
 
@@ -51,6 +53,14 @@ def activation_names(graph: CDGraph) -> tuple[str, ...]:
 def operator_of(node: ComputeNode) -> str:
     """Return 'addmm' for the node 'addmm_12'."""
     return re.sub(r"_\d+$", "", node.name)
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return the three of `known` most like `name`, quoted; names that differ only in numbers count
+    once."""
+    stems = dict.fromkeys(re.sub(r"\d+", "*", one) for one in known)
+    found = difflib.get_close_matches(re.sub(r"\d+", "*", name), stems, n=3, cutoff=0.0)
+    return ", ".join(map(repr, found))
 
 
 def pattern_of(name: str) -> str:
