@@ -28,10 +28,10 @@ from rockplan.values.sizes import resized
 from testing import models
 from testing.graphs import repeated_chain
 from testing.models import Case
-from testing.training import train_side_by_side
+from testing.training import QUICK, train_side_by_side
 from tests.planning import heard, set_times
 
-OPTIONS = rockplan.Options(cache=False, time_limit_s=2, bound_time_limit_s=0)
+OPTIONS = replace(QUICK, cache=False, bound_time_limit_s=0)
 
 
 @pytest.fixture(autouse=True)
@@ -471,7 +471,7 @@ def test_rows_say_what_a_simulation_finds() -> None:
     build, sizes, _ = MODELS["llama"]
     torch.manual_seed(0)
     model, call = build()
-    planned: Any = rockplan.solve(model, (), "min", sample_kwargs=call(*sizes[0]), options=OPTIONS)
+    planned: Any = rockplan.solve(model, (), "50%", sample_kwargs=call(*sizes[0]), options=OPTIONS)
     case_of(model, call(*sizes[1])).step(planned)
     (program,) = (p for p in programs_of(planned) if p.open is not None)
     for batch, length in [(2, 2), (3, 17), (6, 96), (5, 33)]:
