@@ -143,7 +143,8 @@ COMMANDS = list(commands())
 
 SPELLINGS = {
     "blocks": (
-        "--autocast --budget --compile --json --near --no-cache --optimizer --size --time-limit -b"
+        "--autocast --budget --compile --host --host-path --json --link --near --no-cache"
+        " --optimizer --size --time-limit -b"
     ),
     "compare": (
         "--autocast --best --budget --compile --compile-budget --json --near --no-cache"
