@@ -29,9 +29,9 @@ from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, leaf_like, under_autocast
 from rockplan.python_state.distributed import distributed, local_of, local_shape
 from rockplan.python_state.given import GivenCall
+from rockplan.python_state.hooks import hooks_aside
 from rockplan.python_state.memory import Content, content_of, is_copyable, is_same_content, put_back
 from rockplan.python_state.walk import Walk, shown, walk_of
-from rockplan.runtime.hooks import hooks_aside
 from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import ABSENT, PlacedStrides, Strides
 

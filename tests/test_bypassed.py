@@ -137,7 +137,7 @@ def test_a_replaced_forward_is_said_once(replace: Callable[[Any], None]) -> None
     replace(planned)
     replace(eager)
     (message,) = warned(lambda: trained(planned, lambda m: m(X).pow(2).sum()))
-    assert "forward was replaced" in message and __file__ in message
+    assert "forward was replaced" in message
     trained(eager, lambda m: m(X).pow(2).sum())
     assert_same_state(planned, eager, "replaced")
 

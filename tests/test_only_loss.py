@@ -168,7 +168,6 @@ READS: dict[str, Callable[[Any], Any]] = {
     "address": lambda x: x.data_ptr(),
     "storage": lambda x: x.untyped_storage(),
     "dlpack": torch.from_dlpack,
-    "exported": lambda x: torch.utils.dlpack.to_dlpack(x),
     "applied": lambda x: x.apply_(lambda v: v),
     "backward": lambda x: x.backward(),
     "hook": lambda x: x.register_hook(print),
@@ -190,7 +189,7 @@ def test_trainers_may_handle_results_but_not_read() -> None:
         with pytest.raises(ResultNotMade, match=says):
             read(unread)
     with pytest.raises(RuntimeError, match="Cannot access data pointer"):
-        torch._C._to_dlpack(unread)
+        torch.utils.dlpack.to_dlpack(unread)
     assert "not made" in str(unread) and "not made" in f"{unread}"
 
 

@@ -26,7 +26,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.refusals import WITHOUT_FLAT_PARAMETERS
 from rockplan.libraries import key_value_cache
 from rockplan.options import Options, checked
-from rockplan.runtime.hooks import has_hooks
+from rockplan.python_state.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization

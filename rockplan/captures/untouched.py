@@ -23,10 +23,10 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.graph_builder.tracing.writes import copied_on_write
 from rockplan.python_state import trees
+from rockplan.python_state.hooks import hooks_aside
 from rockplan.python_state.memory import Content, content_of, gradients_aside, is_copyable, put_back
 from rockplan.python_state.sharding import unsharded_gradients_aside
 from rockplan.python_state.walk import Root, Walk, is_generator, walk_of
-from rockplan.runtime.hooks import hooks_aside
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,15 +88,5 @@ _REMEDY = (
 )
 
 
-_EXPORT: Any = vars(torch.utils.dlpack)["to_dlpack"]
-
-
-def _exported(tensor: Any) -> Any:
-    """Export a tensor, in place of `to_dlpack`, which asks no method of a class."""
-    return tensor._refuse() if isinstance(tensor, UnmadeResult) else _EXPORT(tensor)
-
-
 def stand_in(of: Unmade) -> UnmadeResult:
-    for namespace in (torch, torch.utils.dlpack):
-        vars(namespace)["to_dlpack"] = _exported
     return UnmadeResult(of, dtype_of(of.spec), torch.device(of.spec.device))

@@ -17,6 +17,7 @@ from rockplan.codegen import rng_replay
 from rockplan.codegen.unmade import stand_in
 from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.given import returned
+from rockplan.python_state.hooks import has_hooks
 from rockplan.python_state.memory import answer_of, parts_of
 from rockplan.runtime import autograd
 from rockplan.runtime.backward_pass import Replan
@@ -32,7 +33,6 @@ from rockplan.runtime.guards import (
     holds_for_others,
     module_signature,
 )
-from rockplan.runtime.hooks import has_hooks
 from rockplan.runtime.program import PlannedProgram
 from rockplan.runtime.switches import without_default_device
 from rockplan.values.interface import ABSENT, Guard, Question, Unmade

@@ -1,13 +1,11 @@
 """Watch: is a planned module called before an optimizer has stepped twice?
 
 takes: a planned module. guarantees: one warning for each module whose parameters an optimizer
-changes twice by gradients before its first call with gradients: its forward was replaced, or its
-methods, its submodules or the original are called in its place. Afterwards nothing is watched.
+changes twice by gradients before its first call with gradients. Afterwards nothing is watched.
 """
 
 from __future__ import annotations
 
-import sys
 import warnings
 import weakref
 from typing import Any
@@ -46,23 +44,20 @@ class Watch:
         if not _WAITING:
             _hooks.pop().remove()
 
-    def _parameters(self) -> frozenset[int]:
+    def _parameters(self) -> dict[int, nn.Parameter]:
         module = None if self._module is None else self._module()
-        return frozenset() if module is None else frozenset(map(id, module.parameters()))
+        return {} if module is None else {id(p): p for p in module.parameters()}
 
     def stepped(self, changed: frozenset[int]) -> None:
         """Count a step on parameters of these identities if it was one of the module's; warn of the
         second."""
-        module = None if self._module is None else self._module()
-        if module is not None and any(
-            id(p) in changed and p.grad is not None for p in module.parameters()
-        ):
-            self._steps += 1
-            if self._steps == 2:
-                _WAITING.discard(self)
-                own = self._parameters()
-                if all(own.isdisjoint(watch._parameters()) for watch in _ENDED):
-                    _warn(module)
+        own = self._parameters()
+        self._steps += any(own[i].grad is not None for i in own.keys() & changed)
+        if self._steps == 2:
+            _WAITING.discard(self)
+            if all(own.keys().isdisjoint(watch._parameters()) for watch in _ENDED):
+                assert self._module is not None
+                warnings.warn(_WITHOUT_ITS_PLAN.format(type(self._module()).__qualname__), None, 4)
 
 
 _WAITING: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -82,48 +77,12 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
             watch.stepped(changed)
 
 
-def _warn(module: nn.Module) -> None:
-    if "forward" in module.__dict__:
-        cause = (
-            f"its forward was replaced after planning{_by(module.__dict__['forward'])}, and the "
-            "new one does not call the planned one"
-        )
-        remedy = (
-            "Replace the forward of the original first and plan the module then (for a trainer "
-            "that replaces it: plan the module inside, whose forward stays), or have the new "
-            "forward call the one that it replaces"
-        )
-    else:
-        cause = "methods or parts of it, or the original, are called in its place"
-        remedy = (
-            "A plan is what a call of the planned module runs. Train with what rockplan.solve "
-            "returned, or plan what is called: that submodule, or a module of your own whose "
-            "forward makes these calls"
-        )
-    warnings.warn(
-        f"a planned {type(module).__qualname__} is trained without its plan: an optimizer has "
-        f"stepped twice before its first call, since {cause}. Such steps run as in eager, with "
-        f"eager's memory. {remedy}. This is said once",
-        stacklevel=_level_of_user(),
-    )
-
-
-def _by(function: Any) -> str:
-    """Partials and methods are looked through (the own name may be that of a function that it
-    wraps); '' if unknown."""
-    while (inner := getattr(function, "func", getattr(function, "__func__", None))) is not None:
-        function = inner
-    code = getattr(function, "__code__", None)
-    if code is None:
-        return ""
-    return f" (by {code.co_qualname} at {code.co_filename}:{code.co_firstlineno})"
-
-
-def _level_of_user() -> int:
-    """Of the innermost frame that is neither ours nor PyTorch's; 2 if there is none."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        if str(frame.f_globals.get("__name__")).partition(".")[0] not in ("torch", "rockplan"):
-            return level
-        level, frame = level + 1, frame.f_back
-    return 2
+_WITHOUT_ITS_PLAN = (
+    "a planned {} is trained without its plan: an optimizer has stepped twice before its first "
+    "call. Such steps run as in eager, with eager's memory. A plan is what a call of the planned "
+    "module runs, not its methods, its parts or the original: train with what rockplan.solve "
+    "returned, or plan what is called, that submodule or a module of your own whose forward makes "
+    "these calls. If its forward was replaced after planning, replace that of the original first "
+    "and plan then (for a trainer that replaces it: plan the module inside, whose forward stays), "
+    "or have the new forward call the one that it replaces. This is said once"
+)
