@@ -33,32 +33,23 @@ class Options:
     """How to plan.
 
     on_mismatch: what a planned module does with a call that differs from everything that was
-    planned (shapes, dtypes, autocast, frozen parameters, changed attributes): 'replan' plans for
-    the new kind of call, 'original' runs the original forward, 'error' raises StalePlan.
+    planned (docs/behaviour.md): 'replan' plans for it, 'original' runs the original forward,
+    'error' raises StalePlan.
     on_infeasible: what happens if no plan fits the budget: 'error' raises InfeasibleBudget,
-    'smallest' takes the smallest plan that is found, and the logger says by how much it exceeds the
-    budget; 'original' runs the original forward for calls like this one, and a warning says so once
-    (`solve` itself raises then; a backward pass that is planned again takes the smallest plan).
-    None: 'smallest' for a share, which is a wish, 'error' for bytes, which are a limit.
+    'smallest' takes the smallest plan and the logger says by how much it exceeds the budget,
+    'original' runs the original forward for calls like this one (`solve` raises). None: 'smallest'
+    for a share, which is a wish, 'error' for bytes, which are a limit.
     differentiated: leaves of the result that backward starts from, by position among all leaves;
-    None: a scalar that is called `loss` and reaches all that any leaf reaches; or else, if there
-    are scalars, the leaves from which no scalar is computed (of logits and their loss the loss, of
-    an energy and forces both); or else all that require a gradient. A backward that starts from
-    other leaves is planned again when it comes; name all leaves that are ever differentiated if
-    different steps use different ones.
+    None: a scalar called `loss` that reaches all; else scalars from which no scalar is computed;
+    else all that require a gradient. Name all that are ever differentiated.
     released: leaves of the result, by position, that the caller drops before backward, such as
-    logits if only the loss is used: their memory is free then. If the caller holds them all the
-    same, they come on top of the predicted peak. A leaf that backward starts from is always held.
-    only_loss: the caller uses only the loss of a planned call, as trainers do: what the result
-    calls `loss`, or its only scalar that requires a gradient, or what `differentiated` names. Other
-    scalars are computed, too. Larger leaves that the call would compute (logits) are not: a tensor
-    without memory stands for each, which may be cast, moved and detached, and raises ResultNotMade
-    if it is read. Evaluation (eval mode, no_grad) returns all.
+    logits if only the loss is used. Where the caller holds them, they come on top of the peak.
+    only_loss: the caller uses only the loss of a planned call, as trainers do. Larger leaves that
+    the call would compute (logits) are not in training: a tensor without memory stands for each,
+    and raises ResultNotMade if it is read.
     time_limit_s: seconds of CPU time to plan at most, after the model is captured and measured;
-    then the best plan so far is returned, and its status says that time was short. What leads to a
-    first schedule, and single passes over one, are not cut short (docs/usage.md). For `pareto` it
-    is the limit of each of about 16 plans; for `solve_blocks` of each of some 12 to 30 options of a
-    kind of block.
+    then the best plan so far is returned, and its status says so. For `pareto` it is the limit of
+    each of about 16 plans, for `solve_blocks` of each of some 12 to 30 options of a kind of block.
     check: run two steps of the original and of the planned module on the sample, compare bit for
     bit, and raise CheckFailed if they differ; needs the memory of both. If the original differs
     from run to run, CheckFailed if the planned module does not, else a warning. With `compile` the

@@ -14,14 +14,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
 from rockplan.agreement import Agreement, agreement
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
-from rockplan.blocks.inputs import SampleCall, SampleRun, sample_run, without_history
+from rockplan.blocks.inputs import SampleRun, sample_run, without_history
 from rockplan.blocks.kinds import (
     UNLIMITED,
     Allowance,
@@ -121,9 +120,7 @@ def solve_blocks(
         if _is_divided(model):
             _refuse_others(agreed, model, named)
         restore_blocks(model)
-        _plan_blocks(
-            model, named, call, step_budget, loss, options, agreed, are_found=blocks is None
-        )
+        _plan_blocks(model, named, call, step_budget, loss, options, agreed, blocks is None)
         for other in others if options.on_mismatch != "replan" else ():
             _plan_ahead(model, other, loss)
     return model
@@ -150,7 +147,6 @@ def _plan_blocks(
     loss: Loss | None,
     options: Options,
     agreed: Agreement,
-    *,
     are_found: bool,
 ) -> None:
     programs = BlockPrograms(options)
@@ -159,11 +155,9 @@ def _plan_blocks(
     with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
         report("looking for the inputs of blocks")
         named, run, left = _blocks_called(model, named, call, loss, are_found)
-        job = _Job(
-            model, call.args, call.kwargs, loss, options, programs, run.written, are_found, agreed
-        )
+        job = _Job(model, call, loss, options, programs, run, are_found, agreed)
         try:
-            job.plan({path: named[path] for path in run.calls}, run.calls, budget, left)
+            job.plan({path: named[path] for path in run.calls}, budget, left)
         except InfeasibleBudget as error:
             if loss is None and not (dist.is_available() and dist.is_initialized()):
                 error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
@@ -287,33 +281,30 @@ def restore_blocks(model: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, slots=True)
 class _Job:
-    """One call of `solve_blocks`. written: tensors beside buffers that a step writes to; are_found:
-    the user has not named the blocks; agreed: processes that plan together."""
+    """One call of `solve_blocks`. run: of the sample; are_found: the user has not named the blocks;
+    agreed: processes that plan together."""
 
     model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
+    call: SizedCall
     loss: Loss | None
     options: Options
     programs: BlockPrograms
-    written: tuple[torch.Tensor, ...]
+    run: SampleRun
     are_found: bool
     agreed: Agreement
 
-    def plan(
-        self, named: dict[str, nn.Module], calls: dict[str, SampleCall], budget: Budget, left: Left
-    ) -> None:
+    def plan(self, named: dict[str, nn.Module], budget: Budget, left: Left) -> None:
         """Plan the blocks `named` (path -> block) within `budget`, in place. Blocks that cannot be
         planned are left out, unless the options say that they are an error, and the rest is planned
         anew. If none remains, that is noted for `blocks_of` and logged, or InvalidInput raised.
         left: (path, why) of blocks left out before."""
-        captured, own = self._captured(named, calls)
+        captured, own = self._captured(named)
         refused = self._refused_by_any(own)
         captured = {p: b for p, b in captured.items() if p not in dict(refused)}
         left += refused
         while captured:
             try:
-                self._plan(captured, calls, budget, left)
+                self._plan(captured, budget, left)
             except _Unreached as error:
                 if not self.are_found or len(error.paths) == len(captured):
                     raise
@@ -338,17 +329,11 @@ class _Job:
             "no block is planned, and a step needs what it needs without rockplan: %s", whys
         )
 
-    def _plan(
-        self,
-        captured: dict[str, CapturedBlock],
-        calls: dict[str, SampleCall],
-        budget: Budget,
-        left: Left,
-    ) -> None:
+    def _plan(self, captured: dict[str, CapturedBlock], budget: Budget, left: Left) -> None:
         """On any error the blocks are restored."""
         self.programs.sharing = len(captured)
         try:
-            step, captured, kinds = self._measured(captured, calls)
+            step, captured, kinds = self._measured(captured)
             moments = step.moments
             others = Others(self.options.in_flight - 1, step.returned_bytes)
             blocks = tuple(captured.values())
@@ -372,14 +357,13 @@ class _Job:
                 Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[b.kind].eager.saved_bytes)
                 for b, o in zip(captured.values(), chosen, strict=True)
             ]
-            self._install(captured, calls, kinds, chosen, allowances)
+            self._install(captured, kinds, chosen, allowances)
             self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others)
         except BaseException:
             restore_blocks(self.model)
             raise
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
-        """Of the blocks whose kinds could be planned alone, but not as a step calls them."""
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
@@ -387,9 +371,7 @@ class _Job:
             _LOGGER.warning("block '%s' is left as it is: %s", path, why)
         return tuple(refused)
 
-    def _captured(
-        self, named: dict[str, nn.Module], calls: dict[str, SampleCall]
-    ) -> tuple[dict[str, CapturedBlock], Left]:
+    def _captured(self, named: dict[str, nn.Module]) -> tuple[dict[str, CapturedBlock], Left]:
         captured: dict[str, CapturedBlock] = {}
         left: list[tuple[str, str]] = []
         failure: tuple[CaptureError, str] | None = None
@@ -400,7 +382,7 @@ class _Job:
                 with gathered(block):
                     continue
             try:
-                captured[path] = self._capture(path, block, calls[path])
+                captured[path] = self._capture(path, block)
             except NothingToDifferentiate:
                 left.append((path, "nothing in it is trained, and nothing before it"))
             except CaptureError as error:
@@ -430,24 +412,25 @@ class _Job:
         return tuple(left.items())
 
     def _capture(
-        self, path: str, block: nn.Module, call: SampleCall, incoming: Incoming | None = None
+        self, path: str, block: nn.Module, incoming: Incoming | None = None
     ) -> CapturedBlock:
+        call = self.run.calls[path]
         given = ModuleCall(block, call.args, call.kwargs, incoming)
         with under_autocast(call.autocast), gathered(block), call.as_called():
             return captured_block(given, self.options, path)
 
     def _measured(
-        self, captured: dict[str, CapturedBlock], calls: dict[str, SampleCall]
+        self, captured: dict[str, CapturedBlock]
     ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
         """If backward starts from other results of a block than assumed, that block is captured
         again, and the step measured once more."""
         for is_second in (False, True):
             kinds = self._kinds(captured.values())
-            step = self._step_of(captured, calls, kinds)
+            step = self._step_of(captured, kinds)
             latest = {path: latest_of(block.call.module) for path, block in captured.items()}
             restore_blocks(self.model)
             recaptured = {
-                path: self._capture(path, captured[path].call.module, calls[path], program.incoming)
+                path: self._capture(path, captured[path].call.module, program.incoming)
                 for path, program in latest.items()
                 if not is_second and program.plan.graph_digest != captured[path].digest
             }
@@ -457,15 +440,12 @@ class _Job:
         return step, captured, kinds
 
     def _step_of(
-        self,
-        captured: dict[str, CapturedBlock],
-        calls: dict[str, SampleCall],
-        kinds: dict[Any, BlockKind],
+        self, captured: dict[str, CapturedBlock], kinds: dict[Any, BlockKind]
     ) -> MeasuredStep:
         """Calls of another kind than assumed have no limit; the caller measures them a second time.
         Raises `_Unreached`."""
         options = [thrifty(kinds[block.kind].family) for block in captured.values()]
-        self._install(captured, calls, kinds, options, [UNLIMITED] * len(options))
+        self._install(captured, kinds, options, [UNLIMITED] * len(options))
         report("measuring a step")
         step = measured_step(
             self.model,
@@ -475,15 +455,15 @@ class _Job:
             functools.partial(
                 step_of,
                 self.model,
-                args=self.args,
-                kwargs=self.kwargs,
+                args=self.call.args,
+                kwargs=self.call.kwargs,
                 loss=self.loss,
                 incoming={},
                 differentiated=self.options.differentiated,
                 released=self.options.released,
             ),
-            (self.args, self.kwargs, self.loss),
-            self.written,
+            (self.call.args, self.call.kwargs, self.loss),
+            self.run.written,
             device_of(self.model),
         )
         reached = {m.running for m in step.moments if m.is_backward}
@@ -544,7 +524,6 @@ class _Job:
     def _install(
         self,
         captured: dict[str, CapturedBlock],
-        calls: dict[str, SampleCall],
         kinds: dict[Any, BlockKind],
         chosen: Sequence[BoundedOption],
         allowances: Sequence[Allowance],
@@ -556,14 +535,14 @@ class _Job:
             kind = kinds[block.kind]
             program = self.programs.find(block, allowance)
             if program is None:
-                with calls[path].as_called():
+                with self.run.calls[path].as_called():
                     program = built_block(block, kind.problem, option, self.options)
                 self.programs.keep(block, allowance, program)
-            with under_autocast(calls[path].autocast), gathered(block.call.module):
+            with under_autocast(self.run.calls[path].autocast), gathered(block.call.module):
                 plan_in_place(
                     block.call.module,
                     program,
-                    calls[path].kind,
+                    self.run.calls[path].kind,
                     PlanSettings(
                         BlockMaker(path, self.programs, allowance),
                         self.options.on_mismatch,

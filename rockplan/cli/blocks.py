@@ -76,8 +76,7 @@ def blocks(
 
 
 def _row(asked: str, plan: BlocksPlan) -> display.Row:
-    """The plan as a row of the command's JSON: bytes and ns, shares as fractions, and a row for
-    each block."""
+    """Bytes, ns, shares as fractions."""
     sizes = "saved_bytes forward_peak_bytes backward_peak_bytes time_ns"
     return {
         "budget": asked,

@@ -93,7 +93,7 @@ def _fastest(
 ) -> tuple[BoundedOption, ...] | None:
     """Exact up to LABELS useful sums of saved bytes."""
     limits = _limits(families, moments, budget_bytes)
-    labels = [_Label(0, 0)] if _fits_at_begin(moments, budget_bytes) else []
+    labels = [_Label(0, 0)]
     for position, family in enumerate(families):
         extended = [
             _Label(label.saved_bytes + o.saved_bytes, label.time_ns + o.time_ns, o, label)
@@ -144,20 +144,12 @@ def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes:
     """At each block, the one that saves least of those that fit leaves most room to later
     blocks."""
     limits, saved_bytes = _limits(families, moments, budget_bytes), 0
-    if not _fits_at_begin(moments, budget_bytes):
-        return False
     for position, family in enumerate(families):
         fitting = [o.saved_bytes for o in family if _fits(limits, position, saved_bytes, o)]
         if not fitting:
             return False
         saved_bytes += min(fitting)
     return True
-
-
-def _fits_at_begin(moments: Sequence[StepMoment], budget_bytes: int) -> bool:
-    return all(
-        m.outside_bytes <= budget_bytes for m in moments if m.keeping == 0 and m.running is None
-    )
 
 
 def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> _BytesLeft:
@@ -171,6 +163,8 @@ def _limits(families: Families, moments: Sequence[StepMoment], budget_bytes: int
         if m.running is None:
             if m.keeping:
                 lower(kept, m.keeping - 1, left_bytes)
+            elif left_bytes < 0:
+                lower(forward, 0, left_bytes)
         elif m.keeping <= m.running + 1:
             lower(backward if m.is_backward else forward, m.running, left_bytes)
         else:

@@ -79,7 +79,6 @@ def refuse_unmatched(
 
 
 def _placed(graph: CDGraph, path: str) -> CDGraph:
-    """Return `graph` with modules by their paths in the whole model."""
     return replace(
         graph,
         nodes=tuple(replace(n, module=f"{path}.{n.module}".strip(".")) for n in graph.nodes),
@@ -107,7 +106,6 @@ def with_room_for_loss(graph: CDGraph, eager_peak_bytes: int) -> CDGraph:
 
 
 def _kept_nodes(graph: CDGraph, pattern: str) -> set[int]:
-    """Return the nodes whose results match a `keep` pattern and are read in the backward phase."""
     producer = producers(graph)
     read = {d for n in graph.backward for d in n.reads}
     return {producer[d] for d in _matching(graph, pattern) if d in read}
@@ -141,8 +139,6 @@ def _dropped_data(graph: CDGraph, pattern: str, once: dict[int, str]) -> list[in
 
 
 def _matching(graph: CDGraph, pattern: str) -> list[int]:
-    """Return the activations (storages) that `pattern` matches: by their names if it has a "/",
-    else all that are made inside of matching modules."""
     spelled = _spelled(graph, "/" in pattern)
     return [d for d, names in spelled.items() if any(fnmatchcase(n, pattern) for n in names)]
 

@@ -49,8 +49,8 @@ class StepMoment:
 
     def peak_bytes(self, options: Sequence[BoundedOption]) -> int:
         """Return the peak of this moment if each block i runs as `options[i]`."""
-        saved = sum(o.saved_bytes for i, o in self._kept(options))
-        return self.outside_bytes + saved + self.own_bytes(options)
+        kept = (o for i, o in enumerate(options[: self.keeping]) if i != self.running)
+        return self.outside_bytes + sum(o.saved_bytes for o in kept) + self.own_bytes(options)
 
     def own_bytes(self, options: Sequence[BoundedOption]) -> int:
         """Return the bytes that the running block needs while it runs; 0 between blocks."""
@@ -58,9 +58,6 @@ class StepMoment:
             return 0
         option = options[self.running]
         return option.backward_peak_bytes if self.is_backward else option.forward_peak_bytes
-
-    def _kept(self, options: Sequence[BoundedOption]) -> list[tuple[int, BoundedOption]]:
-        return [(i, o) for i, o in enumerate(options[: self.keeping]) if i != self.running]
 
 
 def step_peak_bytes(moments: Sequence[StepMoment], options: Sequence[BoundedOption]) -> int:
