@@ -36,7 +36,6 @@ RUN = {
     "test_blocks_trainers.py::test_a_loop": 2,
     "test_blocks_trainers.py::test_trl": 2,
     "test_cache.py::test_documents_with_valid_digests_are_still_checked": 4,
-    "test_cache.py::test_several_processes_plan_at_once": 0,
     "test_cli.py::test_a_signal_ends_with_its_exit_code": 2,
     "test_compiled.py::test_another_process_with_an_empty_cache_plans_alike": 0,
     "test_compiled.py::test_kernels_of_a_head_in_parts": 0,

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
@@ -437,29 +435,6 @@ def test_several_processes_write_the_same_entries_at_once(tmp_path: Path) -> Non
     known = Cache(tmp_path).profile(KEY)
     assert known is not None and [call for call, _ in known.costs] == ["0", "1", "2", "3"]
     assert not any(entry.problem for entry in Cache(tmp_path).entries())
-
-
-PLANNING = """
-import sys, warnings, torch, rockplan
-warnings.simplefilter("error")
-torch.manual_seed(0)
-width = int(sys.argv[1])
-model = torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(3)])
-options = rockplan.Options(time_limit_s=2.0, bound_time_limit_s=1.0)
-plan = rockplan.plan(model, torch.randn(64, width), "min", options=options)
-print(plan.graph_digest, plan.eager_peak_bytes)
-"""
-
-
-def test_several_processes_plan_at_once(folder: Path) -> None:
-    widths = ["16", "16"]
-    command = [sys.executable, "-c", PLANNING]
-    running = [subprocess.Popen([*command, w], stdout=subprocess.PIPE, text=True) for w in widths]
-    printed = [process.communicate(timeout=500)[0] for process in running]
-    assert [process.returncode for process in running] == [0, 0]
-    assert printed[0] and printed[0] == printed[1]
-    assert not any(entry.problem for entry in Cache(folder).entries())
-    assert not list(folder.rglob("*.part"))
 
 
 def test_an_answer_to_something_else_is_set_aside(folder: Path) -> None:
