@@ -111,28 +111,19 @@ def _hooks_on_all_modules() -> tuple[int, ...]:
     return tuple(map(id, foreign_hooks(*registries)))
 
 
-Words = tuple[tuple[str, str], ...]
-"""(name, value in words) of switches."""
-
-
-def _autocast_words(state: Autocast) -> Words:
+def _casts(state: Autocast) -> str:
     kinds = zip(DEVICE_TYPES, state.dtypes, strict=True)
-    casts = [f"{str(d).removeprefix('torch.')} on {k}" for k, d in kinds if d is not None]
-    return ("autocast", ", ".join(casts) or "off"), *_on("the cache of autocast")(state.cached)
+    casts = [f"{_short(d)} on {kind}" for kind, d in kinds if d is not None]
+    return ", ".join(casts or ["off"]) + ("" if state.cached else ", without its cache")
 
 
-def _mode_words(modes: tuple[torch.device | int, ...]) -> Words:
-    devices = [str(mode) for mode in modes if isinstance(mode, torch.device)]
-    others = str(len(modes) - len(devices))
-    return (
-        ("the default device", ", ".join(devices) or "none"),
-        ("modes that replace functions (TorchFunctionMode)", others),
-    )
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _kernel_words(enabled: tuple[bool, ...]) -> Words:
-    names = itertools.compress(("flash", "memory-efficient", "math", "cudnn"), enabled)
-    return (("kernels of attention", ", ".join(names)),)
+def _modes(modes: tuple[torch.device | int, ...]) -> str:
+    texts = (str(m) if isinstance(m, torch.device) else "a TorchFunctionMode" for m in modes)
+    return ", ".join(texts) or "none"
 
 
 def _attention() -> int:
@@ -142,43 +133,43 @@ def _attention() -> int:
     return id(getattr(function, "__code__", function))
 
 
-def _attention_words(_: int) -> Words:
+def _called(_: int) -> str:
     function: Any = torch.nn.functional.scaled_dot_product_attention
     name = getattr(function, "__qualname__", type(function).__qualname__)
-    place = getattr(function, "__module__", None) or "torch"
-    return (("scaled_dot_product_attention", f"{name} of {place}"),)
+    return f"{name} of {getattr(function, '__module__', None) or 'torch'}"
 
 
-def _ways_words(ways: tuple[frozenset[tuple[Any, int]], bool]) -> Words:
-    handled = ", ".join(sorted(str(operator) for operator, _ in ways[0]))
-    return (
-        ("operators with other rules for DTensor (loss_parallel)", handled or "none"),
-        *_on("implicit_replication() of DTensor")(ways[1]),
-    )
+def _handled(ways: tuple[frozenset[tuple[Any, int]], bool]) -> str:
+    handled = sorted(str(operator) for operator, _ in ways[0])
+    return ", ".join([*handled, *(["implicit_replication()"] if ways[1] else [])]) or "none"
 
 
-def _on(name: str) -> Callable[[bool], Words]:
-    return lambda is_on: ((name, "on" if is_on else "off"),)
+_KERNELS = ("flash", "memory-efficient", "math", "cudnn")
+_FLAG = ("off", "on").__getitem__
 
-
-SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], Words]], ...] = (
-    (autocast_state, _autocast_words),
-    (function_modes, _mode_words),
-    (torch.get_default_dtype, lambda d: (("the default dtype", str(d).removeprefix("torch.")),)),
-    (_attention_kernels, _kernel_words),
-    (lambda: torch.backends.mkldnn.enabled, _on("torch.backends.mkldnn")),
-    (lambda: torch.backends.cudnn.enabled, _on("torch.backends.cudnn")),
-    (lambda: bool(parametrize._cache_enabled), _on("torch.nn.utils.parametrize.cached()")),
-    (_attention, _attention_words),
-    (own_ways, _ways_words),
-    (_hooks_on_all_modules, lambda hooks: (("hooks on all modules", str(len(hooks))),)),
+SWITCHES: tuple[tuple[str, Callable[[], Any], Callable[[Any], str]], ...] = (
+    ("autocast", autocast_state, _casts),
+    ("the default device", function_modes, _modes),
+    ("the default dtype", torch.get_default_dtype, _short),
+    (
+        "kernels of attention",
+        _attention_kernels,
+        lambda enabled: ", ".join(itertools.compress(_KERNELS, enabled)),
+    ),
+    ("torch.backends.mkldnn", lambda: torch.backends.mkldnn.enabled, _FLAG),
+    ("torch.backends.cudnn", lambda: torch.backends.cudnn.enabled, _FLAG),
+    ("torch.nn.utils.parametrize.cached()", lambda: bool(parametrize._cache_enabled), _FLAG),
+    ("scaled_dot_product_attention", _attention, _called),
+    ("operators with other rules for DTensor (loss_parallel)", own_ways, _handled),
+    ("hooks on all modules", _hooks_on_all_modules, lambda hooks: str(len(hooks))),
 )
-"""(how a switch is read, how a message describes its value)"""
+"""(name, how a switch is read, how a message says its value)"""
 
 
 def switches_now() -> tuple[Any, ...]:
-    return tuple(read() for read, _ in SWITCHES)
+    return tuple(read() for _, read, _ in SWITCHES)
 
 
-def switches_in_words() -> Words:
-    return tuple(itertools.chain(*(words(read()) for read, words in SWITCHES)))
+def switches_in_words() -> tuple[tuple[str, str], ...]:
+    """Return (name, value in words) of each switch."""
+    return tuple((name, said(read())) for name, read, said in SWITCHES)
