@@ -150,6 +150,7 @@ def check_peaks(mesh: DeviceMesh) -> None:
         where = (mode, least_bytes, others, plan)
         # The step that is measured for it may hold late memory, as any of these.
         assert least_bytes <= plan.peak_bytes <= 1.3 * max(others), where
+        assert 0.7 * least_bytes <= plan.least_peak_bytes <= plan.peak_bytes, where
         assert plan.eager_peak_bytes > 1.4 * least_bytes, f"{where}: what blocks keep"
         assert not [w for w in said if "fully_shard" in str(w.message)], mode
 

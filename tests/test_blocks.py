@@ -108,7 +108,7 @@ def test_what_is_measured_beside_the_blocks_is_told() -> None:
     plan = rockplan.blocks_of(planned_once("50%"))
     hidden_bytes = 48 * 32 * 4
     assert plan.first_bytes == hidden_bytes  # what the first layer returned
-    assert plan.peak.peak_bytes == plan.peak_bytes
+    assert plan.peak.peak_bytes == plan.peak_bytes == plan.least_peak_bytes
     assert plan.beside.path == "" and plan.beside.outside_bytes > hidden_bytes
     for words in ("beside blocks", "measured", "layers.*  x"):
         assert words in str(plan)

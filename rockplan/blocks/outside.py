@@ -11,7 +11,7 @@ assume that it needs the same whatever the blocks save.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -71,17 +71,21 @@ def measured_step(
                 courses.append(
                     tuple(Stretch(s.mark, s.start_bytes + more, s.peak_bytes + more) for s in seen)
                 )
-    most = _most(courses)
+    most = _of_all(courses, max)
     returned = next((s.start_bytes for s in most if s.mark == RETURNED), 0)
     kept_bytes = sum(option.saved_bytes for option in options)
-    return MeasuredStep(tuple(moments_of(most, options, incoming_bytes)), returned - kept_bytes)
+    moments, least = (
+        tuple(moments_of(seen, options, incoming_bytes)) for seen in (most, _of_all(courses, min))
+    )
+    return MeasuredStep(moments, least, returned - kept_bytes)
 
 
 class MeasuredStep(NamedTuple):
-    """The moments of a step. returned_bytes: alive when the model returns, beside what its blocks
-    save."""
+    """The moments of a step, and with the least of several steps. returned_bytes: alive when the
+    model returns, beside what its blocks save."""
 
     moments: tuple[StepMoment, ...]
+    least: tuple[StepMoment, ...]
     returned_bytes: int
 
 
@@ -94,11 +98,13 @@ STEPS_OF_SEVERAL = 3
 another moment in each step."""
 
 
-def _most(courses: Sequence[Sequence[Stretch]]) -> list[Stretch]:
+def _of_all(
+    courses: Sequence[Sequence[Stretch]], of: Callable[[Iterable[int]], int]
+) -> list[Stretch]:
     marks = [stretch.mark for stretch in courses[-1]]
     alike = [course for course in courses if [stretch.mark for stretch in course] == marks]
     return [
-        Stretch(same[0].mark, max(s.start_bytes for s in same), max(s.peak_bytes for s in same))
+        Stretch(same[0].mark, of(s.start_bytes for s in same), of(s.peak_bytes for s in same))
         for same in zip(*alike, strict=True)
     ]
 

@@ -52,7 +52,8 @@ class BlocksPlan:
     """The plan of `solve_blocks`.
 
     blocks: in the order of their forwards; moments: of the step that was measured; left: (path,
-    why) of blocks that are not planned; others: calls that are in flight meanwhile.
+    why) of blocks that are not planned; others: calls that are in flight meanwhile; least: moments
+    with the least of several measured steps, in which collectives let go of their memory soonest.
     """
 
     budget_bytes: int
@@ -60,6 +61,7 @@ class BlocksPlan:
     moments: tuple[StepMoment, ...]
     left: tuple[tuple[str, str], ...] = ()
     others: Others = NO_OTHERS
+    least: tuple[StepMoment, ...] = ()
 
     @property
     def options(self) -> tuple[BoundedOption, ...]:
@@ -69,6 +71,11 @@ class BlocksPlan:
     def peak_bytes(self) -> int:
         """The predicted peak of a whole step, other calls in flight included."""
         return step_peak_bytes(self.moments, self.options) + self.others.needed_bytes(self.options)
+
+    @property
+    def least_peak_bytes(self) -> int:
+        """The same without what collectives let go of late (those of gloo do)."""
+        return step_peak_bytes(self.least, self.options) + self.others.needed_bytes(self.options)
 
     @property
     def eager_peak_bytes(self) -> int:
@@ -114,8 +121,11 @@ class BlocksPlan:
 
     def __str__(self) -> str:
         beside, others = self.beside, []
+        if self.least_peak_bytes < self.peak_bytes:
+            late = format_bytes(self.peak_bytes - self.least_peak_bytes)
+            others += [f"let go late     {late} of the peak, by collectives, in some steps"]
         if self.paged_bytes:
-            others = [f"paged           {format_bytes(self.paged_bytes)} to the host and back"]
+            others += [f"paged           {format_bytes(self.paged_bytes)} to the host and back"]
         if self.others.count:
             held = format_bytes(self.others.needed_bytes(self.options))
             others += [f"others          {held} held by {self.others.count} more calls in flight"]

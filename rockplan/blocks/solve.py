@@ -358,7 +358,7 @@ class _Job:
                 for b, o in zip(captured.values(), chosen, strict=True)
             ]
             self._install(captured, kinds, chosen, allowances)
-            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others)
+            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others, step.least)
         except BaseException:
             restore_blocks(self.model)
             raise
@@ -472,11 +472,14 @@ class _Job:
             raise _Unreached(missing)
         # Processes that plan together count the most bytes of any.
         courses = [(m.keeping, m.running, m.is_backward) for m in step.moments]
-        own = [step.returned_bytes, *(m.outside_bytes for m in step.moments)]
+        both = (*step.moments, *step.least)
+        own = [step.returned_bytes, *(m.outside_bytes for m in both)]
         every = self.agreed.gathered(("moments", courses), own).values()
         returned, *outside = map(max, zip(*every, strict=True))
-        rows = zip(step.moments, outside, strict=True)
-        return MeasuredStep(tuple(replace(m, outside_bytes=b) for m, b in rows), returned)
+        rows = zip(both, outside, strict=True)
+        moments = [replace(m, outside_bytes=b) for m, b in rows]
+        count = len(courses)
+        return MeasuredStep(tuple(moments[:count]), tuple(moments[count:]), returned)
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
         """One process decides for all with the same blocks."""
