@@ -63,6 +63,7 @@ $(CUDA_VENV)/ready:
 	$(PYTHON) -m venv $(CUDA_VENV)
 	$(CUDA_VENV)/bin/pip install --quiet "$(CUDA_TORCH)" "numpy<2.3" "transformers>=5.0,<6" pytest \
 		pytest-timeout hypothesis expecttest
+	$(CUDA_VENV)/bin/pip install --quiet --no-deps bitsandbytes==0.50.2
 	$(CUDA_VENV)/bin/pip install --quiet --editable .
 	touch $@
 

@@ -160,8 +160,8 @@ def main() -> None:
 {_versions()}.
 Four layers of width 64, three steps of AdamW; where "training" is in the name, all weights are
 trained. MiB beyond parameters, buffers, inputs and gradients: of eager (in "prepared", with
-gradient checkpointing); at 50 % and "min": bits of losses and gradients beside eager's, predicted,
-measured; of gradient checkpointing.
+gradient checkpointing; "under autocast" is so, too); at 50 % and "min": bits of losses and
+gradients beside eager's, predicted, measured; of gradient checkpointing.
 
 | base | adapter | model | eager | 50 %: bits, predicted, measured | "min" | checkpointing |
 |---|---|---|---|---|---|---|

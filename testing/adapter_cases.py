@@ -264,7 +264,7 @@ ADAPTERS: dict[str, Callable[[Any], Any]] = {
     "several": _several,
     "prepared": _prepared,
     "LoHa": _adapted("LoHa", r=4, module_dropout=0.1),
-    "LoKr": _adapted("LoKr", r=4),
+    "LoKr": _adapted("LoKr", r=4, module_dropout=-1.0),  # what a refusal of 0.0 says
     "BOFT": _adapted("BOFT", boft_block_size=16),
     "FourierFT": _adapted("FourierFT", n_frequency=100),
     "MiSS": _adapted("Miss", r=4),

@@ -329,3 +329,36 @@ def test_blocks_that_are_planned_in_place(budget: str) -> None:
     assert abs(measured_peak(case, planned) - plan.peak_bytes) <= tolerance_bytes(plan, "cuda")
     planned.zero_grad()
     train_side_by_side(case, planned, eager)
+
+
+class MeanSquare(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return mean_square(x)
+
+
+class FourBits(nn.Module):
+    """A frozen layer that bitsandbytes keeps in 4 bits, with an adapter."""
+
+    def __init__(self, width: int, dtype: torch.dtype, is_double: bool) -> None:
+        super().__init__()
+        from bitsandbytes.nn import LinearNF4
+
+        kind = {"bias": False, "compute_dtype": dtype, "compress_statistics": is_double}
+        self.base = LinearNF4(width, width, **kind).requires_grad_(False)
+        self.a = nn.Linear(width, 16, bias=False, dtype=dtype)
+        self.b = nn.Linear(16, width, bias=False, dtype=dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + functional.silu(self.base(x) + self.b(self.a(x)))
+
+
+@pytest.mark.parametrize("budget", ["min", "50%", "100%"])
+@pytest.mark.parametrize("is_double", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_peaks_of_layers_in_four_bits(dtype: torch.dtype, is_double: bool, budget: str) -> None:
+    pytest.importorskip("bitsandbytes", reason="it is in no extra of this package")
+    torch.manual_seed(0)
+    layers = (FourBits(512, dtype, is_double) for _ in range(6))
+    model = nn.Sequential(*layers, MeanSquare()).cuda()
+    x = torch.randn(4, 512, 512, device="cuda", dtype=dtype)
+    check(Case("four bits", model, (x,), {}, lambda loss: loss), budget, steps=2)
