@@ -153,8 +153,8 @@ SPELLINGS = {
     "facts": ("--json"),
     "fit": (
         "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
-        " --grad-scaler --host --html --in-backward --json --keep-gradients --length --link"
-        " --near --no-cache --only-loss --optimizer --remedies --shard --tile --time-limit"
+        " --grad-scaler --host --html --in-backward --inference --json --keep-gradients --length"
+        " --link --near --no-cache --only-loss --optimizer --remedies --shard --tile --time-limit"
     ),
     "kinds": (
         "--autocast --budget --compile --json --near --no-cache --only-loss --optimizer --steps"

@@ -58,8 +58,10 @@ from rockplan.will_it_fit.captured_sizes import (
     priced_call,
     resized,
 )
+from rockplan.will_it_fit.inference import inference_rows
 from rockplan.will_it_fit.what_fits import _with_remedies
 from testing import models
+from testing.trainers import make_llama, tokens
 from testing.training import QUICK, solve_case
 
 SHAPES = ((64, 64), (64,), (128, 64), (10, 128))
@@ -571,6 +573,35 @@ def test_remedies_are_options_that_hold_more(monkeypatch: pytest.MonkeyPatch) ->
     assert tried == [[], ["only_loss", "tile"], compiled, ["only_loss", "host"]]
     largest = {0: (256, 512)}
     assert len(rockplan.fit(model, args, "640MiB", sizes=largest, remedies=True).rows) == 3
+
+
+def test_inference_needs_what_a_forward_holds() -> None:
+    """Beside the model and its inputs, measured on CPU; the cache has keys and values of each."""
+    model, ids = make_llama(), tokens()
+    asked = question.FitQuestion(
+        model, model, ((), {"input_ids": ids, "labels": ids}), gpu("cpu"), None, USUAL, QUICK
+    )
+    calls = SizedCalls(asked.whole, 2, 8, [16])
+    rows = {row.way: row for row in inference_rows(asked, calls, lambda timeline: 8)}
+    assert model.training and rows["evaluation"].is_most
+    model.eval()
+    ids = torch.zeros(8, 16, dtype=torch.long)
+    own: dict[str, dict[str, Any]] = {
+        "evaluation": {"labels": ids},
+        "generation": {"use_cache": True, "logits_to_keep": 1},
+    }
+    there = sum(t.nbytes for t in (*model.parameters(), *model.buffers())) + ids.nbytes
+    for way, more in own.items():
+        step = torch.no_grad()(lambda given=more: model(ids, **given))
+        measured = rockplan.peak_live_bytes(step).peak_bytes
+        assert rows[way].allocated_bytes - there == measured, way
+    layers, heads, width = 2, 2, 8
+    assert rows["generation"].cache_bytes == 2 * layers * heads * width * 4
+    found = rockplan.Fit("", 0, 0, "none", (), inference=(*rows.values(),))
+    assert rockplan.Fit.from_json(found.to_json()) == found
+    assert "at least 8" in str(found)
+    with pytest.raises(InvalidInput, match="one process"):
+        rockplan.fit(model, {"input_ids": ids}, "t4", gpus=2, inference=True)
 
 
 def test_the_optimizer_steps_as_on_a_gpu() -> None:

@@ -78,6 +78,9 @@ def fit(
     remedies: Annotated[
         bool, typer.Option("--remedies", help="Also rows of options with which more fits.")
     ] = False,
+    inference: Annotated[
+        bool, typer.Option("--inference", help="Also batches of evaluation and generation.")
+    ] = False,
     html: Annotated[
         str | None,
         typer.Option(metavar="FILE", help="Also write a page with the frontier of the ways."),
@@ -103,6 +106,7 @@ def fit(
                 "step": step,
                 "options": options,
                 "remedies": remedies,
+                "inference": inference,
                 "gpus": gpus,
                 **({"shard": shard} if shard is not None else {}),
             }

@@ -49,7 +49,7 @@ class FitRow:
     def samples(self) -> str:
         """The largest batch in words."""
         by = f" (accumulate {' x '.join(map(str, self.passes))})" if self.passes else ""
-        return f"at least {self.batch}" if self.is_most else f"{self.batch or '-'}{by}"
+        return _samples(self.batch, self.is_most) + by
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -59,6 +59,37 @@ class FitRow:
         speed = _range(_rate_text, self.slow_tokens_per_s, self.tokens_per_s)
         price = _range("{:+.1%}".format, *sorted((self.overhead, self.slow_overhead)))
         return length, self.way, self.samples, *needs, price, speed
+
+
+@dataclass(frozen=True, slots=True)
+class InferenceRow:
+    """The largest batch that fits in evaluation ("evaluation") or reads prompts of this length and
+    keeps their key-value cache ("generation"), under `no_grad`; fields as those of `FitRow`.
+    cache_bytes: of that cache, for each token of each sample."""
+
+    length: int | None
+    way: str
+    batch: int
+    allocated_bytes: int
+    reserved_bytes: int
+    is_most: bool = False
+    cache_bytes: int = 0
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        """The cells of its line in a table."""
+        length = "" if self.length is None else str(self.length)
+        needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
+        way = (
+            f"{self.way}, {format_bytes(self.cache_bytes)} a token"
+            if self.cache_bytes
+            else self.way
+        )
+        return length, way, _samples(self.batch, self.is_most), *needs, "", ""
+
+
+def _samples(batch: int, is_most: bool) -> str:
+    return f"at least {batch}" if is_most else f"{batch or '-'}"
 
 
 def _range(text: Callable[[float], str], low: float | None, high: float | None) -> str:
@@ -73,7 +104,8 @@ def _rate_text(rate: float) -> str:
 class Fit:
     """The answer of `fit`. device_bytes: all of the device; usable_bytes: left for the caching
     allocator beside the context; optimizer: its name; notes: what the figures rely on; shards: the
-    process whose device it is, if several train together, each on batches of its own."""
+    process whose device it is, if several train together, each on batches of its own; inference:
+    what fits without training, if that was asked for."""
 
     device: str
     device_bytes: int
@@ -82,6 +114,7 @@ class Fit:
     rows: tuple[FitRow, ...]
     notes: tuple[str, ...] = ()
     shards: str = ""
+    inference: tuple[InferenceRow, ...] = ()
 
     def largest(self, length: int | None = None) -> FitRow:
         """Return the row of the way with the largest batch at this length (None: that of the
@@ -117,8 +150,9 @@ class Fit:
         """Read what `to_json` wrote. Raises AttributeError, KeyError, TypeError or ValueError for
         anything else."""
         facts = json.loads(text)
-        rows = [FitRow(**_hashable(row)) for row in facts.pop("rows")]
-        return cls(**_hashable(facts), rows=tuple(rows))
+        rows = tuple(FitRow(**_hashable(row)) for row in facts.pop("rows"))
+        inference = tuple(InferenceRow(**row) for row in facts.pop("inference"))
+        return cls(**_hashable(facts), rows=rows, inference=inference)
 
     @property
     def headline(self) -> str:
@@ -131,9 +165,10 @@ class Fit:
 
     def __str__(self) -> str:
         head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
-        table = [head, *(row.cells for row in self.rows)]
+        table = [head, *(row.cells for row in self.rows), *(row.cells for row in self.inference)]
         if any(row.host_bytes for row in self.rows):
-            on_host = (format_bytes(r.host_bytes) if r.host_bytes else "" for r in self.rows)
+            hosts = (*(r.host_bytes for r in self.rows), *(0 for _ in self.inference))
+            on_host = (format_bytes(size) if size else "" for size in hosts)
             table = [(*row, cell) for row, cell in zip(table, ("on host", *on_host), strict=True)]
         lines = [
             self.headline,

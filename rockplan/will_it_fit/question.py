@@ -230,8 +230,8 @@ class FitQuestion:
             left_bytes = (available_bytes() if self.on.is_cpu else None) or MOST_BYTES
             tried_bytes = min(self.on.usable_bytes, left_bytes) // 2
         try:
-            with self._on_device():
-                call = self._resized(size)
+            with self.on_device():
+                call = self.resized(size)
                 return priced_call(self.model, call, options, rates_of(self.on), tried_bytes)
         except RockplanError as error:
             where = f"batch {batch}" + ("" if length is None else f" of length {length}")
@@ -244,16 +244,16 @@ class FitQuestion:
     def recorded(self, size: Size, free: Sequence[int]) -> OpenCall:
         """Record the calls of all sizes, as `open_call`."""
         options = replace(self.options, tile=False)
-        with self._on_device():
-            return open_call(
-                size, self.model, self._resized(size), free, options, rates_of(self.on)
-            )
+        with self.on_device():
+            return open_call(size, self.model, self.resized(size), free, options, rates_of(self.on))
 
-    def _resized(self, size: Size) -> Arguments:
+    def resized(self, size: Size) -> Arguments:
+        """Return the arguments of the sample at this (batch, length)."""
         sizes = {d: n for d, n in zip((BATCH, LENGTH), size, strict=True) if n is not None}
         return resized(self.model, self.arguments, sizes)
 
-    def _on_device(self) -> contextlib.AbstractContextManager[None]:
+    def on_device(self) -> contextlib.AbstractContextManager[None]:
+        """While active, operators are those of the device."""
         return contextlib.nullcontext() if self.on.is_cpu else as_on_cuda()
 
     def step_ns(

@@ -46,6 +46,7 @@ from rockplan.will_it_fit.captured_sizes import (
     TooLargeToTry,
     size_of,
 )
+from rockplan.will_it_fit.inference import inference_rows
 from rockplan.will_it_fit.limits import not_for_several, notes_of, refuse_elsewhere
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled, TooSmall
 from rockplan.will_it_fit.twin import twin_of, with_values
@@ -111,6 +112,7 @@ def fit(
     gpus: int = 1,
     shard: str = FSDP2,
     remedies: bool = False,
+    inference: bool = False,
 ) -> Fit:
     """Return what fits on `device`: the largest batch of each length, kept whole, with
     checkpointing of each block, and by a plan, and the cost of each; with compiled kernels
@@ -127,6 +129,7 @@ def fit(
     its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated block, and
     of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process. remedies: where the
     largest batch does not fit, also a row for each of `REMEDIES` with which a plan holds more.
+    inference: also the largest batches of evaluation and of generation, as `Fit.inference`.
     Raises InvalidInput for an unknown device or optimizer, and if the device does not hold the
     parameters; what `plan` raises for a model that cannot be captured, with what is known even so.
     """
@@ -138,6 +141,7 @@ def fit(
             found = fit(model, sample_input, one, **asked)
             if {row.length for row in found.rows if row.is_most} >= {r.length for r in found.rows}:
                 return found
+    asked["inference"] = inference
     if remedies:
         return _with_remedies(functools.partial(fit, model, sample_input, on, **asked), options)
     given = unplanned(model) if isinstance(model, nn.Module) else model
@@ -146,6 +150,8 @@ def fit(
     refuse_elsewhere(model, on, options)
     checked(options, "fit")
     shards = Shards(gpus, shard)
+    if inference and shards.count > 1:
+        raise InvalidInput("inference is of one process: leave out inference, or gpus")
     blocks = repeated_blocks(model)
     for name, why in not_for_several(shards, step, options).items():
         raise InvalidInput(f"{name} {why}")
@@ -164,12 +170,15 @@ def fit(
     record = None if question.is_tried else question.recorded
     calls = SizedCalls(question.whole, *batches, lengths, record)
     key = question.key(calls) if cache else {}
-    if cache and (known := cache.answer(key, Fit.from_json)):
-        return known
-    answer = _answer(question, calls)
-    if cache and not question.untried:  # with more memory left another time they are tried
-        cache.put_answer(key, answer.to_json())
-    return answer
+    if not (cache and (answer := cache.answer(key, Fit.from_json))):
+        answer = _answer(question, calls)
+        if cache and not question.untried:  # with more memory left another time they are tried
+            cache.put_answer(key, answer.to_json())
+    if not inference:
+        return answer
+    own = replace(question.unpaged or question)
+    rows = inference_rows(own, calls, lambda timeline: _largest(own, calls, timeline, {})[0])
+    return replace(answer, inference=tuple(rows))
 
 
 def _with_remedies(ask: Callable[..., Fit], options: Options) -> Fit:
@@ -411,39 +420,14 @@ class _Length:
         return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
-        """0 if none does. By bisection: if a batch does not fit, larger ones do not. Where live
-        bytes alone decide, next to where a line through those of the last two batches says."""
-        timeline, usable_bytes = self._timelines(way, calls), self.question.on.usable_bytes
-        untried: set[int] = set()
+        timeline = self._timelines(way, calls)
         peaks = self.peaks[way, id(calls)] = {}
-
-        def fits(batch: int) -> bool:
-            try:
-                found = timeline(batch)
-            except TooLargeToTry:
-                untried.add(batch)
-                return False
-            peaks[batch] = found.peak.size_bytes
-            return self.question.fits(found)
-
-        fitting, beyond = calls.least - 1, calls.most + 1
-        tried = calls.most
-        while fitting + 1 < beyond:
-            if fits(tried):
-                fitting = tried
-            else:
-                beyond = tried
-            is_decided = (peaks.get(tried, 0) <= usable_bytes) is (fitting == tried)
-            (x, a), (y, b) = [*[(0, 0)] * 2, *peaks.items()][-2:]
-            tried = (fitting + beyond) // 2
-            if is_decided and a != b:
-                on_line = x + (usable_bytes - a) * (y - x) // (b - a)
-                tried = min(max(on_line, fitting + 1), beyond - 1)
-        if len(peaks) == 1:
-            fits(calls.first)  # so that there is a line to draw
-        if beyond in untried:
-            self.question.untried.add((beyond, self.length))
-        return fitting if fitting >= calls.least else 0
+        batch, untried = _largest(self.question, calls, timeline, peaks)
+        if len(peaks) == 1:  # so that there is a line to draw
+            peaks[calls.first] = timeline(calls.first).peak.size_bytes
+        if untried:
+            self.question.untried.add((untried, self.length))
+        return batch
 
     def _is_eager(self, way: Way) -> bool:
         return not self.question.options.compile and way in self.ways.values()
@@ -465,6 +449,43 @@ class _Length:
             return self.known[key][1].at_sizes(opened.numbers(size))
 
         return timeline
+
+
+def _largest(
+    question: FitQuestion,
+    calls: SizedCalls,
+    timeline: Callable[[int], Timeline],
+    peaks: dict[int, int],
+) -> tuple[int, int]:
+    """Return the largest batch that fits, 0 if none does, and the next one if it cannot be tried
+    here, else 0. By bisection: if a batch does not fit, larger ones do not. Where live bytes alone
+    decide, next to where a line through those of the last two batches says. timeline: of a batch;
+    peaks: batch -> bytes, of those that were looked at, filled here."""
+    usable_bytes, untried = question.on.usable_bytes, set[int]()
+
+    def fits(batch: int) -> bool:
+        try:
+            found = timeline(batch)
+        except TooLargeToTry:
+            untried.add(batch)
+            return False
+        peaks[batch] = found.peak.size_bytes
+        return question.fits(found)
+
+    fitting, beyond = calls.least - 1, calls.most + 1
+    tried = calls.most
+    while fitting + 1 < beyond:
+        if fits(tried):
+            fitting = tried
+        else:
+            beyond = tried
+        is_decided = (peaks.get(tried, 0) <= usable_bytes) is (fitting == tried)
+        (x, a), (y, b) = [*[(0, 0)] * 2, *peaks.items()][-2:]
+        tried = (fitting + beyond) // 2
+        if is_decided and a != b:
+            on_line = x + (usable_bytes - a) * (y - x) // (b - a)
+            tried = min(max(on_line, fitting + 1), beyond - 1)
+    return fitting if fitting >= calls.least else 0, beyond if beyond in untried else 0
 
 
 def _once_a_form(
