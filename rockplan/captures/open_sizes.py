@@ -61,9 +61,9 @@ def with_open_sizes(
     then = resized((in_eager_order(alike.graph), alike.interface), numbers)
     planned = (in_eager_order(planned_graph), known.interface)
     _compare(partial(_program_differences, unread), then, planned, "the call before")
-    same = tuple(replace(n, takes=_same_layouts(graph, n.takes)) for n in graph.nodes)
     workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)
-    lowered = replace(lowered, graph=replace(graph, nodes=same))
+    nodes = _with_takeovers_of_all_sizes(graph)
+    lowered = replace(lowered, graph=replace(graph, nodes=nodes))
     return replace(opened, lowered=lowered, earlier_workspaces=workspaces)
 
 
@@ -160,16 +160,16 @@ def _offset(graph: CDGraph, value: Value) -> int:
     return next(v.spec.offset for v in graph.values if v.data == value.data and v.view is None)
 
 
-def _same_layouts(graph: CDGraph, takes: Sequence[Takeover]) -> tuple[Takeover, ...]:
-    """Return the takeovers whose operands have the layouts of the results at every size, not just
-    at those of the captured call."""
+def _with_takeovers_of_all_sizes(graph: CDGraph) -> tuple[ComputeNode, ...]:
+    """Return the nodes with the takeovers whose operands have the layouts of the results at every
+    size, not just at those of the captured call."""
     layouts = {
         v.data: (*map(text_of, (*v.spec.shape, *v.spec.stride, v.spec.offset)), v.spec.dtype)
         for v in graph.values
         if v.view is None
     }
-    return tuple(
-        t
-        for t in takes
-        if all(layouts[o] == layouts[r] for o, r in zip(t.operands, t.results, strict=True))
-    )
+
+    def is_of_all(take: Takeover) -> bool:
+        return [layouts[d] for d in take.operands] == [layouts[d] for d in take.results]
+
+    return tuple(replace(n, takes=tuple(filter(is_of_all, n.takes))) for n in graph.nodes)
