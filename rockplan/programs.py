@@ -23,7 +23,7 @@ from torch import nn
 from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of, waits_of
-from rockplan.captures.open_sizes import may_be_open, with_open_sizes
+from rockplan.captures.open_sizes import may_be_open, unfused, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
@@ -179,9 +179,14 @@ def new_or_known_program(
     if it was."""
     if agreed is ALONE and (rung := _another_rung(call, budget, options)) is not None:
         return rung
-    source = source or captured_call(call, options)
     if agreed is ALONE:
-        source = with_sizes_open(call, source, options)
+        # Kernels for this size alone are compiled if there is no program for all.
+        is_first = source or not planned_state.programs_of(call.module)
+        source = source or captured_call(call, options if is_first else unfused(options))
+        opened = with_sizes_open(call, source, options)
+        is_open = opened is not source
+        source = opened if is_first or is_open or not options.compile else None
+    source = source or captured_call(call, options)
     for variant in source.variants:
         known = _known(call.module, variant)
         if (same := _known_for_graph(known, variant)) is not None:

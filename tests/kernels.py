@@ -27,15 +27,17 @@ def interpret(monkeypatch: pytest.MonkeyPatch, fails: Failing = lambda kernel: F
 
     def compiled(wanted: Sequence[Kernel]) -> dict[str, Any]:
         asked.extend(kernel.op for kernel in wanted)
-        return {
-            k.op: "a test says so" if fails(k) else functools.partial(kernels.computed, k)
-            for k in wanted
-        }
+        return {k.op: "a test says so" if fails(k) else functools.partial(_run, k) for k in wanted}
 
     monkeypatch.setattr(inductor, "compiled", compiled)
     monkeypatch.setattr(kernels, "_functions", {})
     monkeypatch.setattr(kernels, "_refused", {})
     return asked
+
+
+def _run(kernel: Kernel, arguments: Sequence[Any]) -> list[torch.Tensor]:
+    count = len(kernel.sizes)
+    return kernels.computed(kernels.at_sizes(kernel, arguments[:count]), arguments[count:])
 
 
 def run(function: Callable[..., torch.Tensor], *shapes: tuple[int, ...]) -> Capture:

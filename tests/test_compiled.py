@@ -5,6 +5,7 @@ Few and tiny kernels, each of which a C++ compiler takes a second for.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -29,7 +30,7 @@ from rockplan.oracles.lifetimes import taken_over
 from rockplan.values.graph import Call, Kernel, TensorSpec, ValueRef, is_kernel
 from testing.models import Case, mean_square
 from tests.kernels import distance, gradients, run
-from tests.planning import set_times
+from tests.planning import heard, set_times
 
 OPTIONS = Options(compile=True, cache=False, time_limit_s=5)
 
@@ -93,6 +94,29 @@ def test_recomputed_kernels_change_no_bit() -> None:
         measured = rockplan.peak_live_bytes(lambda m=planned: case.step(m)).peak_bytes
         # The scalars of a loss that the caller makes of the result (docs/usage.md).
         assert plan.peak_bytes - 8 <= measured <= plan.peak_bytes <= plan.budget_bytes
+
+
+def test_kernels_compiled_once_run_all_sizes() -> None:
+    torch.manual_seed(0)
+    model = Head()
+    eager = copy.deepcopy(model)
+
+    def case(rows: int, of: nn.Module) -> Case:
+        torch.manual_seed(rows)
+        return Case("", of, (torch.randn(rows, 16), torch.randint(256, (rows,))), {}, torch.sum)
+
+    planned: Any = solved(case(64, model), "min", replace(OPTIONS, check=True))
+    made = []
+    for rows in (48, 160, 90, 33):
+        sized = case(rows, model)
+        made.append("compiling kernels" in heard(lambda sized=sized: sized.step(planned)))
+        assert distance(gradients(sized, planned), gradients(case(rows, eager), eager)) < 2e-6
+        measured = rockplan.peak_live_bytes(lambda sized=sized: sized.step(planned)).peak_bytes
+        assert planned.plan.peak_bytes - 8 <= measured <= planned.plan.peak_bytes, rows
+    assert made == [True, False, False, False]
+    assert "of their norm" in planned.plan.checked and planned.plan.overhead > 0
+    with pytest.raises(IndexError, match="out of bounds"):
+        planned(torch.randn(70, 16), torch.full((70,), 256))
 
 
 def test_the_gradient_of_a_maximum_reaches_its_equals() -> None:

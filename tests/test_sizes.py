@@ -29,6 +29,7 @@ from testing import models
 from testing.graphs import repeated_chain
 from testing.models import Case
 from testing.training import QUICK, train_side_by_side
+from tests.kernels import distance, gradients, interpret
 from tests.planning import heard, set_times
 
 OPTIONS = replace(QUICK, cache=False, bound_time_limit_s=0)
@@ -241,6 +242,29 @@ def test_one_program_runs_all_sizes(name: str, is_tight: bool) -> None:
         for module in (planned, eager):
             module.zero_grad()
     assert captured == [False, True, *[False] * (len(sizes) - 2)]
+
+
+@pytest.mark.parametrize("name", ["messages", "rows of a mask"])
+def test_one_program_with_kernels_runs_all_sizes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = interpret(monkeypatch)
+    build, sizes, share = MODELS[name]
+    torch.manual_seed(0)
+    model, call = build()
+    options = replace(OPTIONS, compile=True)
+    planned: Any = rockplan.solve(model, (), share, sample_kwargs=call(*sizes[0]), options=options)
+    eager = copy.deepcopy(model)
+    counts = []
+    for size in sizes:
+        case = case_of(model, call(*size))
+        gradients(case, planned)
+        counts.append(len(asked))
+        expected = gradients(replace(case, model=eager), eager)
+        assert distance(gradients(case, planned), expected) < 1e-5, size
+        peak_bytes, _ = rockplan.peak_live_bytes(lambda case=case: case.step(planned), 1)
+        assert peak_bytes <= planned.plan.peak_bytes, size
+    assert counts[0] < counts[1] and len({*counts[1:]}) == 1
 
 
 def test_pages_and_calls_in_flight_have_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,20 +14,39 @@ from functools import partial
 from typing import TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
-from rockplan.codegen.load import function_of
+from rockplan.graph_builder.fusion.in_place import may_hold
+from rockplan.graph_builder.fusion.kinds import static_kernel
+from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.operators.symbols import function_of
+from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.values.copies import without_copies
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, Takeover, Value, in_eager_order
+from rockplan.values.graph import (
+    Call,
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    Takeover,
+    Value,
+    in_eager_order,
+    is_kernel,
+)
 from rockplan.values.interface import Interface
 from rockplan.values.sizes import resized, text_of, texts_in
 
 
 def may_be_open(options: Options) -> bool:
     """Return whether calls of other sizes can run the same code under these options."""
-    return not (options.tile or options.compile)
+    return not options.tile
+
+
+def unfused(options: Options) -> Options:
+    """Return options with which a call is captured to be compared, and fused later."""
+    passes = ("fuse", "copy-buffers") if options.compile else ()
+    return replace(options, without=(*options.without, *passes))
 
 
 def with_open_sizes(
@@ -42,29 +61,64 @@ def with_open_sizes(
     before it is planned. Raises StaticSizes, which says why not."""
     unread, planned_graph = source.run.unread, without_copies(known.plan.graph)
     earlier = known.interface.call_in(planned_graph).without(unread)
-    opened = captured_call(call, options, is_asked=False, earlier=earlier)
-    lowered = replace(opened.lowered, graph=adjusted(opened.lowered.graph))
-    _compare(_run_differences, lowered.run, source.lowered.run, "this call")
-    at = tuple(symbol.of(earlier) for symbol in lowered.interface.sizes.symbols)
+    plain = unfused(options)
+    if source.run.kernels:
+        source = captured_call(call, plain, is_asked=False)
+    opened = captured_call(call, plain, is_asked=False, earlier=earlier)
+    _compare(_run_differences, opened.run, source.run, "this call")
+    names = opened.run.sizes.names
+    at = tuple(symbol.of(earlier) for symbol in opened.run.sizes.symbols)
+    lowered = _fused(opened, at, options) if options.compile else opened.lowered
+    lowered = replace(lowered, graph=adjusted(lowered.graph))
     graph, interface = lowered.graph, lowered.interface
-    names = interface.sizes.names
     texts = texts_in((graph, interface))
     numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
-    if not all(function_of(names, interface.sizes.guards)(at)):
+    here = interface.sizes_in(graph)
+    if not all(all(function_of(names, interface.sizes.guards)(sizes)) for sizes in (at, here)):
         message = "the forward decides by these sizes, and otherwise than for the call before"
         raise StaticSizes(message, is_of_pair=True)
     alike = lowered
     if unread > known.interface.unread:  # it was planned before this was known
         kept = unread - known.interface.unread
-        again = captured_call(call, options, is_asked=False, earlier=earlier, kept=kept)
-        alike = replace(again.lowered, graph=adjusted(again.lowered.graph))
-    then = resized((in_eager_order(alike.graph), alike.interface), numbers)
+        again = captured_call(call, plain, is_asked=False, earlier=earlier, kept=kept)
+        alike = _fused(again, at, options) if options.compile else again.lowered
+        alike = replace(alike, graph=adjusted(alike.graph))
+    then = resized((_static(in_eager_order(alike.graph)), alike.interface), numbers)
     planned = (in_eager_order(planned_graph), known.interface)
     _compare(partial(_program_differences, unread), then, planned, "the call before")
     workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)
     nodes = _with_takeovers_of_all_sizes(graph)
     lowered = replace(lowered, graph=replace(graph, nodes=nodes))
     return replace(opened, lowered=lowered, earlier_workspaces=workspaces)
+
+
+def _fused(opened: CapturedCall, at: tuple[int, ...], options: Options) -> Lowered:
+    """Return the graph with kernels for all sizes, which are chosen and compiled as at the sizes
+    `at`: those are the kernels that the module has. Raises StaticSizes."""
+    run, names = opened.run, opened.run.sizes.names
+    texts = texts_in((run.values, run.calls, run.numbers, run.guards, run.outputs))
+    numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
+    lowered = lower(resized(run, numbers), opened.lowered.graph.rng_state_bytes, options)
+    here = texts_in((lowered.graph, lowered.interface))
+    sizes = tuple(map(int, opened.lowered.interface.sizes_in(opened.lowered.graph)))
+    numbers = dict(zip(here, function_of(names, here)(sizes), strict=True))
+    graph, interface = resized((lowered.graph, lowered.interface), numbers)
+    return replace(lowered, graph=graph, interface=interface)
+
+
+def _static(graph: CDGraph) -> CDGraph:
+    """Return the graph with the names that its kernels have for the sizes they are compiled for."""
+    kernels = {k.op: (static_kernel(k).op, len(k.sizes)) for k in graph.kernels if not k.over}
+
+    def called(call: Call) -> Call:
+        op, count = kernels.get(call.op, (call.op, 0))
+        return replace(call, op=op, args=call.args[count:])
+
+    nodes = (
+        replace(n, calls=tuple(map(called, n.calls)), recalls=tuple(map(called, n.recalls)))
+        for n in graph.nodes
+    )
+    return replace(graph, nodes=tuple(nodes))
 
 
 _Form = TypeVar("_Form")
@@ -162,14 +216,21 @@ def _offset(graph: CDGraph, value: Value) -> int:
 
 def _with_takeovers_of_all_sizes(graph: CDGraph) -> tuple[ComputeNode, ...]:
     """Return the nodes with the takeovers whose operands have the layouts of the results at every
-    size, not just at those of the captured call."""
-    layouts = {
-        v.data: (*map(text_of, (*v.spec.shape, *v.spec.stride, v.spec.offset)), v.spec.dtype)
-        for v in graph.values
-        if v.view is None
-    }
+    size, not just at those of the captured call. (What a kernel views otherwise, its compiler has
+    looked at.)"""
+    own = {v.data: v for v in graph.values if v.view is None}
+
+    def layout(data: int) -> object:
+        spec = own[data].spec
+        return (*map(text_of, (*spec.shape, *spec.stride, spec.offset)), spec.dtype)
+
+    def is_same(take: Takeover, operand: int, result: int) -> bool:
+        if take.call is None or not is_kernel(take.call.op):
+            return layout(operand) == layout(result)
+        operand_bytes, result_bytes = (text_of(graph.data[d].size_bytes) for d in (operand, result))
+        return operand_bytes == result_bytes and may_hold(graph, own[operand], own[result])
 
     def is_of_all(take: Takeover) -> bool:
-        return [layouts[d] for d in take.operands] == [layouts[d] for d in take.results]
+        return all(is_same(take, *p) for p in zip(take.operands, take.results, strict=True))
 
     return tuple(replace(n, takes=tuple(filter(is_of_all, n.takes))) for n in graph.nodes)

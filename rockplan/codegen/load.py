@@ -19,6 +19,7 @@ from rockplan.graph_builder.costs.open_workspaces import PREFIX
 from rockplan.graph_builder.fusion.kernels import functions_of
 from rockplan.graph_builder.operators.facts import resolve
 from rockplan.graph_builder.operators.rows import ROWS
+from rockplan.graph_builder.operators.symbols import function_of
 from rockplan.values.graph import Kernel
 from rockplan.values.interface import Interface
 
@@ -77,15 +78,6 @@ def _execute(
     return namespace
 
 
-def function_of(names: Iterable[str], texts: Iterable[str]) -> Callable[[tuple[int, ...]], Any]:
-    """Return a function: values of the symbols `names` -> tuple of the values of `texts`."""
-    lines = ["def evaluate(sizes):"]
-    listed = "".join(f"{name}, " for name in names)
-    lines += [f"    {listed}= sizes"] if listed else []
-    lines += [f"    return ({''.join(f'{text}, ' for text in texts)})"]
-    return loaded(lines, "evaluate")
-
-
 @dataclass(frozen=True, slots=True)
 class Expressions:
     """Expressions that are evaluated together."""
@@ -100,11 +92,3 @@ class Expressions:
 
     def at(self, sizes: tuple[int, ...]) -> dict[str, int | float]:
         return dict(zip(self.texts, self.function(sizes), strict=True))
-
-
-def loaded(lines: Iterable[str], name: str) -> Callable[..., Any]:
-    """Return the function `name` of Python text in which expressions stand."""
-    namespace: dict[str, Any] = {"math": math, "torch": torch}
-    exec("\n".join(lines), namespace)
-    made: Callable[..., Any] = namespace[name]
-    return made

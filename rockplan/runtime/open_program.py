@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rockplan.codegen.load import Expressions, function_of, loaded
+from rockplan.codegen.load import Expressions
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, given_integers
 from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.operators.symbols import function_of, loaded
 from rockplan.oracles.clock import trips
 from rockplan.oracles.peak_rows import PeakRows, peak_rows
 from rockplan.oracles.simulate import simulate

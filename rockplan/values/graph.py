@@ -14,10 +14,11 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
-from typing import Any
+from typing import Any, ClassVar
 
 from rockplan.values.columns import aligned
 from rockplan.values.literals import picklable
+from rockplan.values.sizes import Size
 
 
 class Phase(Enum):
@@ -177,7 +178,8 @@ class Kernel:
     and their specs. keeps_roundings: it rounds where eager's operators would, to `rounded`.
     plain: for the in-place variant of a kernel, the operator of the plain kernel, which computes
     the same; over: pairs (position of a result, position of the input that it is written over).
-    Other results have storages of their own.
+    Other results have storages of their own. sizes: its symbols, with the numbers of the call that
+    it was compiled for; values of these come first among the arguments of its operator.
     """
 
     op: str
@@ -190,6 +192,9 @@ class Kernel:
     rounded: tuple[int, ...] = ()
     plain: str = ""
     over: tuple[tuple[int, int], ...] = ()
+    sizes: tuple[Size, ...] = ()
+
+    keeps_sizes: ClassVar = True
 
     @property
     def name(self) -> str:

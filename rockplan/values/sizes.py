@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Any, Literal, TypeGuard
 
@@ -27,7 +27,11 @@ class Size(int):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Size, (int(self), self.text)
+        return Size, (self.plain, self.text)
+
+    @property
+    def plain(self) -> int:
+        return int(self)
 
 
 class Real(float):
@@ -41,7 +45,11 @@ class Real(float):
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Real, (float(self), self.text)
+        return Real, (self.plain, self.text)
+
+    @property
+    def plain(self) -> float:
+        return float(self)
 
 
 Layout = tuple[tuple[int, ...], tuple[int, ...]]
@@ -162,16 +170,17 @@ def text_of(number: int | float) -> str:
     return number.text if isinstance(number, Size | Real) else repr(number)
 
 
-def texts_in(value: object) -> dict[str, None]:
-    """Return the expressions in nested tuples and dataclasses, each once, in order."""
-    found: dict[str, None] = {}
+def texts_in(value: object) -> dict[str, Size | Real]:
+    """Return the expressions in nested tuples and dataclasses, each once, in order, with their
+    numbers."""
+    found: dict[str, Size | Real] = {}
     _collect(value, found)
     return found
 
 
-def _collect(value: object, found: dict[str, None]) -> None:
+def _collect(value: object, found: dict[str, Size | Real]) -> None:
     if isinstance(value, Size | Real):
-        found[value.text] = None
+        found[value.text] = value
     elif isinstance(value, tuple):
         for item in value:
             if item.__class__ is not int and item.__class__ is not str:
@@ -183,7 +192,9 @@ def _collect(value: object, found: dict[str, None]) -> None:
 
 @functools.cache
 def _names_of(kind: Any) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+    """None of a class that keeps the sizes it was made for."""
+    is_open = not getattr(kind, "keeps_sizes", False)
+    return tuple(field.name for field in fields(kind)) if is_open else ()
 
 
 def at_sizes(number: int, known: Mapping[str, int | float]) -> int:
@@ -194,18 +205,27 @@ def at_sizes(number: int, known: Mapping[str, int | float]) -> int:
 def resized(value: Any, known: Mapping[str, int | float]) -> Any:
     """Return nested tuples and dataclasses with the numbers of another call. known: expression ->
     its value there. What has no expression in it is returned as it is."""
-    if isinstance(value, Size):
-        return Size(at_sizes(value, known), value.text)
-    if isinstance(value, Real):
-        return Real(float(known[value.text]), value.text)
+
+    def number(one: Size | Real) -> Size | Real:
+        if isinstance(one, Size):
+            return Size(at_sizes(one, known), one.text)
+        return Real(float(known[one.text]), one.text)
+
+    return exchanged(value, number)
+
+
+def exchanged(value: Any, number: Callable[[Any], Any]) -> Any:
+    """Return nested tuples and dataclasses with `number(one)` in place of each Size and Real."""
+    if isinstance(value, Size | Real):
+        return number(value)
     if type(value) is tuple:
-        made = tuple([resized(item, known) if _may_hold(item) else item for item in value])
+        made = tuple([exchanged(item, number) if _may_hold(item) else item for item in value])
         return made if any(map(operator.is_not, made, value)) else value
     if is_dataclass(value) and not isinstance(value, type):
         changed = {}
         for name in _names_of(value.__class__):
             before = getattr(value, name)
-            after = resized(before, known) if _may_hold(before) else before
+            after = exchanged(before, number) if _may_hold(before) else before
             if after is not before:
                 changed[name] = after
         return replace(value, **changed) if changed else value

@@ -21,7 +21,7 @@ from torch import nn
 
 from rockplan.captures.captured_calls import captured_call
 from rockplan.captures.sizes import sized_calls
-from rockplan.codegen.load import Expressions, function_of
+from rockplan.codegen.load import Expressions
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.graph_builder.costs.call_key import call_keys
@@ -31,6 +31,7 @@ from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, with_wo
 from rockplan.graph_builder.costs.price import price, with_measured_memory
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.layouts import SEEN, SeenLayouts
+from rockplan.graph_builder.operators.symbols import function_of
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.python_state import trees

@@ -2,11 +2,11 @@
 
 takes: a priced graph whose sizes are symbols, and the workspaces of the same nodes at another size.
 returns: the graph with a symbol of its own for each workspace that differs; its value at given
-sizes. A workspace that was the same, or none, at both sizes is taken to be the same at all, which
-is an assumption. guarantees: any other is measured at the size that is asked for, by running the
-node's calls once, or bounded by what it takes with larger operands: temporaries grow with their
-operands, but for those of convolutions and recurrent layers, whose kernels choose their way by
-size.
+sizes. A workspace that was the same at both sizes is taken to be the same at all, which is an
+assumption; that of a kernel only if it is none: then its code allocates nothing. guarantees: any
+other is measured at the size that is asked for, by running the node's calls once, or bounded by
+what it takes with larger operands: temporaries grow with their operands, but for those of
+convolutions, recurrent layers and kernels, which choose their way by size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,15 @@ from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
 from rockplan.graph_builder.recorded.specs import is_floating
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, ValueRef, producers, refs
+from rockplan.values.graph import (
+    CDGraph,
+    ComputeNode,
+    DataKind,
+    ValueRef,
+    is_kernel,
+    producers,
+    refs,
+)
 from rockplan.values.sizes import Size, resized, text_of
 
 PREFIX = "workspace_"
@@ -37,10 +45,14 @@ def with_open_workspaces(graph: CDGraph, earlier: Sequence[int]) -> CDGraph:
     open_kinds = {
         kinds[n.index]
         for n in graph.nodes
-        if n.workspace_bytes != before[n.index]
+        if (n.workspace_bytes != before[n.index] or n.workspace_bytes and _has_kernels(n))
         and any(plain_workspace_bytes(graph, call) is None for call in n.calls)
     }
     return _opened(graph, kinds, open_kinds)
+
+
+def _has_kernels(node: ComputeNode) -> bool:
+    return any(is_kernel(call.op) for call in node.calls)
 
 
 def with_workspaces_open(graph: CDGraph) -> CDGraph:

@@ -39,7 +39,8 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
     warned: set[str] = set()
     while True:
         proposal = proposed(capture, keeps_roundings, table, frozenset(opaque))
-        failed = kernels.made({f.kernel.op: f.kernel for f in proposal.fused}.values())
+        wanted = {f.kernel.op: f.kernel for f in proposal.fused}.values()
+        failed = kernels.opened(wanted) if capture.sizes.symbols else kernels.made(wanted)
         if not failed:
             return proposal.rewritten() if proposal.fused else capture
         if len(failed) == len({one.kernel.op for one in proposal.fused}):
@@ -47,7 +48,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         for one in proposal.fused:
             if one.kernel.op not in failed:
                 continue
-            if one.kernel.op not in warned:
+            if one.kernel.op not in warned and not one.kernel.sizes:
                 last = capture.calls[one.owners[-1]]
                 _LOGGER.warning(
                     "in module '%s' at %s: the kernel %s cannot be compiled (%s); its operators "
@@ -96,8 +97,9 @@ def proposed(
     roots = capture.view.wanted | capture.view.storages(capture.tiles.whole)
     flow = dataflow_of(parts, roots, _kept(capture, parts))
     in_memory = stored(flow, device_type_of(capture))
+    count, sizes = len(capture.values), capture.numbers_of_symbols
     groups = [
-        fused_group(flow, in_memory, group, len(capture.values), keeps_roundings)
+        fused_group(flow, in_memory, group, count, keeps_roundings, sizes)
         for group in groups_of(flow, in_memory)
     ]
     alone: list[Fused] = []
@@ -153,11 +155,14 @@ class _KernelRun:
         named = {one.kernel.op: one.kernel for one in self._proposal.fused}
         # Views of outputs were appended last; those of the forward phase come before the backward.
         in_phases = sorted(self._calls, key=lambda call: call.phase is Phase.BACKWARD)
+        guards = dict.fromkeys((*recorded.sizes.guards, *flow.parts.guards))
+        guards |= {guard: None for op in named for guard in kernels.guards_of(op)}
         return replace(
             recorded,
             values=flow.parts.values,
             calls=tuple(in_phases),
             kernels=tuple(named.values()),
+            sizes=replace(recorded.sizes, guards=tuple(guards)),
         )
 
     def _of_kernel(self, one: Fused) -> RecordedCall:
@@ -167,7 +172,9 @@ class _KernelRun:
         main = max(one.group.targets, key=lambda t: (flow.size_bytes[t], flow.made[t].maker))
         owner = self._capture.calls[flow.parts.parts[flow.made[main].maker].owner]
         return RecordedCall(
-            call=Call(one.kernel.op, tuple(map(ValueRef, one.inputs)), (), one.results),
+            call=Call(
+                one.kernel.op, (*one.kernel.sizes, *map(ValueRef, one.inputs)), (), one.results
+            ),
             phase=one.group.phase,
             reads=one.inputs,
             writes=(),

@@ -341,7 +341,9 @@ class _Writing:
     def _write(self, value: int, operand: int) -> None:
         shape, over = self._looks[value].shape, graphs.ValueRef(operand)
         if shape != self._looks[operand].shape:
-            over = self._call("aten.view.default", (over, tuple(shape)))
+            results = zip(self._kernel.results, self._kernel.result_specs, strict=True)
+            of_results = {result: spec.shape for result, spec in results}
+            over = self._call("aten.view.default", (over, of_results.get(value, tuple(shape))))
         given = graphs.ValueRef(self._name(value))
         self._names[value] = self._call("aten.copy_.default", (over, given)).index
 

@@ -18,9 +18,21 @@ import torch
 from torch.utils import _pytree as pytree
 
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.symbols import function_of
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import dtype_of, is_floating, tensor_of
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef, refs
+from rockplan.values.sizes import exchanged, texts_in
+
+
+def at_sizes(kernel: Kernel, sizes: Sequence[int]) -> Kernel:
+    """Return the kernel with constants in place of its symbols, still with its name."""
+    parts = (kernel.inputs, kernel.calls, kernel.result_specs)
+    texts = texts_in(parts)
+    values = function_of((size.text for size in kernel.sizes), texts)(tuple(sizes))
+    known = dict(zip(texts, values, strict=True))
+    inputs, calls, specs = exchanged(parts, lambda one: int(known[one.text]))
+    return replace(kernel, inputs=inputs, calls=calls, result_specs=specs, sizes=())
 
 
 def computed(kernel: Kernel, arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -129,10 +141,17 @@ def look_at_indices(kernel: Kernel) -> Callable[[Sequence[Any]], None] | str | N
         if not is_view and tensors[value].numel() > LARGER * largest:
             return "its indices are made of what is larger than they are"
 
+    count = len(kernel.sizes)
+    known: dict[Any, _Indices | None] = {tuple(kernel.sizes): indices}
+
     def look(arguments: Sequence[Any]) -> None:
         """Raise IndexError, as eager does, if these arguments give an index out of range."""
-        found = indices.outside(arguments)
-        if found is not None:
+        sizes = tuple(arguments[:count])
+        if sizes not in known:
+            known[sizes] = _indices_of(at_sizes(kernel, sizes))
+        own = known[sizes]
+        found = own and own.outside(arguments[count:])
+        if found:
             index, allowed = found
             raise IndexError(
                 f"index {index} is out of bounds for dimension {allowed.dim} with size "

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import math
 import operator
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -29,8 +30,10 @@ from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder import compiler_settings as settings
 from rockplan.graph_builder.fusion.indices import filled, trial_inputs
 from rockplan.graph_builder.operators import facts
+from rockplan.graph_builder.operators.symbols import Symbols
 from rockplan.values.graph import Kernel, TensorSpec, ValueRef
 from rockplan.values.progress import report
+from rockplan.values.sizes import Size, texts_in
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
 
@@ -144,16 +147,20 @@ def below_autograd() -> Iterator[None]:
 # -- one kernel --------------------------------------------------------------------------------
 
 
+GUARDS: dict[str, tuple[str, ...]] = {}
+"""Operator of a kernel for several sizes -> expressions that are true of those it is for."""
+
+
 def _begun(kernel: Kernel) -> Function:
     from torch._inductor import compile_fx, config
     from torch._inductor.utils import BoxedBool
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    # Inductor's cache on disk requires a ShapeEnv, though all shapes are static.
-    fakes = FakeTensorMode(shape_env=ShapeEnv())
+    symbols = Symbols(kernel.sizes)
+    # Inductor's cache on disk requires a ShapeEnv, though all shapes may be static.
+    fakes = FakeTensorMode(shape_env=symbols.env)
     with fakes:
-        inputs = [filled(spec) for spec in kernel.inputs]
-    graph = _graph(kernel, inputs)
+        inputs = [*symbols.numbers.values(), *map(filled, symbols.symbolic(kernel.inputs))]
+    graph = _graph(kernel, inputs, symbols)
     context = tracing(TracingContext(fakes))
     patch = config.patch(settings.settings_for(kernel.keeps_roundings))
     with settings.without_deterministic_algorithms(), patch, context, fakes:
@@ -165,23 +172,27 @@ def _begun(kernel: Kernel) -> Function:
             cudagraphs=BoxedBool(False),
             is_inference=True,
         )
+    GUARDS[kernel.op] = symbols.guards
     # Saves the Python frame of `CompiledFxGraph.__call__`, if there is one.
     function: Function = getattr(made, "current_callable", None) or made
     return function
 
 
-def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
+def _graph(kernel: Kernel, inputs: Sequence[Any], symbols: Symbols) -> fx.GraphModule:
+    """inputs: values of the symbols, then tensors."""
     graph = fx.Graph()
-    values: dict[int, fx.Node] = {}
-    for position, fake in enumerate(inputs):
-        values[position] = graph.placeholder(f"a{position}")
-        values[position].meta["val"] = fake
-
+    given = [graph.placeholder(f"a{position}") for position in range(len(inputs))]
+    for node, fake in zip(given, inputs, strict=True):
+        node.meta["val"] = fake
+    values = dict(enumerate(given[len(kernel.sizes) :]))
     rounded = frozenset(kernel.rounded)
+    numbers = _numbers(graph, kernel, given)
 
     def argument(literal: Any) -> Any:
         if isinstance(literal, ValueRef):
             return values[literal.index]
+        if isinstance(literal, Size):
+            return numbers[literal.text]
         return [argument(item) for item in literal] if isinstance(literal, tuple) else literal
 
     for call in kernel.calls:
@@ -201,8 +212,23 @@ def _graph(kernel: Kernel, inputs: Sequence[torch.Tensor]) -> fx.GraphModule:
     output = graph.output(tuple(values[kernel.results[place]] for place in new))
     # Fixes the strides of results, which Inductor would otherwise choose.
     output.meta["user_visible_output_idxs"] = tuple(range(len(new)))
-    output.meta["original_output_strides"] = [kernel.result_specs[p].stride for p in new]
+    output.meta["original_output_strides"] = [
+        symbols.symbolic(kernel.result_specs[p].stride) for p in new
+    ]
     return fx.GraphModule({}, graph)
+
+
+def _numbers(graph: fx.Graph, kernel: Kernel, given: Sequence[fx.Node]) -> dict[str, fx.Node]:
+    """Return expression of a literal -> what computes it. Raises what fx raises for a function."""
+    tracer = fx.proxy.GraphAppendingTracer(graph)
+    pairs = zip(kernel.sizes, given, strict=False)
+    names = {size.text: fx.Proxy(node, tracer) for size, node in pairs}
+    numbers = {text: eval(text, {"math": math}, names).node for text in texts_in(kernel.calls)}
+    for node in graph.nodes:
+        if "val" not in node.meta:
+            operands = [a.meta["val"] if isinstance(a, fx.Node) else a for a in node.args]
+            node.meta["val"] = node.target(*operands)
+    return numbers
 
 
 def _new(kernel: Kernel) -> list[int]:
@@ -220,7 +246,7 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     if kernel.over:
         function = _with_written(function, kernel)
     inputs = trial_inputs(kernel)
-    first, second = (tuple(function(list(inputs))) for _ in range(2))
+    first, second = (tuple(function([*kernel.sizes, *inputs])) for _ in range(2))
     new, over = _new(kernel), dict(kernel.over)
     made = {results[place].untyped_storage()._cdata for results in (first, second) for place in new}
     of_inputs = {t.untyped_storage()._cdata for t in inputs}
@@ -233,11 +259,13 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     for place in others:
         if place not in over:
             _check_same_memory(first[place], kernel.result_specs[place])
+    if others and kernel.sizes:
+        raise RuntimeError("a result has other strides in a dimension of size 1")
     return _restoring(function, kernel, others) if others else function
 
 
 def _with_written(function: Function, kernel: Kernel) -> Function:
-    operands = [operand for _, operand in kernel.over]
+    operands = [len(kernel.sizes) + operand for _, operand in kernel.over]
     order = [*(place for place, _ in kernel.over), *_new(kernel)]
     places = [order.index(place) for place in range(len(order))]
 

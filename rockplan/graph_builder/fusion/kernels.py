@@ -17,6 +17,7 @@ run the kernel, Inductor's own check ends the process.
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -27,11 +28,23 @@ from rockplan.graph_builder.costs.execution import FUNCTIONS
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.graph_builder.fusion import inductor
 from rockplan.graph_builder.fusion.groups import MOST_READ
-from rockplan.graph_builder.fusion.indices import computed, is_within, look_at_indices, trial_inputs
+from rockplan.graph_builder.fusion.indices import (
+    at_sizes,
+    computed,
+    is_within,
+    look_at_indices,
+    trial_inputs,
+)
+from rockplan.graph_builder.fusion.kinds import static_kernel
+from rockplan.graph_builder.operators.symbols import function_of
 from rockplan.graph_builder.recorded.specs import allocated_bytes
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.values.graph import NAMESPACE, Call, Kernel, TensorSpec, ValueRef
+from rockplan.values.sizes import LEAST, MOST
 
 Function = Callable[[list[Any]], Sequence[torch.Tensor]]
+
+_LOGGER = logging.getLogger("rockplan")
 
 _LIBRARY = torch.library.Library(NAMESPACE, "FRAGMENT")
 _known: dict[str, Kernel] = {}
@@ -60,6 +73,40 @@ def made(kernels: Iterable[Kernel]) -> Mapping[str, str]:
     return failed
 
 
+def opened(kernels: Iterable[Kernel]) -> Mapping[str, str]:
+    """Make kernels for all sizes. Each has to compute what the one for the sizes that it is
+    compiled for alone does, as near as compiled kernels have to be to eager's. Return operator ->
+    reason for those of which that one cannot be made. Raises StaticSizes for others that fail."""
+    listed = tuple(kernels)
+    static = {k.op: static_kernel(k) for k in listed}
+    failed = made({k.op: k for k in static.values()}.values())
+    reasons = {op: failed[k.op] for op, k in static.items() if k.op in failed}
+    of_sizes = [k for k in listed if k.op not in reasons and k.sizes]
+    for op, reason in made(k for k in listed if k.op not in reasons).items():
+        raise StaticSizes(f"the kernel {op} cannot be compiled for all sizes ({reason})")
+    count = 0
+    for kernel in of_sizes:
+        with inductor.below_autograd():
+            inputs = _made_up(kernel) or trial_inputs(kernel)
+            expected = _functions[static[kernel.op].op]([*inputs])
+            found = _functions[kernel.op]([*kernel.sizes, *inputs])
+        count += all(map(_same_bits, found, expected))
+        if not all(map(_is_near, found, expected)):
+            raise StaticSizes(f"the kernel {kernel.name} computes something else for all sizes")
+    _LOGGER.info(
+        "%d kernels are compiled for all sizes; %d of them sum in another order than "
+        "those for one size",
+        len(of_sizes),
+        len(of_sizes) - count,
+    )
+    return reasons
+
+
+def guards_of(op: str) -> tuple[str, ...]:
+    """Return expressions that are true of the sizes that a kernel is for."""
+    return inductor.GUARDS.get(op, ())
+
+
 def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
     """Return operator -> reason for those that failed."""
     looks = {op: look_at_indices(kernel) for op, kernel in missing.items()}
@@ -75,6 +122,8 @@ def _made(missing: Mapping[str, Kernel]) -> Mapping[str, str]:
             continue
         runs = function if look is None else functools.partial(_looked_at, look, function)
         more_bytes = _tried_in_place(kernel, runs) if kernel.over else 0
+        if kernel.over and not {*guards_of(op)} <= {*guards_of(kernel.plain)}:
+            more_bytes = "it is for fewer sizes"
         if isinstance(more_bytes, str):
             failed[op] = _refused[op] = more_bytes
             continue
@@ -122,7 +171,8 @@ def check_compiler(device: str, reason: str) -> None:
 def _define(kernel: Kernel) -> None:
     if kernel.op in _known or kernel.over:
         return  # in-place variants occur in no graph that is captured or measured
-    arguments = ", ".join(f"Tensor a{i}" for i in range(len(kernel.inputs)))
+    kinds = ["SymInt"] * len(kernel.sizes) + ["Tensor"] * len(kernel.inputs)
+    arguments = ", ".join(f"{kind} a{i}" for i, kind in enumerate(kinds))
     results = ", ".join(["Tensor"] * len(kernel.results))
     returns = results if len(kernel.results) == 1 else f"({results})"
     _LIBRARY.define(f"{kernel.name}({arguments}) -> {returns}")
@@ -132,11 +182,15 @@ def _define(kernel: Kernel) -> None:
 
 
 def _implementation(kernel: Kernel) -> Callable[..., Any]:
-    def run(*arguments: torch.Tensor) -> Any:
-        is_on_device = all(str(a.device) == kernel.device for a in arguments)
-        results = (
-            _functions[kernel.op](list(arguments)) if is_on_device else computed(kernel, arguments)
-        )
+    count = len(kernel.sizes)
+
+    def run(*arguments: Any) -> Any:
+        tensors = arguments[count:]
+        is_on_device = all(str(a.device) == kernel.device for a in tensors)
+        if is_on_device:
+            results = _functions[kernel.op](list(arguments))
+        else:
+            results = computed(at_sizes(kernel, arguments[:count]), tensors)
         return results[0] if len(kernel.results) == 1 else tuple(results)
 
     return run
@@ -152,32 +206,37 @@ def more_bytes_of(kernel: Kernel) -> int:
 
 def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
     """Run an in-place variant and its plain kernel on the same made-up inputs. Return the bytes by
-    which the variant's saving falls short of the bytes that it writes over, at least 0; or the
-    reason to drop it: it computes other bits, needs much more memory, or cannot be tried."""
+    which the variant's saving falls short of the bytes that it writes over, at least 0, and 0 at
+    all sizes that are tried; or the reason to drop it: it computes other bits, needs much more
+    memory, or cannot be tried."""
     plain = _functions.get(kernel.plain)
     if plain is None:
         return "what it stands for cannot be compiled"
-    with inductor.below_autograd():
-        inputs = _made_up(kernel)
-        if inputs is None:
-            return "it reads where numbers say"
-        expected, plain_bytes = measured(kernel, plain, inputs)
-        results, own_bytes = measured(kernel, function, inputs)
-    if not all(map(_same_bits, results, expected)):
-        return "it computes other bits"
+    names = [size.text for size in kernel.sizes]
+    is_for = function_of(names, guards_of(kernel.op))
     device_type = torch.device(kernel.device).type
-    written_bytes = sum(
-        allocated_bytes(expected[place].untyped_storage().nbytes(), device_type)
-        for place, _ in kernel.over
-    )
-    more_bytes = max(0, own_bytes + written_bytes - plain_bytes)
-    if more_bytes * SLIGHT > written_bytes:
-        return f"it needs {more_bytes} bytes more, to write {written_bytes}"
+    for share in (1, 2, 3) if kernel.sizes else (1,):
+        sizes = tuple(max(LEAST, int(size) // share) for size in kernel.sizes)
+        with inductor.below_autograd():
+            given = _made_up(at_sizes(kernel, sizes))
+            if given is None or not all(is_for(sizes)):
+                return "it reads where numbers say"
+            expected, plain_bytes = measured(kernel, plain, [*sizes, *given])
+            results, own_bytes = measured(kernel, function, [*sizes, *given])
+        if not all(map(_same_bits, results, expected)):
+            return "it computes other bits"
+        written_bytes = sum(
+            allocated_bytes(expected[place].untyped_storage().nbytes(), device_type)
+            for place, _ in kernel.over
+        )
+        more_bytes = max(0, own_bytes + written_bytes - plain_bytes)
+        if more_bytes * (MOST if kernel.sizes else SLIGHT) > written_bytes:
+            return f"it needs {more_bytes} bytes more, to write {written_bytes}"
     return more_bytes
 
 
 def measured(
-    kernel: Kernel, function: Function, inputs: Sequence[torch.Tensor]
+    kernel: Kernel, function: Function, inputs: Sequence[Any]
 ) -> tuple[list[torch.Tensor], int]:
     """Return (results of the function on `inputs`, the bytes allocated at most at once while it
     runs, beyond those allocated before)."""
@@ -207,3 +266,14 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return (
         torch.equal(a, b) if integers is None else torch.equal(a.view(integers), b.view(integers))
     )
+
+
+NEAR = {2: 0.1}
+"""Bytes of a number -> how far kernels may be from eager's results, as a share of their norm."""
+
+
+def _is_near(a: torch.Tensor, b: torch.Tensor) -> bool:
+    if _same_bits(a, b) or not a.is_floating_point() or not torch.equal(a.isnan(), b.isnan()):
+        return _same_bits(a, b)
+    one, other = (t.double().nan_to_num() for t in (a, b))
+    return bool((one - other).norm() <= NEAR.get(a.itemsize, 1e-3) * other.norm())

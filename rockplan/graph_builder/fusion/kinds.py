@@ -7,16 +7,20 @@ included: equal layers are compiled once.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import re
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
 from rockplan.graph_builder.digests import call_fields, digest, spec_fields
 from rockplan.graph_builder.fusion.dataflow import Dataflow
 from rockplan.graph_builder.fusion.groups import Group
+from rockplan.graph_builder.fusion.indices import at_sizes
 from rockplan.graph_builder.fusion.parts import PartKind, words
 from rockplan.graph_builder.recorded.specs import dtype_of
+from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.values.graph import NAMESPACE, Kernel, TensorSpec, renamed
+from rockplan.values.sizes import Real, Size, text_of, texts_in
 
 _ALIGNED_BYTES = 16
 """Triton compiles other code if the address of the first element is no multiple of this."""
@@ -47,10 +51,12 @@ def fused_group(
     group: Group,
     recorded_values: int,
     keeps_roundings: bool,
+    sizes: Sequence[Size | Real],
 ) -> Fused:
     """Return the kernel of a group and its call. stored: storages in memory between kernels;
     recorded_values: number of values of the capture: values with higher numbers are internal to a
-    decomposition; keeps_roundings: the kernel rounds where eager's operators do."""
+    decomposition; keeps_roundings: the kernel rounds where eager's operators do; sizes: symbols of
+    the capture, with their numbers."""
     building = _Building(flow, stored, group, recorded_values)
     inputs, positions = building.inputs_and_parts()
     results = tuple(flow.made[t].value for t in group.targets)
@@ -76,10 +82,19 @@ def fused_group(
         keeps_roundings,
         tuple(n for v, n in local.items() if v < recorded_values) if keeps_roundings else (),
     )
+    texts = texts_in((kernel.calls, specs, kernel.result_specs))
+    named = {*re.findall(r"\w+", " ".join(texts))}
+    numbers = [size for size in sizes if size.text in named]
+    symbols = tuple(number for number in numbers if isinstance(number, Size))
+    if len(symbols) < len(numbers) or any(isinstance(one, Real) for one in texts.values()):
+        raise StaticSizes("a kernel reads a floating-point number of the call")
+    kernel = replace(kernel, sizes=symbols)
     work = [part for part in parts if part.kind is not PartKind.VIEW]
     owners = tuple(sorted({part.owner for part in work}))
-    op = _name(kernel, [part.call.op for part in work])
-    return Fused(group, inputs, results, owners, replace(kernel, op=op))
+    packets = dict.fromkeys(part.call.op.split(".")[1] for part in work)
+    stems = [p.strip("_") for p in packets if p not in _UNNAMED]
+    stem = "_".join(stems[:_NAMED] + ["etc"] * (len(stems) > _NAMED)) or "fill"
+    return Fused(group, inputs, results, owners, _named(kernel, stem))
 
 
 class _Building:
@@ -143,10 +158,16 @@ def _as_input(spec: TensorSpec, is_given: bool) -> TensorSpec:
     depends on (on the CPU 0). is_given: the caller provides the tensor, at any address in the next
     call, so the kernel assumes no alignment."""
     elements = _ALIGNED_BYTES // dtype_of(spec).itemsize if spec.device != "cpu" else 1
-    return replace(spec, offset=1 % elements if is_given else spec.offset % elements)
+    is_any = is_given or isinstance(spec.offset, Size)
+    return replace(spec, offset=1 % elements if is_any else spec.offset % elements)
 
 
-def _name(kernel: Kernel, operators: Iterable[str]) -> str:
+def static_kernel(kernel: Kernel) -> Kernel:
+    """Return the kernel for the sizes that it is compiled for alone, as it is without symbols."""
+    return _named(at_sizes(kernel, kernel.sizes), kernel.name.rpartition("_")[0])
+
+
+def _named(kernel: Kernel, stem: str) -> Kernel:
     content = [
         [spec_fields(s) for s in kernel.inputs],
         [call_fields(c) for c in kernel.calls],
@@ -155,7 +176,13 @@ def _name(kernel: Kernel, operators: Iterable[str]) -> str:
         kernel.device,
         [kernel.keeps_roundings, list(kernel.rounded)],
     ]
-    packets = dict.fromkeys(op.split(".")[1] for op in operators)
-    named = [p.strip("_") for p in packets if p not in _UNNAMED]
-    words = "_".join(named[:_NAMED] + ["etc"] * (len(named) > _NAMED)) or "fill"
-    return f"{NAMESPACE}.{words}_{digest(content)[:16]}.default"
+    if kernel.sizes:
+        content += [_texts(content)]
+    op = f"{NAMESPACE}.{stem}_{digest(content)[:16]}.default"
+    return replace(kernel, op=op)
+
+
+def _texts(content: object) -> object:
+    if isinstance(content, list | tuple):
+        return [*map(_texts, content)]
+    return text_of(content) if isinstance(content, int) else None

@@ -20,10 +20,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ViewKind, row_of
+from rockplan.graph_builder.operators.symbols import Symbols, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results, substitute
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall, RecordedValue, tensor_spec
 from rockplan.graph_builder.recorded.specs import new_storage, tensor_in
 from rockplan.values.graph import Call, Phase, ValueRef, refs, renamed
+from rockplan.values.sizes import text_of, texts_in
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -63,10 +65,12 @@ class OperatorPart:
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """parts: in execution order; values: those of the capture, then those between parts."""
+    """parts: in execution order; values: those of the capture, then those between parts; guards:
+    what decompositions decide by sizes."""
 
     parts: tuple[OperatorPart, ...]
     values: tuple[RecordedValue, ...]
+    guards: tuple[str, ...] = ()
 
 
 def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
@@ -74,7 +78,7 @@ def parts_of(capture: Capture, opaque: frozenset[int], table: Table) -> Parts:
     expansion = _Expansion(capture, table)
     for position, recorded in enumerate(capture.calls):
         expansion.add(position, recorded, is_opaque=position in opaque)
-    return Parts(tuple(expansion.parts), tuple(expansion.values))
+    return Parts(tuple(expansion.parts), tuple(expansion.values), expansion.symbols.guards)
 
 
 def words(text: str) -> frozenset[str]:
@@ -91,7 +95,9 @@ class _Expansion:
         self.parts: list[OperatorPart] = []
         self.values = list(capture.values)
         self._table = table
-        self._fakes = FakeTensorMode()
+        self.symbols = Symbols(capture.numbers_of_symbols)
+        is_open = bool(self.symbols.numbers)
+        self._fakes = FakeTensorMode(shape_env=self.symbols.env if is_open else None)
         self._run = capture.view
         self._storages = self._run.next_storage
         self._templates: dict[Hashable, _Template | None] = {}
@@ -142,7 +148,8 @@ class _Expansion:
             call = recorded.call
             self._templates[key] = None
             try:
-                traced = _Tracing(self._fakes, self._table, self.values, call).template()
+                tracing = _Tracing(self._fakes, self.symbols, self._table, self.values, call)
+                traced = tracing.template()
                 self._templates[key] = traced
             except _NotFused as reason:
                 _LOGGER.debug("not fused: %s: %s", call.op, reason)
@@ -167,6 +174,7 @@ class _Expansion:
         return (
             _typed(renamed(call, local.__getitem__, local.__getitem__)),
             tuple(self.values[v].spec for v in local),
+            tuple(text for v in local for text in texts_in(self.values[v].spec)),
             tuple(storages.index(s) for s in storages),
         )
 
@@ -189,7 +197,8 @@ def _typed(argument: Any) -> Hashable:
         return (argument.op, _typed(argument.args), kwargs, argument.results)
     if isinstance(argument, tuple):
         return tuple(map(_typed, argument))
-    return (type(argument), repr(argument) if isinstance(argument, float) else argument)
+    is_number = isinstance(argument, int | float)
+    return (type(argument), text_of(argument) if is_number else argument)
 
 
 # -- one call ----------------------------------------------------------------------------------
@@ -237,9 +246,15 @@ class _Tracing:
     """Runs one call on fake tensors, under decompositions."""
 
     def __init__(
-        self, fakes: FakeTensorMode, table: Table, values: Sequence[RecordedValue], call: Call
+        self,
+        fakes: FakeTensorMode,
+        symbols: Symbols,
+        table: Table,
+        values: Sequence[RecordedValue],
+        call: Call,
     ) -> None:
         self._fakes = fakes
+        self._symbols = symbols
         self._values = values
         self._call = call
         self._arguments = _arguments_of(call)
@@ -247,7 +262,7 @@ class _Tracing:
         # backward of a loss; other indices must be checked by the operator.
         if call.op in _BY_LABEL:
             table = {**table, torch.ops.aten.scatter.value: _compared}
-        self._mode = _Decomposing(table)
+        self._mode = _Decomposing(table, symbols)
 
     def template(self) -> _Template:
         """Return the parts of the call, recorded while its decomposition runs on fake tensors.
@@ -260,8 +275,9 @@ class _Tracing:
             fakes = {v: self._fake(v, storages) for v in self._arguments}
             for fake in fakes.values():
                 mode.number(fake)
-            args = [substitute(a, fakes.__getitem__) for a in call.args]
-            kwargs = {k: substitute(a, fakes.__getitem__) for k, a in call.kwargs}
+            literals = self._symbols.symbolic((call.args, call.kwargs))
+            args = [substitute(a, fakes.__getitem__) for a in literals[0]]
+            kwargs = {k: substitute(a, fakes.__getitem__) for k, a in literals[1]}
             with mode:
                 made = facts.resolve(call.op)(*args, **kwargs)
             results = flat_results(made)
@@ -274,7 +290,7 @@ class _Tracing:
         return _Template(tuple(mode.parts), dict(mode.tensors), leaves)
 
     def _fake(self, value: int, storages: dict[int, torch.UntypedStorage]) -> torch.Tensor:
-        recorded = self._values[value]
+        recorded = self._symbols.symbolic(self._values[value])
         if recorded.storage not in storages:
             made = new_storage(recorded.storage_bytes, recorded.spec.device)
             storages[recorded.storage] = made
@@ -311,8 +327,9 @@ class _Tracing:
 class _Decomposing(TorchDispatchMode):
     """Records the operators that calls decompose into. tensors: all tensors met, by number."""
 
-    def __init__(self, table: Table) -> None:
+    def __init__(self, table: Table, symbols: Symbols) -> None:
         super().__init__()
+        self._symbols = symbols
         self.parts: list[_LocalPart] = []
         self.tensors: dict[int, RecordedValue] = {}
         self.leaves: set[int] = set()
@@ -329,7 +346,8 @@ class _Decomposing(TorchDispatchMode):
         storage = tensor.untyped_storage()
         self._alive += [tensor, storage]
         place = self._storages.setdefault(storage._cdata, len(self._storages))
-        self.tensors[number] = RecordedValue(tensor_spec(tensor), place, int(storage.nbytes()))
+        made = RecordedValue(tensor_spec(tensor), place, known_number(storage.nbytes()))
+        self.tensors[number] = self._symbols.recorded(made)
         return number
 
     def __torch_dispatch__(
@@ -363,7 +381,8 @@ class _Decomposing(TorchDispatchMode):
         if not (is_view or _is_pointwise(func) or _packet(func) in REDUCTIONS):
             raise _NotFused(f"{func}")
         operands = [self._known(t) for t in facts.tensors((args, kwargs))]
-        result = func(*args, **kwargs)
+        with self._symbols.dispatched():
+            result = func(*args, **kwargs)
         made = [m for m in flat_results(result) if isinstance(m, torch.Tensor)]
         if len(made) != len(flat_results(result)):
             raise _NotFused(f"{func} makes no tensor")
@@ -375,14 +394,15 @@ class _Decomposing(TorchDispatchMode):
             func, args, operands, [self.tensors[n].storage in shared for n in numbers]
         )
 
-        def symbolic(argument: Any) -> Any:
+        def named(argument: Any) -> Any:
             if isinstance(argument, torch.Tensor):
                 return ValueRef(self.number(argument))
             is_sequence = isinstance(argument, list | tuple)
-            return tuple(map(symbolic, argument)) if is_sequence else argument
+            known = tuple(map(named, argument)) if is_sequence else known_number(argument)
+            return self._symbols.recorded(known)
 
-        named = tuple((k, symbolic(a)) for k, a in kwargs.items())
-        call = Call(str(func), symbolic(args), named, tuple(numbers))
+        by_name = tuple((k, named(a)) for k, a in kwargs.items())
+        call = Call(str(func), named(args), by_name, tuple(numbers))
         self.parts.append(_LocalPart(call, kind, _packet(func) in _TRIGONOMETRIC))
         return result
 

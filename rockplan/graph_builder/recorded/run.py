@@ -33,7 +33,7 @@ from rockplan.values.graph import (
     value_refs,
 )
 from rockplan.values.interface import EVERYTHING, AttributesRead, Guard, OutputLeaf, Question
-from rockplan.values.sizes import STATIC, Sizes
+from rockplan.values.sizes import STATIC, Real, Size, Sizes, texts_in
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +151,12 @@ class Capture:
     def view(self) -> RunView:
         """Facts of the run that passes need."""
         return RunView(self)
+
+    @property
+    def numbers_of_symbols(self) -> tuple[Size | Real, ...]:
+        """Its symbols, with their numbers."""
+        known = texts_in((self.values, self.numbers, self.guards, self.calls))
+        return tuple(known[name] for name in self.sizes.names)
 
 
 Gradients = tuple[tuple[int, tuple[int, ...]], ...]

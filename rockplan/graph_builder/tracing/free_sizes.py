@@ -19,17 +19,12 @@ from typing import Any, Literal
 
 import torch
 from torch._decomp.decompositions import matmul
-from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.value_ranges import ValueRanges
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
-from rockplan.graph_builder.operators.symbols import printed
+from rockplan.graph_builder.operators.symbols import new_env, new_symbol, printed
 from rockplan.values.sizes import (
-    LEAST,
-    MOST,
     CallSizes,
     Layout,
     Place,
@@ -58,7 +53,7 @@ class FreeSizes:
     numbers among the leaves and counts."""
 
     def __init__(self, leaves: Sequence[Any], earlier: CallSizes) -> None:
-        self.env = ShapeEnv(duck_shape=False, specialize_zero_one=True)
+        self.env = new_env()
         self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.layouts.items()}
         self._numbers, self._read = earlier.numbers, earlier.read
         self._of_pair: dict[object, Any] = {}
@@ -116,14 +111,8 @@ class FreeSizes:
             return now
         if not (is_usual(was) and is_usual(now)):
             raise StaticSizes("a size of 0 or 1 is a kind of its own", is_of_pair=True)
-        source = ConstantSource(f"leaf{position}_{axis}{dimension}")
-        if isinstance(now, float):
-            symbol = self.env.create_unspecified_symbol(now, source, DimDynamic.DYNAMIC)
-            made: Any = self.env.create_symfloatnode(symbol, hint=now, source=source)
-        else:
-            symbol = self.env.create_symbol(now, source, DimDynamic.DYNAMIC, None)
-            self.env.var_to_range[symbol] = ValueRanges(LEAST, MOST)
-            made = self.env.create_symintnode(symbol, hint=now, source=source)
+        made = new_symbol(self.env, f"leaf{position}_{axis}{dimension}", now)
+        symbol = made.node.expr
         self._symbols.append((Symbol(str(symbol), position, axis, dimension), symbol))
         return made
 
