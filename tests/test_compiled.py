@@ -114,7 +114,7 @@ def test_kernels_compiled_once_run_all_sizes() -> None:
         measured = rockplan.peak_live_bytes(lambda sized=sized: sized.step(planned)).peak_bytes
         assert planned.plan.peak_bytes - 8 <= measured <= planned.plan.peak_bytes, rows
     assert made == [True, False, False, False]
-    assert "of their norm" in planned.plan.checked and planned.plan.overhead > 0
+    assert "of their norm" in planned.plan.checked
     with pytest.raises(IndexError, match="out of bounds"):
         planned(torch.randn(70, 16), torch.full((70,), 256))
 
