@@ -230,7 +230,7 @@ def _tried_in_place(kernel: Kernel, function: Function) -> int | str:
             for place, _ in kernel.over
         )
         more_bytes = max(0, own_bytes + written_bytes - plain_bytes)
-        if more_bytes * (MOST if kernel.sizes else SLIGHT) > written_bytes:
+        if more_bytes * SLIGHT * (MOST if kernel.sizes else 1) > written_bytes:
             return f"it needs {more_bytes} bytes more, to write {written_bytes}"
     return more_bytes
 
