@@ -401,7 +401,7 @@ ROWS: Mapping[str, OptionRow] = {
         _choice("eager", "best"),
         decides=False,
         no_effect=dict.fromkeys(
-            ("solve_blocks", "fit", "pareto", "load", "explain", "api.plan_each"),
+            ("fit", "pareto", "load", "explain", "api.plan_each"),
             "which looks for no options: leave it out, or call rockplan.solve or rockplan.plan",
         ),
     ),

@@ -14,7 +14,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from rockplan.errors import InfeasibleBudget, RockplanError
-from rockplan.options import Options
+from rockplan.options import Options, without_effect
 from rockplan.values.plan import format_bytes
 from rockplan.values.released import Releasable
 
@@ -113,17 +113,21 @@ class Figure(NamedTuple):
 
 
 def best_options(
-    options: Options, figure_of: Callable[[Options], Figure], on_cuda: bool
+    options: Options,
+    figure_of: Callable[[Options], Figure],
+    on_cuda: bool,
+    function: str = "",
 ) -> Options:
     """Return the options with each of those that training normally tolerates with which a plan
     gains over the one without; the logger says of each what it comes to. figure_of: may raise
-    RockplanError for options that do not go with the call."""
+    RockplanError for options that do not go with the call. function: that plans, '' for `solve`;
+    what it does not take is not tried."""
     chosen = replace(options, numerics="eager")
     now, tried = figure_of(chosen), [chosen]
     for change in _tolerated(chosen, on_cuda):
         try:
             other = replace(chosen, **change)
-            if other in tried:
+            if other in tried or without_effect(other, function):
                 continue
             tried.append(other)
             figure = figure_of(other)

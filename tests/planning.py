@@ -41,8 +41,9 @@ def plan_quickly() -> None:
 
     Calls run as few times as the product allows, a third of what it takes to plan a small module
     otherwise, with caches as the call before left them. Relaxations end at an eighth of their
-    iterations: least peaks are the same within 2 % for most models of `testing.models`, found in a
-    third of the time, and no time limit cuts the search for them.
+    iterations: least peaks are found in a third of the time, before a time limit cuts the search
+    for them, and are others (of Llama, T5 and an encoder the same; 14 % more for an MLP, 18 % less
+    for GPT-2).
     """
     call_costs._TIME_BOX_NS = 0
     call_costs.SCRATCH_BYTES = dict.fromkeys(call_costs.SCRATCH_BYTES, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from dataclasses import replace
 from typing import Any
@@ -172,11 +173,39 @@ def test_doors_take_it(caplog: pytest.LogCaptureFixture) -> None:
     assert shown.exit_code == 0 and "predicted peak" in shown.stdout
 
 
+@pytest.mark.parametrize("budget", ["min", "6MB"])
+def test_blocks_take_kernels_that_gain(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+    _, x = chain()
+    model = nn.Sequential(*[nn.Sequential(Chain(), nn.Tanh()) for _ in range(2)])
+    eager = copy.deepcopy(model)
+    rockplan.solve_blocks(model, x, budget, blocks="*", options=BEST)
+    tried = said(caplog)
+    assert [*tried] == ["Options(compile=True)"]
+    assert tried["Options(compile=True)"].startswith("taken: ")
+    code = next(block.code for block in model if hasattr(block, "code"))
+    assert "mul_sub_sum" in code  # of several operators
+    for module in (model, eager):
+        module(x).square().mean().backward()
+    for own, other in zip(model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(own.grad, other.grad)
+
+
+@pytest.mark.usefixtures("without_a_compiler")
+def test_blocks_without_a_compiler_stay_eager(caplog: pytest.LogCaptureFixture) -> None:
+    _, x = chain()
+    model = nn.Sequential(*[nn.Sequential(Chain(), nn.Tanh()) for _ in range(2)])
+    eager = copy.deepcopy(model)
+    rockplan.solve_blocks(model, x, "60%", blocks="*", options=BEST)
+    assert said(caplog) == {"Options(compile=True)": "not taken: there is none here"}
+    for module in (model, eager):
+        module(x).square().mean().backward()
+    for own, other in zip(model.parameters(), eager.parameters(), strict=True):
+        assert torch.equal(own.grad, other.grad)
+
+
 def test_it_is_refused_where_nothing_is_chosen() -> None:
     model, x = chain()
     with pytest.raises(InvalidInput, match="pareto, which looks for no options"):
         rockplan.pareto(model, x, options=Options.best())
-    with pytest.raises(InvalidInput, match="solve_blocks, which looks for no options"):
-        rockplan.solve_blocks(model, x, "min", options=Options.best())
     with pytest.raises(InvalidInput, match="choose 'eager' or 'best'"):
         Options(numerics="fast")  # type: ignore[arg-type]

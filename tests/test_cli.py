@@ -143,7 +143,7 @@ COMMANDS = list(commands())
 
 SPELLINGS = {
     "blocks": (
-        "--autocast --budget --compile --host --host-path --json --link --near --no-cache"
+        "--autocast --best --budget --compile --host --host-path --json --link --near --no-cache"
         " --optimizer --size --time-limit -b"
     ),
     "compare": (

@@ -46,7 +46,7 @@ def plan_parts(
             optimizer=optimizer,
             sample_kwargs=call.kwargs,
             loss=loss,
-            options=replace(options, on_refused="leave", numerics="eager"),
+            options=replace(options, on_refused="leave"),
         )
         planned = blocks_of(model)
     except (CaptureError, InvalidInput) as error:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ from rockplan.programs import least_bytes
 from rockplan.python_state.autocast import under_autocast
 from rockplan.python_state.distributed import is_distributed
 from rockplan.python_state.sharding import gathered, is_sharded, reshard
-from rockplan.remedies import TIME_LIMIT_S
+from rockplan.remedies import TIME_LIMIT_S, Figure, best_options
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
 from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of, make_program_of
@@ -113,17 +113,57 @@ def solve_blocks(
         reshard(model)
         step_budget = agreed_budget(budget, model, optimizer, agreed)
         options = replace(options, group=None)
-        if options.takes_smallest(step_budget):
-            options = replace(options, on_infeasible="smallest")
         call, *others = calls_of(model, *without_history(*call_arguments), options)
         named = named_blocks(model, blocks)
         if _is_divided(model):
             _refuse_others(agreed, model, named)
-        restore_blocks(model)
-        _plan_blocks(model, named, call, step_budget, loss, options, agreed, blocks is None)
+
+        def planned(budget: Budget, own: Options) -> None:
+            restore_blocks(model)
+            _plan_blocks(model, named, call, budget, loss, own, agreed, blocks is None)
+
+        if options.numerics == "best":
+            options, step_budget = _best(model, step_budget, options, planned)
+        if options.takes_smallest(step_budget):
+            options = replace(options, on_infeasible="smallest")
+        planned(step_budget, options)
         for other in others if options.on_mismatch != "replan" else ():
             _plan_ahead(model, other, loss)
     return model
+
+
+def _best(
+    model: nn.Module,
+    budget: Budget,
+    options: Options,
+    planned: Callable[[Budget, Options], None],
+) -> tuple[Options, Budget]:
+    """Return the options with those that options.numerics looks for, and the budget, of which a
+    share is one of what the blocks need without any."""
+    infeasible = options.on_infeasible
+    if options.takes_smallest(budget):
+        infeasible = "smallest"
+
+    def figure_of(own: Options) -> Figure:
+        nonlocal budget
+        try:
+            planned(budget, replace(own, on_infeasible="error"))
+            if model in _NONE_PLANNED:
+                return Figure(0, 1)
+            plan = blocks_of(model)
+            size_bytes = plan.peak_bytes if budget.is_minimum else 0
+            found = Figure(size_bytes, sum(option.time_ns for option in plan.options))
+            budget_bytes = plan.budget_bytes
+        except InfeasibleBudget as error:
+            found = Figure(error.minimum_bytes - error.budget_bytes, 0)
+            budget_bytes = error.budget_bytes
+        if budget.share is not None:
+            budget = Budget(budget_bytes)
+        return found
+
+    is_on_cuda = device_of(model).type == "cuda"
+    chosen = best_options(options, figure_of, is_on_cuda, "solve_blocks")
+    return replace(chosen, on_infeasible=infeasible), budget
 
 
 def _refuse_starts(options: Options, loss: Loss | None) -> None:

@@ -29,7 +29,7 @@ Patterns = Annotated[
 
 
 @shared.planned_with(
-    "time_limit", "no_cache", "compiled", "near", "size", "host", "host_path", "link"
+    "time_limit", "no_cache", "compiled", "near", "best", "size", "host", "host_path", "link"
 )
 def blocks(
     context: typer.Context,
