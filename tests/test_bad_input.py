@@ -350,7 +350,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], Any, type[Exception], list[str
                 "leaf 0 of the arguments",
                 TwoTensor,
             ),
-            ("parameter", with_two, SAMPLE, "'weight'", TwoTensor),
+            ("parameter", with_two, SAMPLE, "leaf 0 of the module's result", TwoTensor),
         )
     },
     "fails half-way": (FailsHalfWay, SAMPLE, rockplan.CaptureError, ["half way"]),

@@ -28,7 +28,7 @@ def knapsack(seed: int, count: int, demands: int = 2) -> LinearProgram:
     columns = [builder.binary(rng.randint(100, 200)) for _ in range(count)]
     for _ in range(demands):
         weights = [rng.randint(100, 200) for _ in columns]
-        builder.at_least(zip(columns, weights, strict=True), sum(weights) // 2)
+        builder.at_least([*zip(columns, weights, strict=True)], sum(weights) // 2)
     return builder.build()
 
 

@@ -65,6 +65,7 @@ SHOWN_BY = {
     "repeats_heads": "test_operator_facts.test_operations_are_counted",
     "matrix_product": "test_operator_facts.test_matrix_products",
     "casts": "test_operator_facts.test_casts",
+    "casts_inside": "test_effects.test_kernels_cast_inside_as_in_eager",
     "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
     "effect": "test_effects.test_effects_of_operators",
 }

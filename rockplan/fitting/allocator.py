@@ -81,7 +81,7 @@ def replay(
     serve (`failed_at` of the result).
 
     expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. capacity_bytes: of the device,
-    beside the context; None if it has enough. known: as for `values.sizes.resized`, for sizes that
+    beside the context; None if it has enough. known: as for `values.sizes.at_sizes`, for sizes that
     are expressions.
     """
     allocator = CachingAllocator(expandable, capacity_bytes)
@@ -89,7 +89,7 @@ def replay(
     for position, (key, size_bytes) in enumerate(requests):
         if size_bytes is None:
             allocator.free(key)
-        elif not allocator.allocate(key, at_sizes(size_bytes, known or {})):
+        elif not allocator.allocate(key, at_sizes(size_bytes, known)):
             failed_at = position
             break
     return allocator.usage(failed_at)

@@ -15,9 +15,6 @@ from typing import NamedTuple
 from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.values.sizes import at_sizes
 
-UNKNOWN: Mapping[str, int | float] = {}
-"""The values of no expressions: where all sizes are numbers."""
-
 REPLAYED_STEPS = 3
 """Steps that are replayed: the first finds no segments, the third mostly takes no new ones."""
 
@@ -77,11 +74,11 @@ class Peak:
 def peak_of(
     changes: Iterable[MemoryChange],
     resident: Mapping[Holding, int] | None = None,
-    known: Mapping[str, int | float] = UNKNOWN,
+    known: Mapping[str, int | float] | None = None,
 ) -> Peak:
     """Return the most bytes alive after any of the changes: how many, of which owners, after how
     many changes. resident: owner -> bytes alive before the first change. known: as for
-    `values.sizes.resized`, for changes of sizes that are expressions."""
+    `values.sizes.at_sizes`, for changes of sizes that are expressions."""
     alive = Counter(resident or {})
     live_bytes = most_bytes = sum(alive.values())
     position, so_far = 0, []

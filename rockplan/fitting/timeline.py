@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from rockplan.fitting.allocator import Request, Usage, replay
 from rockplan.fitting.changes import (
@@ -87,12 +87,12 @@ class Timeline:
     """Two steps, beginning with the model alone: the first makes the state of the optimizer, the
     second is like all later ones. resident: bytes of each storage that exists before; recorded: the
     changes of each step; paged: bytes of each storage that is paged to the host; known: as for
-    `values.sizes.resized`, where sizes are expressions."""
+    `values.sizes.at_sizes`, where sizes are expressions."""
 
     resident: Mapping[Holding, tuple[int, ...]]
     recorded: tuple[tuple[MemoryChange, ...], tuple[MemoryChange, ...]]
     paged: tuple[int, ...] = ()
-    known: Mapping[str, int | float] = field(default_factory=dict)
+    known: Mapping[str, int | float] | None = None
 
     @property
     def host_bytes(self) -> int:

@@ -197,9 +197,11 @@ def _names_of(kind: Any) -> tuple[str, ...]:
     return tuple(field.name for field in fields(kind)) if is_open else ()
 
 
-def at_sizes(number: int, known: Mapping[str, int | float]) -> int:
-    """Return a number of another call. known: as for `resized`."""
-    return int(known[number.text]) if isinstance(number, Size) else number
+def at_sizes(number: int, known: Mapping[str, int | float] | None) -> int:
+    """Return a number of another call. known: as for `resized`; None for the number as it is."""
+    if not isinstance(number, Size):
+        return number
+    return number.plain if known is None else int(known[number.text])
 
 
 def resized(value: Any, known: Mapping[str, int | float]) -> Any:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from rockplan.errors import InvalidInput
-from rockplan.graph_builder.tracing.recorder import Recorder, node_name
+from rockplan.errors import InvalidInput, UnsupportedModel
+from rockplan.graph_builder.tracing.recorder import Recorder, node_name, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import distributed, trees
 from rockplan.python_state.given import GivenContainer, WithContents
@@ -36,12 +36,12 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
             name = "key-value cache" if "Cache" in type(leaf).__name__ else "opaque result"
             raise NAMED[name].error(position=position, kind=type(leaf).__qualname__)
         return leaf
-    if distributed.is_distributed(leaf) and (
-        why := distributed.why_not_shown(distributed.spec_of(leaf))
-    ):
-        named = f"leaf {position} of the module's result"
-        raise NAMED["distributed tensor"].error(tensor=named, why=why)
-    if leaf.requires_grad and not distributed.is_fake(leaf):
+    is_foreign = leaf.requires_grad and not distributed.is_fake(leaf)
+    if is_foreign or distributed.is_distributed(leaf):
+        reason = why_not_planned(leaf, f"leaf {position} of the module's result")
+        if reason is not None:
+            raise UnsupportedModel(reason)
+    if is_foreign:
         raise foreign_gradient(leaf)
     try:
         _ = leaf.grad_fn
