@@ -523,7 +523,7 @@ def use_nearly(
         return check.shares_of(named(rounded, use(rounded, number)), tensors)
 
     shares = check.shares_of(named(kept, found), tensors)
-    far = check.too_far(shares, check.bound_of(dtypes), of_rounded)
+    far = check.too_far(shares, kernels.bound_of(dtypes), of_rounded)
     assert not far, f"{when}: far from eager: {far}"
     with torch.no_grad():
         take_over(eager, kept)

@@ -23,6 +23,7 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.codegen.unmade import UnmadeResult
 from rockplan.errors import CheckFailed
+from rockplan.graph_builder.fusion.kernels import bound_of, squares
 from rockplan.graph_builder.tracing import eager_paths, modes, patches
 from rockplan.graph_builder.tracing.stand_ins import with_stand_ins
 from rockplan.python_state import trees
@@ -256,12 +257,6 @@ _GROUPS = {"results": "output ", "gradients": "gradient of ", "buffers": "buffer
 NamedTensors = Mapping[str, torch.Tensor | None]
 
 
-def bound_of(dtypes: Iterable[torch.dtype]) -> float:
-    """Return how far kernels that compute in these dtypes may be from eager, as a share of the
-    norm."""
-    return 0.1 if any(t.is_floating_point and t.itemsize <= 2 for t in dtypes) else 1e-3
-
-
 def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
     """Return, for 'results', 'gradients' and 'buffers', the norm of the difference as a share of
     the norm of `expected`; for 'generator states' infinity if they differ, else 0."""
@@ -272,8 +267,7 @@ def shares_of(actual: NamedTensors, expected: NamedTensors) -> dict[str, float]:
 
 
 def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
-    """Infinity if a tensor is in one of them only. Equal infinities and NaNs do not count as a
-    difference."""
+    """Infinity if a tensor is in one of them only."""
     error = norm = 0.0
     for name in (n for n in {**expected, **actual} if n.startswith(start)):
         one, other = actual.get(name), expected.get(name)
@@ -281,11 +275,8 @@ def _share(actual: NamedTensors, expected: NamedTensors, start: str) -> float:
             if one is not other:
                 return math.inf
         elif not isinstance(one, UnmadeResult) and (one.is_floating_point() or one.is_complex()):
-            wide = torch.complex128 if one.is_complex() else torch.float64
-            a, b = one.to(wide), other.to(wide)
-            is_same = (a == b) | ((a != a) & (b != b))
-            error += float((a - b).masked_fill(is_same, 0).abs().square().sum())
-            norm += float(b.masked_fill(~b.isfinite(), 0).abs().square().sum())
+            more, of_other = squares(one, other)
+            error, norm = error + more, norm + of_other
     return math.sqrt(error / (norm or 1.0))
 
 

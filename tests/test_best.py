@@ -21,6 +21,7 @@ from rockplan.integrations import lightning, transformers
 from rockplan.options import Options
 from rockplan.remedies import Figure, best_options
 from testing.training import QUICK
+from tests.planning import set_times
 
 BEST = replace(QUICK, numerics="best")
 
@@ -174,7 +175,10 @@ def test_doors_take_it(caplog: pytest.LogCaptureFixture) -> None:
 
 
 @pytest.mark.parametrize("budget", ["min", "6MB"])
-def test_blocks_take_kernels_that_gain(budget: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_blocks_take_kernels_that_gain(
+    budget: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    set_times(monkeypatch)
     _, x = chain()
     model = nn.Sequential(*[nn.Sequential(Chain(), nn.Tanh()) for _ in range(2)])
     eager = copy.deepcopy(model)

@@ -1090,3 +1090,11 @@ def test_what_nothing_needs_is_not_computed() -> None:
     (root,) = [p.makes[0] for p in parts.parts if p.call.op == "aten.cos.default"]
     flow = dataflow_of(parts, frozenset([root]), frozenset())
     assert len(flow.made) == 1
+
+
+def test_infinities_hide_no_difference() -> None:
+    """A mask of attention has them."""
+    one, other = (torch.tensor([-torch.inf, n, torch.nan]) for n in (1.0, 2.0))
+    assert kernels.squares(one, other) == (1.0, 4.0)
+    assert kernels.squares(other, other) == (0.0, 4.0)
+    assert kernels.squares(torch.tensor([torch.inf]), torch.ones(1))[0] == torch.inf

@@ -122,10 +122,10 @@ def solve_blocks(
             restore_blocks(model)
             _plan_blocks(model, named, call, budget, loss, own, agreed, blocks is None)
 
-        if options.numerics == "best":
-            options, step_budget = _best(model, step_budget, options, planned)
         if options.takes_smallest(step_budget):
             options = replace(options, on_infeasible="smallest")
+        if options.numerics == "best":
+            options, step_budget = _best(model, step_budget, options, planned)
         planned(step_budget, options)
         for other in others if options.on_mismatch != "replan" else ():
             _plan_ahead(model, other, loss)
@@ -140,14 +140,12 @@ def _best(
 ) -> tuple[Options, Budget]:
     """Return the options with those that options.numerics looks for, and the budget, of which a
     share is one of what the blocks need without any."""
-    infeasible = options.on_infeasible
-    if options.takes_smallest(budget):
-        infeasible = "smallest"
 
     def figure_of(own: Options) -> Figure:
         nonlocal budget
         try:
-            planned(budget, replace(own, on_infeasible="error"))
+            # Neither the smallest plan nor what the whole needs, where none fits.
+            planned(budget, replace(own, on_infeasible="original"))
             if model in _NONE_PLANNED:
                 return Figure(0, 1)
             plan = blocks_of(model)
@@ -162,8 +160,7 @@ def _best(
         return found
 
     is_on_cuda = device_of(model).type == "cuda"
-    chosen = best_options(options, figure_of, is_on_cuda, "solve_blocks")
-    return replace(chosen, on_infeasible=infeasible), budget
+    return best_options(options, figure_of, is_on_cuda, "solve_blocks"), budget
 
 
 def _refuse_starts(options: Options, loss: Loss | None) -> None:
@@ -199,7 +196,8 @@ def _plan_blocks(
         try:
             job.plan({path: named[path] for path in run.calls}, budget, left)
         except InfeasibleBudget as error:
-            if loss is None and not (dist.is_available() and dist.is_initialized()):
+            is_alone = not (dist.is_available() and dist.is_initialized())
+            if loss is None and is_alone and options.on_infeasible != "original":
                 error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
             raise
     if programs.plan is not None:

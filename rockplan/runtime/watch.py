@@ -57,7 +57,9 @@ class Watch:
             _WAITING.discard(self)
             if all(own.keys().isdisjoint(watch._parameters()) for watch in _ENDED):
                 assert self._module is not None
-                warnings.warn(_WITHOUT_ITS_PLAN.format(type(self._module()).__qualname__), None, 4)
+                name = type(self._module()).__qualname__
+                # The caller of `optimizer.step`: between are the hook of PyTorch and two of ours.
+                warnings.warn(_WITHOUT_ITS_PLAN.format(name), stacklevel=4)
 
 
 _WAITING: weakref.WeakSet[Watch] = weakref.WeakSet()

@@ -176,7 +176,7 @@ def fit(
             cache.put_answer(key, answer.to_json())
     if not inference:
         return answer
-    own = replace(question.unpaged or question)
+    own = question.unpaged or question
     rows = inference_rows(own, calls, lambda timeline: _largest(own, calls, timeline, {})[0])
     return replace(answer, inference=tuple(rows))
 

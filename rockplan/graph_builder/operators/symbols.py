@@ -87,9 +87,7 @@ class Symbols:
 
     def symbolic(self, value: Any) -> Any:
         """Return nested tuples and dataclasses with a SymInt in place of each Size."""
-        return exchanged(
-            value, lambda one: eval(one.text, {"math": math, "torch": torch}, self.numbers)
-        )
+        return exchanged(value, lambda one: eval(one.text, {**_KNOWN}, self.numbers))
 
     def recorded(self, value: Any) -> Any:
         """Return nested tuples and dataclasses whose Sizes have the names of the recording."""
