@@ -180,7 +180,7 @@ def link(device: torch.device) -> Row:
         seconds = _seconds(lambda begin=begin: [copy.wait() for copy in begin()], device)
         row[f"{way}_gb_a_second"] = size_bytes / seconds / 1e9
     row["both_gb_a_second"] = measured_link(name, page_bytes=size_bytes) / 1e9
-    width = 8192 if device.type == "cuda" else 512
+    width = 8192 if device.type == "cuda" else 128
     factor = torch.randn(width, width, device=device, dtype=torch.bfloat16)
 
     def products() -> None:

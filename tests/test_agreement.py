@@ -14,7 +14,7 @@ import torch.distributed as dist
 import rockplan
 from rockplan.agreement import Agreement
 
-TIMEOUT = datetime.timedelta(seconds=20)
+TIMEOUT = datetime.timedelta(seconds=200)
 
 
 class Late:
