@@ -48,9 +48,9 @@ from testing.training import assert_same_state
 
 OPTIONS = rockplan.Options(**QUICK)
 MODELS: dict[str, tuple[Callable[[], Any], str]] = {
+    "mixtral": (make_mixtral, "model.layers.*.self_attn"),
     "llama": (make_llama, "model.layers.*"),
     "gpt2": (make_gpt2, "transformer.h.*"),
-    "mixtral": (make_mixtral, "model.layers.*.self_attn"),
 }
 
 
@@ -164,7 +164,7 @@ def rewarded(model: Any, folder: Path, config: Any = None, kind: Any = trl.GRPOT
     )  # fmt: skip
 
 
-TRAINERS = {"SFT": supervised, "SFT with LoRA": supervised, "DPO": preferred, "GRPO": rewarded}
+TRAINERS = {"SFT with LoRA": supervised, "SFT": supervised, "DPO": preferred, "GRPO": rewarded}
 
 
 @pytest.mark.parametrize("kind", TRAINERS)

@@ -144,32 +144,6 @@ OFTEN |= {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "bf16": Tru
 OFTEN |= {"per_device_train_batch_size": 2}
 
 
-def given(is_planned: bool, folder: Path) -> Run:
-    """The Trainer with a model that was planned with a batch before."""
-    model = make_gpt2()
-    if is_planned:
-        ids = torch.stack([Rows()[i]["input_ids"] for i in range(4)])
-        batch = {"input_ids": ids, "labels": ids}
-        model = rockplan.solve(model, batch, budget=BUDGET, options=QUICK)
-    trainer = with_trainer(model, folder, save_strategy="steps", save_steps=1)
-    torch.manual_seed(7)
-    trainer.train()
-    return [r["loss"] for r in trainer.state.log_history if "loss" in r], model
-
-
-def in_blocks(is_planned: bool, folder: Path) -> Run:
-    model = make_llama()
-    model.config.use_cache = False
-    trainer = with_trainer(model, folder)
-    if is_planned:
-        ids = torch.stack([Rows()[i]["input_ids"] for i in range(4)])
-        batch = {"input_ids": ids, "labels": ids, "num_items_in_batch": torch.tensor(92)}
-        rockplan.solve_blocks(trainer.model, batch, BUDGET, options=QUICK)
-    torch.manual_seed(7)
-    trainer.train()
-    return [r["loss"] for r in trainer.state.log_history if "loss" in r], model
-
-
 def packed(model: Any, folder: Path) -> Any:
     data = datasets.Dataset.from_dict({"text": texts(4, LENGTH - 1)})
     sizes = {**settings(folder), "per_device_train_batch_size": 2, "max_length": 2 * LENGTH}
@@ -187,8 +161,6 @@ RECIPES: dict[str, Callable[[bool, Path], Run]] = {
     "Trainer, LoRA, bf16, evaluation, checkpoints": lambda is_planned, f: trained(
         with_trainer(peft.get_peft_model(make_llama(), lora()), f, **OFTEN), is_planned
     ),
-    "Trainer, planned before": given,
-    "Trainer, blocks": in_blocks,
     "SFT": lambda is_planned, f: trained(supervised(make_llama(), f), is_planned),
     "SFT, packed": lambda is_planned, f: trained(packed(make_llama(), f), is_planned),
     "DPO, LoRA": lambda is_planned, f: trained(preferred(make_llama(), f, lora()), is_planned),

@@ -163,9 +163,9 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 
 WRAPS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]] = {
-    "as it is": (make_llama, lambda model: model),
-    "routers": (make_mixtral, lambda model: model),
     "LoRA": (make_llama, with_lora),
+    "routers": (make_mixtral, lambda model: model),
+    "as it is": (make_llama, lambda model: model),
 }
 
 
@@ -310,7 +310,7 @@ def planned_decoder(model: Any, rows: int) -> Any:
     return base.model
 
 
-@pytest.mark.parametrize("when", ["before", "after", "LoRA"])
+@pytest.mark.parametrize("when", ["LoRA", "before", "after"])
 @pytest.mark.parametrize("kind", TRAINERS)
 def test_trl(kind: str, when: str, tmp_path: Path) -> None:
     """The decoder planned before the trainer is made, or after, when it has changed the model."""
