@@ -333,7 +333,6 @@ ELSEWHERE = {
     "argument of a Triton kernel": "test_triton.test_refused_by_name",
     "subclass of an opaque function": "test_opaque.test_refused_by_name",
     "argument of an opaque function": "test_opaque.test_refused_by_name",
-    "other call of an opaque function": "test_opaque.test_refused_by_name",
     "run of an opaque function": "test_opaque.test_refused_by_name",
     "write of an opaque function": "test_opaque.test_refused_by_name",
     "draws of an opaque function": "test_opaque.test_refused_by_name",

@@ -1,8 +1,7 @@
 """Capture: an nn.Module with a sample -> one recorded run, forward then backward.
 
 takes: a module, positional and keyword arguments of one call. returns: Capture. guarantees: those
-of `tracing.recording`. A recording ends at a call of an opaque function about which nothing is
-known yet; that call runs, and the recording starts anew. So it does after files were imported.
+of `tracing.recording`. A recording starts anew after files were imported.
 What a Capture becomes: docs/model.md, Capture and lowering.
 """
 
@@ -15,10 +14,9 @@ from typing import Any
 from torch import nn
 
 from rockplan.graph_builder.foreign import flex_attention, opaque_calls, triton_launches
-from rockplan.graph_builder.foreign.opaque_calls import UnknownCall
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.eager_paths import refusing
-from rockplan.graph_builder.tracing.patches import Interrupted, Patch, unrecorded
+from rockplan.graph_builder.tracing.patches import Patch, unrecorded
 from rockplan.graph_builder.tracing.recording import Sample, record
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import CallSizes
@@ -46,11 +44,8 @@ def capture(
     """
     call = forward or module.forward
     sample = Sample(module, call, args, kwargs, incoming, only_loss, _rows, earlier, unread)
-    before: UnknownCall | None = None
-    while isinstance(recorded := record(sample), Interrupted):
-        if isinstance(recorded, UnknownCall):
-            recorded.find_out(before)
-            before = recorded
+    while (recorded := record(sample)) is None:
+        pass
     return recorded
 
 

@@ -1,19 +1,18 @@
 """Opaque functions: an autograd.Function that runs for real, as two calls of a plan.
 
-takes: an autograd.Function, or a function and its backward. returns: the same. guarantees: outside
-of recordings it does what it did before. While a forward is recorded, its forward and its backward
-are each a call of an operator of ours, which takes and returns tensors and names everything else by
-a key; what the context saves is a result of the first and an argument of the second, so a plan may
-drop it and run the forward again.
+takes: an autograd.Function. returns: the same. guarantees: outside of recordings it does what it
+did before. While a forward is recorded, its forward and its backward are each a call of an operator
+of ours, which takes and returns tensors and names everything else by a key; what the context saves
+is a result of the first and an argument of the second, so a plan may drop it and run the forward
+again.
 """
 
 from __future__ import annotations
 
-import functools
 import inspect
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,9 +29,8 @@ from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.python_state.walk import NOT_FOLLOWED
 
 LIBRARY = torch.library.Library(OPAQUE, "DEF")
-_DRAWS = (torch.Tag.nondeterministic_seeded,)
-_FORWARD = "(Tensor[] given, Tensor(a!)[] changed, str call, bool draws) -> Tensor[]"
-_BACKWARD = "(Tensor[] given, str call, bool draws) -> Tensor[]"
+_FORWARD = "(Tensor[] given, Tensor(a!)[] changed, str call) -> Tensor[]"
+_BACKWARD = "(Tensor[] given, str call) -> Tensor[]"
 _PACKETS: Counter[str] = Counter()
 
 
@@ -49,14 +47,14 @@ def operators_of(name_of_function: str) -> str:
     packet = new_packet(name_of_function)
 
     def made_as_known(*args: Any) -> list[torch.Tensor]:
-        made = opaque_functions.KNOWN[args[-2]].outcome.made
+        made = opaque_functions.KNOWN[args[-1]].outcome.made
         return [new_tensor(one) for one in made if one.base is None]
 
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
         (f"{packet}.backward", _BACKWARD, _run_backward),
     ):
-        LIBRARY.define(name + schema, tags=_DRAWS)
+        LIBRARY.define(name + schema)
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{OPAQUE}::{name}", made_as_known, lib=LIBRARY)
     return packet
@@ -78,7 +76,7 @@ def _known(key: str) -> opaque_functions.Known:
 
 
 def _run_forward(
-    given: list[torch.Tensor], changed: list[torch.Tensor], call: str, draws: bool
+    given: list[torch.Tensor], changed: list[torch.Tensor], call: str
 ) -> list[torch.Tensor]:
     # given: tensors that the function only reads; changed: those that it writes into.
     known = _known(call)
@@ -89,13 +87,13 @@ def _run_forward(
     return _checked(known, tensors)
 
 
-def _run_backward(given: list[torch.Tensor], call: str, draws: bool) -> list[torch.Tensor]:
+def _run_backward(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
     return _checked(_known(call), given)
 
 
 def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a known call on `tensors` for real; return its results in new memory. Raises
-    UnsupportedModel if its outcome or its random draws differ from those recorded."""
+    UnsupportedModel if its outcome differs from the recorded one, or if it draws random numbers."""
     before = generator_states(tensors)
     run = known.call.run(tensors)
     if isinstance(known.call, opaque_functions.OpaqueBackward) and run.outcome != known.outcome:
@@ -107,15 +105,12 @@ def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> 
             "planned. A plan needs the same of each run: what follows from shapes and from "
             "arguments that are no tensors alone"
         )
-    fresh = run.fresh()
-    repeated = {device_of_draws(fresh)} if known.draws else set()
-    if not moved(before, generator_states(tensors)) <= repeated:
+    if generator_states(tensors) != before:
         raise UnsupportedModel(
             f"{called}, an opaque function, has drawn random numbers, which it did not when it was "
-            "planned, or from another generator than that of the device of its first result: a run "
-            "of it in a plan could not repeat them"
+            "planned: a run of it in a plan could not repeat them"
         )
-    return fresh
+    return run.fresh()
 
 
 def _with_copies(known: opaque_functions.Known, run: OpaqueRun) -> OpaqueRun:
@@ -141,16 +136,6 @@ def _with_copies(known: opaque_functions.Known, run: OpaqueRun) -> OpaqueRun:
     return OpaqueRun(outcome, tensors, known.results, known.structure)
 
 
-def device_of_draws(fresh: Sequence[torch.Tensor]) -> str:
-    """The device whose generator a plan can put back: of the first new result; '' if none."""
-    return str(fresh[0].device) if fresh else ""
-
-
-def moved(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
-    """Return the names of generators whose states differ: they were drawn from."""
-    return {name for name, state in before.items() if state != after[name]}
-
-
 def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
     """Name ('cpu', 'cuda:0') -> state as bytes, of what a call on `tensors` may draw from."""
     devices = {t.device.index for t in tensors if t.device.type == "cuda"}
@@ -166,103 +151,37 @@ def opaque(
     function: Any = None,
     /,
     *,
-    backward: Callable[..., Any] | None = None,
-    setup_context: Callable[..., Any] | None = None,
-    fake: Callable[..., Any] | None = None,
-    fake_backward: Callable[..., Any] | None = None,
     mutates: Sequence[str] = (),
     backward_mutates: Sequence[str] = (),
 ) -> Any:
     """Plan `function` as a whole: it runs for real, and plans know what it takes and makes.
 
-    function: a subclass of torch.autograd.Function, which is returned as it is, or a function of
-    positional arguments with its `backward(ctx, *gradients)` and, to save tensors for that,
-    `setup_context(ctx, inputs, output)`. Usable as a decorator.
-    fake, fake_backward: used for planning if forward or backward cannot run on made-up numbers (in
-    [0, 1), zeros for integers): they do the same on tensors without memory; `fake(ctx, *args)` also
-    saves what forward saves. Without `fake_backward`, gradients are contiguous tensors of the
-    shapes and dtypes of the arguments.
-    mutates: names of arguments of the forward that it writes into; backward_mutates: names of
-    gradients of the backward, 'saved_tensors[0]', and of attributes of the context.
+    function: a subclass of torch.autograd.Function, which is returned as it is. Usable as a
+    decorator. mutates: names of arguments of the forward that it writes into; backward_mutates:
+    names of gradients of the backward, 'saved_tensors[0]', and of attributes of the context.
     Raises InvalidInput.
     """
-    how: dict[str, Any] = {
-        "fake": fake,
-        "fake_backward": fake_backward,
-        "mutates": mutates,
-        "backward_mutates": backward_mutates,
-    }
     if function is None:
-        return lambda f: opaque(f, backward=backward, setup_context=setup_context, **how)
-    if isinstance(function, type) and issubclass(function, Function):
-        if backward or setup_context:
-            raise InvalidInput(f"{function.__qualname__} has a backward of its own; pass none")
-        _register(function, _name(function).replace("<locals>.", ""), **how)
-        return function
-    if isinstance(function, type) or not callable(function):
+        return lambda f: opaque(f, mutates=mutates, backward_mutates=backward_mutates)
+    if not (isinstance(function, type) and issubclass(function, Function)):
         raise InvalidInput(
-            f"rockplan.opaque takes a subclass of torch.autograd.Function, or a function; "
-            f"got {function!r}"
+            f"rockplan.opaque takes a subclass of torch.autograd.Function, got {function!r}; a "
+            "function and its backward are an operator: torch.library.custom_op"
         )
-    if backward is None:
-        raise InvalidInput(
-            f"rockplan.opaque needs the backward of {_name(function)}: pass "
-            "backward=function(ctx, *gradients)"
-        )
-    return _with_backward(function, backward, setup_context, how)
-
-
-def _with_backward(
-    function: Callable[..., Any],
-    backward: Callable[..., Any],
-    setup_context: Callable[..., Any] | None,
-    how: Mapping[str, Any],
-) -> Callable[..., Any]:
-    members = {
-        "__module__": function.__module__,
-        "__qualname__": _name(function),
-        "forward": staticmethod(function),
-        "setup_context": staticmethod(setup_context or (lambda ctx, inputs, output: None)),
-        "backward": staticmethod(backward),
-    }
-    kind: Any = type(_name(function), (Function,), members)
-    saving = "" if setup_context is None else ", setup_context=..."
-    _register(kind, f"{_name(function)}, backward=...{saving}", **how)
-    signature = inspect.signature(function)
-
-    @functools.wraps(function)
-    def apply(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        if bound.kwargs:
-            raise InvalidInput(f"{_name(function)} has arguments that can be given by name alone")
-        return kind.apply(*bound.args)
-
-    NOT_FOLLOWED[id(apply)] = apply
-    return apply
-
-
-def _name(function: Any) -> str:
-    return str(getattr(function, "__qualname__", type(function).__name__))
+    _register(function, mutates, backward_mutates)
+    return function
 
 
 def _register(
-    kind: type[Function],
-    declared: str,
-    fake: Callable[..., Any] | None,
-    fake_backward: Callable[..., Any] | None,
-    mutates: Sequence[str],
-    backward_mutates: Sequence[str],
+    kind: type[Function], mutates: Sequence[str], backward_mutates: Sequence[str]
 ) -> None:
-    """Check and register an autograd.Function, with operators of its own unless it has some.
-    declared: the arguments of `rockplan.opaque` as text. Raises InvalidInput."""
-    called = f"{kind.__module__}.{_name(kind)}".replace("<locals>.", "")
+    """Check and register an autograd.Function, with operators of its own unless it has some. Raises
+    InvalidInput."""
+    called = f"{kind.__module__}.{kind.__qualname__}".replace("<locals>.", "")
     if getattr(kind, "boxed_grads_call", False):
         raise InvalidInput(f"{called} takes its gradients in one list, which is not supported")
     if isinstance(mutates, str) or isinstance(backward_mutates, str):
         raise InvalidInput(f"{called}: mutates and backward_mutates are tuples of names")
-    if fake_backward is not None and fake is None:
-        raise InvalidInput(f"{called}: fake_backward needs fake, which saves what it takes")
     has_setup = _is_setup_context_defined(kind.setup_context)
     parameters = list(inspect.signature(kind.forward).parameters.values())[not has_setup :]
     for name in mutates:
@@ -277,15 +196,12 @@ def _register(
     backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
     REGISTERED[kind] = opaque_functions.Opaque(
         kind=kind,
-        declared=declared,
         called=called,
-        packet=before.packet if before else operators_of(_name(kind)),
+        packet=before.packet if before else operators_of(kind.__qualname__),
         forward=kind.forward,
         setup_context=kind.setup_context if has_setup else None,
         backward=getattr(kind, backward_name),
         backward_name=backward_name,
-        fake=fake,
-        fake_backward=fake_backward,
         mutates=tuple(mutates),
         backward_mutates=tuple(backward_mutates),
     )

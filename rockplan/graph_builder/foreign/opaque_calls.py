@@ -1,20 +1,18 @@
 """Opaque calls: how an opaque function is recorded.
 
-A recording that meets an unknown call ends with `UnknownCall`; the call runs once on made-up
-numbers, to find out what it makes, and the forward is recorded again. guarantees: undeclared writes
-into arguments, and draws that a plan could not repeat, are refused by name.
+A call about which nothing is known yet runs once on made-up numbers, to find out what it makes.
+guarantees: undeclared writes into arguments, and draws of random numbers, are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -32,48 +30,15 @@ from rockplan.graph_builder.foreign.opaque_functions import (
     forward_call,
     is_plain,
     key_of,
-    text_of,
 )
 from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors, rebuilt, taken
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.recorded.specs import tensor_in, tensor_of
-from rockplan.graph_builder.tracing.patches import Interrupted, Patch, RecordingAccess
+from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import Where
 from rockplan.python_state.elements import EVERYBODYS, GENERATOR
 
 _WHY = "it runs as a whole, on tensors that have memory, when the plan runs"
-
-
-class UnknownCall(Interrupted):
-    """Ends a recording at an opaque call about which nothing is known yet."""
-
-    def __init__(self, call: OpaqueForward | OpaqueBackward, module: str, source: str) -> None:
-        super().__init__(f"{call.called} is opaque", module_path=module, source=source)
-        self.call = call
-
-    def find_out(self, before: UnknownCall | None) -> None:
-        """Run the call and remember its outcome in `KNOWN`. before: the unknown call that ended the
-        recording before this one, None for the first. Raises CaptureError if the call fails, does
-        what a plan cannot repeat, or has other arguments in each recording."""
-        place = self.module_path or "", self.source or ""
-        if before is not None and (key := key_of(before.call)) not in _MET:
-            del KNOWN[key]
-            calls = before.call, self.call
-            both = (c.leaves if isinstance(c, OpaqueForward) else c.forward.leaves for c in calls)
-            pairs = zip(*both, strict=False)
-            other = next((type(b).__name__ for a, b in pairs if text_of(a) != text_of(b)), None)
-            what = {"function": self.call.called, "what": f"a {other}" if other else "tensors"}
-            raise NAMED["other call of an opaque function"].at(*place, **what)
-        with torch.inference_mode(False), _disable_current_modes():
-            run = find_out(self.call, place)
-            is_real = self.call.function.fake is None
-            if is_real and isinstance(self.call, OpaqueForward) and any(self.call.needs):
-                # Most backward passes get these gradients, which saves every second recording.
-                with contextlib.suppress(RockplanError):
-                    likely = likely_backward(KNOWN[key_of(self.call)], run)
-                    if key_of(likely) not in KNOWN:
-                        find_out(likely, place)
 
 
 def patches() -> Iterator[Patch]:
@@ -153,7 +118,7 @@ class _Recorded:
         known = _known(call, access)
         read = [t for i, t in enumerate(tensors) if i not in call.changed]
         changed = [tensors[i] for i in call.changed]
-        fresh = self._function.operators.forward(read, changed, key_of(call), known.draws)
+        fresh = self._function.operators.forward(read, changed, key_of(call))
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
@@ -166,21 +131,19 @@ class _Recorded:
             saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}
             call, tensors = backward_call(kept.known, kept.attributes | saved, gradients)
             known = _known(call, access)
-            fresh = self._function.operators.backward(tensors, key_of(call), known.draws)
+            fresh = self._function.operators.backward(tensors, key_of(call))
             made = rebuilt(known.outcome, call.kept(tensors), fresh)
             return opaque.result_of(known, made)
 
         return backward
 
 
-_MET: set[str] = set()
-"""Keys of known calls that the recording has met."""
-
-
 def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
     key = key_of(call)
-    _MET.add(key) if key in KNOWN else _MET.discard(key)
-    return KNOWN.get(key) or access.stop(UnknownCall(call, *access.place()))
+    if key not in KNOWN:
+        with torch.inference_mode(False), _disable_current_modes():
+            KNOWN[key] = _found_out(call, access)
+    return KNOWN[key]
 
 
 def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
@@ -198,34 +161,32 @@ def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
     ctx.set_materialize_grads(outcome.materializes)
 
 
-# Trials: runs on made-up numbers, outside of a recording and of the module, so the function may
-# have any effect on Python's state, which plans do not track; generators are put back
+# Trials: runs on made-up numbers; generators are put back
 
 
-def find_out(call: OpaqueForward | OpaqueBackward, place: Where) -> OpaqueRun:
-    """Run `call` on made-up tensors (fake ones if the function has a `fake`); remember its outcome
-    in `KNOWN` and return the run. place: (module path, source line), for errors. Raises
-    CaptureError for what a plan cannot do: undeclared writes, unknown draws, views of another
-    kind."""
-    is_fake = call.function.fake is not None
-    undeclared: list[str] = []
-    if is_fake:
-        with FakeTensorMode():
-            run = _run(call, _tensors_for(call, place), True, place)
-            draws = bool(run.fresh())  # unknown for a function with `fake`, so assumed
-    else:
-        with _generators_restored(call):
-            run, draws, undeclared = _real_run(call, _tensors_for(call, place), place)
+def _found_out(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
+    """Run `call` on made-up tensors. Refuses what a plan cannot do: undeclared writes, draws, views
+    of another kind."""
+    with _generators_restored(call):
+        tensors = _tensors_for(call, access)
+        declared = call.changed if isinstance(call, OpaqueForward) else ()
+        before = [_bytes(t).clone() for t in tensors]
+        states = _all_generator_states(tensors)
+        run = _run(call, tensors, access)
+        if _all_generator_states(tensors) != states:
+            access.refuse(NAMED["draws of an opaque function"].text(function=call.called))
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
         if not is_plain or (base is not None and base.dtype != made.spec.dtype):
-            raise NAMED["view by an opaque function"].at(*place, function=call.called)
-    known = Known(call, run.outcome, run.results, run.structure, run.attributes, draws)
-    if undeclared:
-        _refuse_writes(known, run, undeclared, place)
-    KNOWN[key_of(call)] = known
-    return run
+            access.refuse(NAMED["view by an opaque function"].text(function=call.called))
+    storages = {call.tensors.storages[i] for i in declared}
+    for place, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
+        is_declared = call.tensors.storages[place] in storages
+        if not is_declared and not torch.equal(_bytes(tensor), content):
+            line = {"argument": (name := _name_of(call, place)), "line": _declaration(call, name)}
+            access.refuse(NAMED["write of an opaque function"].text(function=call.called, **line))
+    return Known(call, run.outcome, run.results, run.structure, run.attributes)
 
 
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -236,114 +197,61 @@ def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]:
-    devices = {s.device for s in call.tensors.specs if s.device.startswith("cuda")}
-    states = [(one, GENERATOR.read(one)) for one in EVERYBODYS.values()]
-    with torch.random.fork_rng(devices=sorted(devices)):
-        try:
-            yield
-        finally:
-            for one, state in states:
-                GENERATOR.write(one, state)
-
-
-def _real_run(
-    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], place: Where
-) -> tuple[OpaqueRun, bool, list[str]]:
-    """Return (the run, whether it drew random numbers, names of tensors that it wrote into without
-    a declaration). Raises CaptureError for draws that a plan could not repeat."""
-    declared = call.changed if isinstance(call, OpaqueForward) else ()
-    before = [_bytes(t).clone() for t in tensors]
-    states = _all_generator_states(tensors)
-    run = _run(call, tensors, False, place)
-    storages = {call.tensors.storages[i] for i in declared}
-    written = {
-        i
-        for i, (tensor, content) in enumerate(zip(tensors, before, strict=True))
-        if call.tensors.storages[i] not in storages and not torch.equal(_bytes(tensor), content)
-    }
-    drawn = opaque.moved(states, _all_generator_states(tensors))
-    if not drawn <= {opaque.device_of_draws(run.fresh())}:
-        raise NAMED["draws of an opaque function"].at(*place, function=call.called)
-    return run, bool(drawn), _names_of_places(call, written)
+    devices = [torch.device(s.device) for s in call.tensors.specs]
+    numbers = {d.index for d in devices if d.type == "cuda"}
+    drawn = [torch.default_generator, *(torch.cuda.default_generators[i] for i in numbers)]
+    states = [(one, one.get_state()) for one in drawn]
+    others = [(one, GENERATOR.read(one)) for one in EVERYBODYS.values()]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+        for one, elements in others:
+            GENERATOR.write(one, elements)
 
 
 def _run(
-    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], is_fake: bool, place: Where
+    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], access: RecordingAccess
 ) -> OpaqueRun:
     try:
-        return call.run(tensors, is_fake)
+        return call.run(tensors)
     except RockplanError:
         raise
     except Exception as error:
-        raise NAMED["run of an opaque function"].at(
-            *place, function=call.called, error=f"{type(error).__name__}: {error}".rstrip(".")
-        ) from error
+        facts = {"function": call.called, "error": f"{type(error).__name__}: {error}".rstrip(".")}
+        access.refuse(NAMED["run of an opaque function"].text(**facts))
 
 
-def _names_of_places(call: OpaqueForward | OpaqueBackward, places: Iterable[int]) -> list[str]:
-    """Return the names by which a user declares writes into tensors at `places`, one a storage."""
-    if isinstance(call, OpaqueForward):
-        names = argument_names(call.function, len(call.args))
-        named = {
-            name: tuple(r.place for r in pytree.tree_leaves(argument) if isinstance(r, Ref))
-            for name, argument in zip(names, call.args, strict=True)
-        }
-    else:
+def _name_of(call: OpaqueForward | OpaqueBackward, place: int) -> str:
+    """Return the name by which a user declares writes into the tensor at `place`."""
+    if isinstance(call, OpaqueBackward):
         named = backward_names(call.function, call.saved, call.attributes, call.gradients)
-    storages: dict[int, str] = {}
-    for place in sorted(places):
-        name = next(n for n, own in named.items() if place in own)
-        storages.setdefault(call.tensors.storages[place], name)
-    return list(dict.fromkeys(storages.values()))
+        return next(name for name, own in named.items() if place in own)
+    names = argument_names(call.function, len(call.args))
+    leaves = map(pytree.tree_leaves, call.args)
+    return next(n for n, own in zip(names, leaves, strict=True) if Ref(place) in own)
 
 
-def _refuse_writes(
-    known: Known, run: OpaqueRun, undeclared: Sequence[str], place: Where
-) -> NoReturn:
-    """Raise CaptureError with the line that declares the writes, the backward's included if it can
-    be tried. undeclared: names of tensors that the call writes into."""
-    call = known.call
-    if isinstance(call, OpaqueForward):
-        of_backward: list[str] = []
-        with contextlib.suppress(RockplanError), _generators_restored(call):
-            likely = likely_backward(known, run)
-            of_backward = _real_run(likely, _tensors_for(likely, place), place)[2]
-        line = call.function.line(undeclared, of_backward)
-    else:
-        line = call.function.line((), undeclared)
-    raise NAMED["write of an opaque function"].at(
-        *place, function=call.called, argument=undeclared[0], line=line
-    )
+def _declaration(call: OpaqueForward | OpaqueBackward, name: str) -> str:
+    is_backward = isinstance(call, OpaqueBackward)
+    return call.function.line(*(((), (name,)) if is_backward else ((name,), ())))
 
 
-def _tensors_for(call: OpaqueForward | OpaqueBackward, place: Where) -> list[torch.Tensor]:
+def _tensors_for(
+    call: OpaqueForward | OpaqueBackward, access: RecordingAccess
+) -> list[torch.Tensor]:
     # For a backward those that a run of the forward saves, and made-up gradients.
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
-    is_fake = call.function.fake is not None
-    forward = call.forward
-    run = _run(forward, _made_up(forward.tensors), is_fake, place)
-    tensors: list[Any] = [None] * len(call.tensors.specs)
+    run = _run(call.forward, _made_up(call.forward.tensors), access)
+    tensors = _made_up(call.tensors)
     refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
     made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]
     for to, ref in zip(refs, made, strict=True):
         if isinstance(to, Ref) and isinstance(ref, Ref):
             tensors[to.place] = run.tensors[ref.place].detach()
-    waiting = [i for i, tensor in enumerate(tensors) if tensor is None]
-    specs = tuple(call.tensors.specs[i] for i in waiting)
-    sizes = tuple(call.tensors.sizes[i] for i in waiting)
-    alone = Tensors(specs, tuple(range(len(specs))), sizes)
-    for i, tensor in zip(waiting, _made_up(alone), strict=True):
-        tensors[i] = tensor
     return tensors
-
-
-def likely_backward(known: Known, run: OpaqueRun) -> OpaqueBackward:
-    """With a contiguous gradient in new memory for each result. run: of the forward."""
-    made = opaque.result_of(known, run.tensors)
-    results = made if isinstance(made, tuple) else (made,)
-    gradients = [r.new_zeros(r.shape) if isinstance(r, torch.Tensor) else None for r in results]
-    return backward_call(known, dict(enumerate(run.tensors)), gradients)[0]
 
 
 def _made_up(tensors: Tensors) -> list[torch.Tensor]:

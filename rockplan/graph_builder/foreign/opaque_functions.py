@@ -25,9 +25,7 @@ from torch.utils import _pytree as pytree
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.foreign import outcomes
 from rockplan.graph_builder.operators.rows import OPAQUE
-from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.python_state.autocast import Autocast, autocast_state, under_autocast
-from rockplan.values.graph import TensorSpec
 
 # Dispatch keys of autograd, which are excluded while the kernel of an operator runs.
 _KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd", "ADInplace"))]
@@ -35,19 +33,16 @@ _KEYS = [k for k in torch._C.DispatchKey.__members__ if k.startswith(("Autograd"
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Opaque:
-    """One registered function. declared: the arguments of `rockplan.opaque` as text; backward_name:
-    'backward', or 'vjp' if it has that; packet: name of its operators; others: as in `opaque`."""
+    """One registered function. backward_name: 'backward', or 'vjp' if it has that; packet: name of
+    its operators; others: as in `opaque`."""
 
     kind: type[Function]
-    declared: str
     called: str
     packet: str
     forward: Callable[..., Any]
     setup_context: Callable[..., Any] | None
     backward: Callable[..., Any]
     backward_name: str
-    fake: Callable[..., Any] | None
-    fake_backward: Callable[..., Any] | None
     mutates: tuple[str, ...]
     backward_mutates: tuple[str, ...]
 
@@ -58,8 +53,8 @@ class Opaque:
             "backward_mutates": (*self.backward_mutates, *backward_mutates),
         }
         how = [f"{how}={names!r}" for how, names in written.items() if names]
-        how += [f"{n}=..." for n in ("fake", "fake_backward") if getattr(self, n) is not None]
-        return f"rockplan.opaque({', '.join([self.declared, *how])})"
+        name = self.kind.__qualname__.replace("<locals>.", "")
+        return f"rockplan.opaque({', '.join([name, *how])})"
 
     @property
     def operators(self) -> Any:
@@ -108,9 +103,8 @@ class OpaqueForward:
         """Return the places of the tensors that require a gradient."""
         return frozenset(a.place for a, n in zip(self.args, self.needs, strict=True) if n)
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> outcomes.OpaqueRun:
-        """Run the forward on `tensors` (by place); return the run. is_fake: run the function's
-        `fake` instead, if it has one."""
+    def run(self, tensors: Sequence[torch.Tensor]) -> outcomes.OpaqueRun:
+        """Run the forward on `tensors` (by place); return the run."""
         arguments = [t.detach() for t in tensors]
         for place in self.needing:
             arguments[place].requires_grad_()
@@ -119,9 +113,7 @@ class OpaqueForward:
         )
         ctx, function = outcomes.Context(self.needs), self.function
         with _as_in_eager(self.autocast):
-            if is_fake and function.fake is not None:
-                result = function.fake(ctx, *args)
-            elif function.setup_context is None:
+            if function.setup_context is None:
                 result = function.forward(ctx, *args)
             else:
                 result = function.forward(*args)
@@ -152,10 +144,9 @@ class OpaqueBackward:
     def called(self) -> str:
         return f"{self.function.called}.{self.function.backward_name}"
 
-    def run(self, tensors: Sequence[torch.Tensor], is_fake: bool = False) -> outcomes.OpaqueRun:
+    def run(self, tensors: Sequence[torch.Tensor]) -> outcomes.OpaqueRun:
         """Run the backward on `tensors` (by place); return the run, whose outcome refers to tensors
-        that are not copied. is_fake: run `fake_backward` instead, or make empty gradients, if the
-        function has a `fake`."""
+        that are not copied."""
         own = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             own[place].requires_grad_()
@@ -168,14 +159,7 @@ class OpaqueBackward:
         gradients = [outcomes.taken(ref, own) for ref in self.gradients]
         kept = self.kept(own)
         with _as_in_eager(self.autocast):
-            if not is_fake or function.fake is None:
-                result = function.backward(ctx, *gradients)
-            elif function.fake_backward is not None:
-                result = function.fake_backward(ctx, *gradients)
-            else:
-                of = self.forward.tensors.specs
-                pairs = zip(self.forward.args, needs, strict=True)
-                result = tuple(_empty(of[a.place]) if is_needed else None for a, is_needed in pairs)
+            result = function.backward(ctx, *gradients)
         results = result if isinstance(result, tuple) else (result,)
         needed = (r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
         return outcomes.run_of(tuple(needed), kept, None)
@@ -185,21 +169,16 @@ class OpaqueBackward:
         return [t for i, t in enumerate(given) if i not in self.copied]
 
 
-def _empty(spec: TensorSpec) -> torch.Tensor:
-    return torch.empty(spec.shape, dtype=dtype_of(spec), device=spec.device)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What a trial run found out about a call. results, structure, attributes: as in `OpaqueRun`;
-    draws: it may draw from the generator of the device of its first result."""
+    """What a trial run found out about a call. results, structure, attributes: as in
+    `OpaqueRun`."""
 
     call: OpaqueForward | OpaqueBackward
     outcome: outcomes.Outcome
     results: tuple[Any, ...]
     structure: Any
     attributes: outcomes.Attributes
-    draws: bool
 
 
 KNOWN: dict[str, Known] = {}
@@ -354,11 +333,11 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     """Return a key of 16 digits that is equal for calls that do the same."""
     function = call.function
     if isinstance(call, OpaqueForward):
-        parts: list[Any] = ["forward", function.packet, text_of(function.fake)]
+        parts: list[Any] = ["forward", function.packet]
         parts += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
         parts += [function.backward_mutates]
     else:
-        parts = ["backward", key_of(call.forward), text_of(function.fake_backward)]
+        parts = ["backward", key_of(call.forward)]
         parts += [call.saved, call.gradients, call.need, call.copied]
         parts += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
     parts += [call.tensors, call.autocast]

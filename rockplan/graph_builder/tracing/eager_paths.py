@@ -190,7 +190,7 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
 def _data(original: Any, recording: RecordingAccess) -> Any:
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         # Nothing is done for the memory that it has (`p.data = p.data.contiguous()`).
-        if not is_same_memory(tensor, recording.known(other)):
+        if recording.is_active() and not is_same_memory(tensor, recording.known(other)):
             recording.refuse(NAMED["other memory"].text())
 
     return property(original.__get__, assign)

@@ -67,8 +67,7 @@ class ForwardCall:
 
         refuse = functools.partial(refuse_here, recorder)
         access = patches.RecordingAccess(
-            *(refuse, read_all, recorder.known_tensor),
-            *(recorder.is_active, recorder.refuse, recorder.place),
+            *(refuse, read_all, recorder.known_tensor, recorder.is_active),
             make_own=recorder.make_own,
             callers_writes=recorder.callers_writes,
             made=recorder.made,

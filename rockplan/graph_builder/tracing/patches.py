@@ -17,15 +17,9 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import CaptureError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.refusals import NAMED
-from rockplan.graph_builder.tracing.source_lines import Where
 from rockplan.python_state.walk import Root, Walk
-
-
-class Interrupted(CaptureError):
-    """Ends a recording that starts anew once something has been found out outside of it."""
 
 
 def nobody(message: object) -> NoReturn:
@@ -38,7 +32,7 @@ class RecordingAccess:
 
     refuse: raise with the place in the model; read_all: the real tensor for a recorded one; known:
     the fake tensor for a real one; is_active: whether a call of an operator would be recorded now;
-    stop: raise an error that ends the recording; make_own: give tensors (grouped by storage) memory
+    make_own: give tensors (grouped by storage) memory
     of their own if no plan writes into what they have; callers_writes: calls that wrote into
     tensors of the caller; made: tensors met so far, in order, None for one that is gone;
     checkpoints: gets what the function of each checkpoint that eager runs again could reach.
@@ -48,8 +42,6 @@ class RecordingAccess:
     read_all: Callable[[torch.Tensor], torch.Tensor | None] = lambda tensor: None
     known: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
     is_active: Callable[[], bool] = lambda: False
-    stop: Callable[[CaptureError], NoReturn] = nobody
-    place: Callable[[], Where] = lambda: ("", "")
     make_own: Callable[[Sequence[Sequence[torch.Tensor]]], None] = lambda written: None
     callers_writes: Callable[[], Sequence[RecordedCall]] = lambda: ()
     made: Callable[[], Sequence[torch.Tensor | None]] = lambda: ()

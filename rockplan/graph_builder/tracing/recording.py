@@ -31,7 +31,7 @@ from rockplan.graph_builder.tracing.outputs import (
     output_leaves,
     without_unread,
 )
-from rockplan.graph_builder.tracing.patches import Interrupted, PatchSource
+from rockplan.graph_builder.tracing.patches import PatchSource
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
 from rockplan.graph_builder.tracing.stand_ins import StandIns, with_numbers, with_stand_ins
@@ -65,29 +65,25 @@ class Sample:
     unread: frozenset[int] = frozenset()
 
 
-def record(sample: Sample) -> Capture | Interrupted:
-    """Return the recorded run of a sample, or, as an exception, what has to be found out before it
-    can be recorded. Raises CaptureError if it cannot be planned."""
+def record(sample: Sample) -> Capture | None:
+    """Return the recorded run of a sample; None if files were imported, which may be all that has
+    changed: then it is recorded anew. Raises CaptureError if it cannot be planned."""
     modes.refuse_compiling()
     refuse(When.MODULE, sample.module)
     leftovers = Leftovers()
     try:
         with leftovers.forgotten_by_errors():
-            recorded: Capture | Interrupted = _recorded(sample, leftovers)
-    except Interrupted as interrupted:
-        # The frames refer to functions that refer to the recording.
-        interrupted.__traceback__ = interrupted.__context__ = None
-        recorded = interrupted
+            recorded = _recorded(sample, leftovers)
     except BaseException:
         leftovers.remove()
         raise
     place = leftovers.remove()
-    if isinstance(recorded, Capture) and place is not None:
+    if recorded is not None and place is not None:
         raise NAMED["leftover"].error(place=place)
     return recorded
 
 
-def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
+def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
     recording = _Recording.of(call, leftovers)
     recorder, stand_ins, found = recording.recorder, recording.stand_ins, recording.found
     with (
@@ -116,7 +112,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture:
                 refusal = left_behind.refusal(change, before, after, made, draw_again)
             first, backward = _with_backward(recording, exchanged, first)
             if refusal is not None and not sys.modules.keys() <= found.imported:
-                raise Interrupted("files were imported, which may be all that has changed")
+                return None
             if refusal is not None:
                 raise refusal
             left_behind.refuse_cached(found, made)

@@ -521,17 +521,11 @@ REFUSALS: tuple[Refusal, ...] = (
         "pass tensors, and of other things numbers, text and functions",
     ),
     Refusal(
-        "other call of an opaque function",
-        "{function}, an opaque function, is given something else each time that the forward is "
-        "recorded ({what}), so a plan would be for no other call",
-        "pass what stays the same: of functions, one without variables of its own, or one that is "
-        "made once, and not in the forward",
-    ),
-    Refusal(
         "run of an opaque function",
         "{function}, an opaque function, does not run on made-up arguments (numbers in [0, 1), "
         "zeros where they are integers), by which a plan learns what it returns: {error}",
-        "Declare that: rockplan.opaque(..., fake=function(ctx, *arguments))",
+        "Make it an operator that says so (torch.library.custom_op with register_fake and "
+        "register_autograd)",
     ),
     Refusal(
         "write of an opaque function",
@@ -540,9 +534,7 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "draws of an opaque function",
-        "{function}, an opaque function, draws random numbers from a generator of Python, of "
-        "numpy, or of another device than that of its first result, where a plan could not repeat "
-        "them",
+        "{function}, an opaque function, draws random numbers, which a plan could not repeat",
         "draw before it, and pass in what was drawn",
     ),
     Refusal(
