@@ -104,17 +104,6 @@ def not_validated(self: Any, x: Tensor) -> Tensor:
     return torch.distributions.Normal(*args, validate_args=False).rsample()
 
 
-def masked(self: Any, x: Tensor, mask: Any = None) -> Tensor:
-    """As wav2vec2 masks times."""
-    if mask is None:
-        mask = drawn_mask(x)
-    return self.b(self.a(x) * mask)
-
-
-def drawn_mask(x: Tensor) -> Tensor:
-    return torch.from_numpy(numpy.random.rand(*x.shape) < 0.5)
-
-
 def finite(self: Any, x: Tensor) -> Tensor:
     """As DETR clamps what is not finite, after dropout."""
     y = nn.functional.dropout(self.a(x))
@@ -124,11 +113,6 @@ def finite(self: Any, x: Tensor) -> Tensor:
 def finite_on_the_tensor(self: Any, x: Tensor) -> Tensor:
     y = nn.functional.dropout(self.a(x))
     return self.b(torch.where(torch.isfinite(y).all(), y, y.clamp(-1, 1)))
-
-
-class MaskedNet(Net):
-    def forward(self, x: Tensor, mask: Any = None) -> Any:
-        return masked(self, x, mask)
 
 
 class Scripted(nn.Module):
@@ -213,11 +197,6 @@ ADVICE = {
         "what it computes with as a tensor",
         lambda: (Net(lambda self, x, drawn: self.b(self.a(x) + drawn)), (X, X[0]), (X, X[1])),
     ),
-    "draw of numpy that an argument replaces": Advice(
-        lambda: (MaskedNet(masked), X),
-        "pass 'mask' to the MaskedNet",
-        lambda: (MaskedNet(masked), (X, X > 0), (X, X < 0)),
-    ),
     "value after a draw": Advice(
         lambda: (Net(finite), X),
         "reads a value that depends on leaf 0 of the arguments",
@@ -267,11 +246,6 @@ def test_advice_is_followed_literally(name: str) -> None:
     assert advice.says in refusal(*advice.refused())
     model, *calls = advice.followed()
     assert_planned(model, *calls)
-
-
-def test_a_draw_is_named_by_its_line() -> None:
-    line = drawn_mask.__code__.co_firstlineno + 1
-    assert f"{__file__}:{line}: the forward draws" in refusal(MaskedNet(masked), X)
 
 
 # Yes or no of a few numbers, given or drawn

@@ -105,14 +105,6 @@ class ForwardCall:
         refuse_unwritten(recorder, outputs)
         return ForwardRun(outputs, spec)
 
-    def draw_again(self, recorder: Recorder, generator: Any) -> left_behind.DrawingLine:
-        """Run the forward once more, to see which line of it draws from `generator`."""
-        with recorder, _module_paths(self.module, recorder):
-            line = left_behind.DrawingLine(generator, lambda: recorder.place()[0])
-            args, kwargs = self.arguments.args, self.arguments.kwargs
-            line.find(functools.partial(_call_module, self, args, kwargs))
-        return line
-
 
 def _call_module(call: ForwardCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     results_of_others = call.results_of_others

@@ -7,9 +7,6 @@ iterators do not advance.
 
 from __future__ import annotations
 
-import contextlib
-import linecache
-import re
 import sys
 import types
 from collections.abc import Callable, Iterable, Mapping
@@ -24,12 +21,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from rockplan.errors import RockplanError, StoredByTheFirstCall
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing.recorder import Recorder
-from rockplan.graph_builder.tracing.refusals import DRAWN, NAMED, PUT_INTO_A_DICTIONARY, RUN_ONCE
-from rockplan.graph_builder.tracing.source_lines import is_of_python, is_of_users
+from rockplan.graph_builder.tracing.refusals import NAMED, PUT_INTO_A_DICTIONARY, RUN_ONCE
 from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.python_state import trees
 from rockplan.python_state.code_names import CLOSED, compares_objects, root_package
-from rockplan.python_state.elements import GENERATOR, cached_in, is_function_cache
+from rockplan.python_state.elements import cached_in, is_function_cache
 from rockplan.python_state.walk import (
     StateChange,
     Walk,
@@ -62,20 +58,13 @@ def refusal(
     before: Walk,
     after: Walk,
     made: RunTensors,
-    draw_again: Callable[[Any], DrawingLine],
 ) -> RockplanError:
     """Return the error for what the run has changed. It is StoredByTheFirstCall if the tensors that
-    it has stored depend on constants only. draw_again: runs the forward once more, and tells which
-    line draws from a generator."""
+    it has stored depend on constants only."""
     module = found.place.module
     if is_generator(type(found.owner)):
-        with _disable_current_modes():
-            before.restore()
-        line = draw_again(found.owner)
         facts = {"place": found.place.text, "kind": type(found.owner).__name__}
-        if line.argument:
-            facts["remedy"] = f"{line.argument}, or {DRAWN}"
-        return NAMED["generator of Python"].at(line.module or module or "", line.source, **facts)
+        return NAMED["generator of Python"].error(module, **facts)
     if isinstance(found.owner, torch.Tensor) and isinstance(found.former, bool):
         return NAMED["requires_grad"].error(tensor=found.place)
     stored = [t for t in after.objects if made.is_ours(t) and id(t) not in before.number]
@@ -188,57 +177,3 @@ def namespaces(walk: Walk, module: nn.Module) -> list[dict[str, Any]]:
     functions = (f for f in walk.objects if type(f) is types.FunctionType)
     spaces += [f.__globals__ for f in functions if root_package(f) not in CLOSED]
     return [*{id(space): space for space in spaces}.values()]
-
-
-class DrawingLine:
-    """The first line of Python that draws from a generator, and the module in which that runs.
-
-    argument: says which argument takes what the line draws, '' if none is known: one of a forward
-    that is running, whose name the drawn value gets."""
-
-    def __init__(self, generator: Any, module: Callable[[], str]) -> None:
-        self._generator, self._path = generator, module
-        self.module, self.source, self.argument = module(), "", ""
-
-    def find(self, again: Callable[[], object]) -> None:
-        """Run `again` with an eye on each line. Its errors do not matter."""
-        self._start = GENERATOR.read(self._generator)
-        before = sys.gettrace()
-        sys.settrace(self._entered)
-        try:
-            with contextlib.suppress(Exception):
-                again()
-        finally:
-            sys.settrace(before)
-
-    def _entered(self, frame: types.FrameType, event: str, arg: Any) -> Any:
-        name = frame.f_code.co_filename
-        if self.source or is_of_python(name) or not is_of_users(name):
-            return None
-        line = frame.f_lineno
-
-        def follow(frame: types.FrameType, event: str, arg: Any) -> Any:
-            nonlocal line
-            if not self.source and GENERATOR.read(self._generator) != self._start:
-                self.module, self.source = self._path(), f"{frame.f_code.co_filename}:{line}"
-                self.argument = _argument(frame, line)
-            line = frame.f_lineno
-            return follow
-
-        return follow
-
-
-def _argument(frame: types.FrameType | None, line: int) -> str:
-    # By the name that the value gets in the functions that are running.
-    names: set[str] = set()
-    while frame is not None:
-        owner = frame.f_locals.get("self")
-        arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-        found = sorted(names & {*arguments})
-        if found and isinstance(owner, nn.Module) and frame.f_code.co_name == "forward":
-            return f"pass {found[0]!r} to the {type(owner).__name__}, which draws where it is None"
-        text = linecache.getline(frame.f_code.co_filename, line)
-        names |= {*re.findall(r"^\s*(\w+)\s*=[^=]", text)}
-        frame = frame.f_back
-        line = frame.f_lineno if frame else 0
-    return ""

@@ -106,10 +106,9 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
             with _disable_current_modes():
                 after = before.again()
                 change = before.difference(after)
-            draw_again = functools.partial(exchanged.forward.draw_again, recorder)
             refusal = None
             if change is not None:
-                refusal = left_behind.refusal(change, before, after, made, draw_again)
+                refusal = left_behind.refusal(change, before, after, made)
             first, backward = _with_backward(recording, exchanged, first)
             if refusal is not None and not sys.modules.keys() <= found.imported:
                 return None

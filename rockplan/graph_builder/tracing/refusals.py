@@ -448,7 +448,8 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "generator of Python",
         "the forward draws from {place} (a {kind}), which a planned step would repeat for ever",
-        DRAWN,
+        f"{DRAWN}. Models of speech of transformers draw where no `mask_time_indices` is passed, "
+        "unless `config.apply_spec_augment` is False",
     ),
     Refusal(
         "value",
