@@ -268,9 +268,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
         _refused_if(given.GivenCall.with_contents, lambda r: _is_contents((), r)),
     ),
     by_function(
-        "leftovers: by who refers to them", _LEFT, "_remove_others", _always, lambda self: "object"
-    ),
-    by_function(
         "leftovers: in caches of functions", _LEFT, "_empty_function_caches", _always, _nothing
     ),
     by_function("leftovers: in closures of frames", _LEFT, "_empty_closures", _always, _nothing),

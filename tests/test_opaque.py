@@ -7,10 +7,8 @@ import copy
 import ctypes
 import enum
 import functools
-import gc
 import pickle
 import random
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -773,19 +771,19 @@ def _by_sign(ctx: Any, x: torch.Tensor) -> Any:
 
 
 CHANGING: dict[str, tuple[Any, str]] = {
-    "an attribute": (function_of(_by_sign), "sets ctx.is_positive to something else"),
+    "an attribute": (function_of(_by_sign), "something else"),
     "a shape": (
         function_of(
             lambda ctx, x: x.new_zeros(1 + int(x.min() < 0), 3),
             lambda ctx, gradient: gradient.new_zeros(ROWS, WIDTH),
         ),
-        "other shapes",
+        "something else",
     ),
-    "memory": (function_of(lambda ctx, x: x if x.sum() < 0 else x.clone()), "other shapes"),
+    "memory": (function_of(lambda ctx, x: x if x.sum() < 0 else x.clone()), "something else"),
     "a draw": (function_of(lambda ctx, x: x + (torch.rand(4) if x.sum() < 0 else 0)), "drawn"),
     "what is saved": (
         function_of(lambda ctx, x: (ctx.save_for_backward(x[: 1 + int(x.min() < 0)]), x * 1)[1]),
-        "makes tensors of other shapes",
+        "something else",
     ),
 }
 

@@ -1,8 +1,8 @@
 """Leftovers: tensors of a recorded run that are still alive when the run is over.
 
-takes: weak references to every tensor that a run made. guarantees: any object that still holds one
-(a cache that no name leads to, a thread's own data, an object of a library) is found through
-Python's garbage collector, loses the tensor, and is named.
+takes: weak references to every tensor that a run made. guarantees: a cache of a function, a
+dictionary, a list or a cell that still holds one is found through Python's garbage collector, and
+loses the tensor.
 """
 
 from __future__ import annotations
@@ -22,18 +22,7 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.elements import (
-    CELL,
-    Access,
-    Aspect,
-    Element,
-    cached_in,
-    row_of,
-    tensors_in,
-)
-
-_DEEPEST = 5
-"""Most levels of tuples, views and the like between a tensor and a holder that can be changed."""
+from rockplan.python_state.elements import CELL, ITEMS, LIST, cached_in, tensors_in
 
 _YOUNG, _ALL = 0, 2
 """Generations of Python's garbage collector."""
@@ -76,7 +65,7 @@ class Leftovers:
                     del cell.cell_contents
 
     def remove(self) -> str | None:
-        """Remove tensors of the recording from whatever still holds them. Return the name of the
+        """Remove tensors of the recording from whatever still holds them. Return the class of the
         first holder, None if there was none.
 
         Function caches are emptied and not named: they fill themselves.
@@ -89,7 +78,7 @@ class Leftovers:
             gc.collect(generation)
         if self.alive():
             self._empty_function_caches()
-        return self._remove_others() if self.alive() else None
+        return _taken_from_holders(self.alive())
 
     def _empty_function_caches(self) -> None:
         identities = frozenset(map(id, self.alive()))
@@ -102,21 +91,6 @@ class Leftovers:
             if not identities.isdisjoint(map(id, cached_in(cache))):
                 cache.cache_clear()
         gc.collect()
-
-    def _remove_others(self) -> str | None:
-        """Level by level, until none is alive; None if nothing held them."""
-        first: str | None = None
-        for _ in range(_DEEPEST):
-            alive = self.alive()
-            if not alive:
-                break
-            place = _taken_from_holders(alive)
-            first = first or place
-            del alive
-            gc.collect()
-            if place is None:
-                return first or "an object that cannot be looked into"
-        return first
 
 
 def _frames_of(error: BaseException | None, seen: set[int]) -> Iterator[types.FrameType]:
@@ -154,69 +128,12 @@ def _content(cell: types.CellType) -> object:
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:
-    """Take the tensors `ours` from all objects that hold them, directly or through objects that
-    cannot be changed. Return the name of the first holder, None if there is none.
-
-    All objects of a level are looked up at once: each look-up goes through every object of the
-    process.
-    """
-    taken: list[tuple[Any, Access, Any]] = []
-    level: list[object] = [*ours]
-    seen = {id(ours), id(taken), *map(id, ours)}
-    for _ in range(_DEEPEST + 1):
-        seen.add(id(level))
-        above: list[object] = []
-        identities = frozenset(map(id, level))
-        for referrer in gc.get_referrers(*level):
-            if id(referrer) in seen or isinstance(referrer, types.FrameType):
-                continue
-            seen.add(id(referrer))
-            dropped = _drop(referrer, identities)
-            taken += dropped
-            if not dropped:
-                above.append(referrer)
-        if not above:
-            break
-        level = above
-    if not taken:
-        return None
-    owner, row, key = taken[0]
-    return row.named(_described(owner), key)
-
-
-def _drop(referrer: Any, identities: frozenset[int]) -> list[tuple[Any, Access, Any]]:
-    """Remove the objects of these identities from `referrer`. Return (referrer, row of `elements`,
-    key of the first object) for each part of it that was changed."""
-    row = None if isinstance(referrer, torch.Tensor) else row_of(type(referrer))
-    if row is None:
-        return []
-    parts = [part for _, part in row.read(referrer) if type(part) is Aspect]
-    dropped = []
-    for owner, own in [(referrer, row), *((part.owner, part.row) for part in parts)]:
-        elements = own.read(owner)
-        kept = [e for e in elements if not _is_one(e, identities)]
-        if own.can_change and len(kept) < len(elements):
-            key = next(e[0] for e in elements if _is_one(e, identities))
-            own.write(owner, kept)
-            dropped.append((referrer, own, key))
-    return dropped
-
-
-def _is_one(element: Element, identities: frozenset[int]) -> bool:
-    return not identities.isdisjoint(map(id, element))
-
-
-def _described(owner: Any) -> str:
-    """Return a name for an object, for messages: of a dictionary of variables the module or object,
-    of another object the global variable that it is, else its class."""
-    if isinstance(owner, dict) and isinstance(owner.get("__name__"), str) and "__spec__" in owner:
-        return f"the module {owner['__name__']}"
-    for referrer in gc.get_referrers(owner):
-        if getattr(referrer, "__dict__", None) is owner:
-            return f"a {type(referrer).__qualname__}"
-    for name, module in list(sys.modules.items()):
-        variables = getattr(module, "__dict__", None) or {}
-        for key, value in list(variables.items()):
-            if value is owner:
-                return f"{name}.{key}"
-    return f"a {type(owner).__qualname__}"
+    identities = frozenset(map(id, ours))
+    found = [r for r in gc.get_referrers(*ours) if r is not ours] if ours else []
+    holders = [r for r in found if not isinstance(r, types.FrameType)]
+    for row, kind in ((ITEMS, dict), (LIST, list), (CELL, types.CellType)):
+        for holder in (h for h in holders if isinstance(h, kind)):
+            elements = row.read(holder)
+            row.write(holder, [e for e in elements if identities.isdisjoint(map(id, e))])
+    names = [f"a {type(holder).__qualname__}" for holder in holders]
+    return [*names, "an object that cannot be looked into"][0] if ours else None

@@ -101,9 +101,10 @@ def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> 
     called = known.call.called
     if run.outcome != known.outcome:
         raise UnsupportedModel(
-            f"{called}, an opaque function, {known.outcome.differs(run.outcome)} than when it was "
-            "planned. A plan needs the same of each run: what follows from shapes and from "
-            "arguments that are no tensors alone"
+            f"{called}, an opaque function, returns, saves or sets something else than when it was "
+            "planned: tensors of other shapes, strides, dtypes or memory, other data, or None. A "
+            "plan needs the same of each run: what follows from shapes and from arguments that are "
+            "no tensors alone"
         )
     if generator_states(tensors) != before:
         raise UnsupportedModel(

@@ -93,18 +93,6 @@ class Outcome:
     constant: frozenset[int] = frozenset()
     materializes: bool = True
 
-    def differs(self, other: Outcome) -> str:
-        """Return in words how `other` differs from this outcome, in the first respect that does."""
-        if self.attributes != other.attributes:
-            a, b = ({name: rest for name, *rest in o.attributes} for o in (self, other))
-            names = sorted(n for n in a.keys() | b.keys() if a.get(n) != b.get(n))
-            return f"sets {', '.join(f'ctx.{n}' for n in names)} to something else"
-        if self.structure != other.structure:
-            return "returns another number of results"
-        if self.saved != other.saved:
-            return "saves other tensors"
-        return "makes tensors of other shapes, strides, dtypes or memory, or None elsewhere"
-
 
 class Context(FunctionCtx):
     """The `ctx` of a function that runs for real."""
