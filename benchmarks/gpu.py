@@ -81,9 +81,18 @@ TASKS: tuple[tuple[Task, ...], ...] = (
     (_task("compiled", "llama", 140),),
     (_task("compiled", "resnet-50", 60),),
     (_task("compiled", "gpt2-large", 90),),
+    # Plans as CUDA graphs: bits of their code, time of device and host.
+    (_task("graph", "gpt2-large", 120),),
+    (_task("graph", "llama", 60),),
     tuple(
         _task("tests", name, 240)
-        for name in ("test_cuda", "test_cuda_compiled", "test_cuda_kernels", "test_cuda_paging")
+        for name in (
+            "test_cuda",
+            "test_cuda_compiled",
+            "test_cuda_kernels",
+            "test_cuda_graph",
+            "test_cuda_paging",
+        )
     ),
     *((_task("stack", name, 60),) for name in STACK),
     (_task("host", "wide", 120),),

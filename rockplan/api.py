@@ -36,7 +36,7 @@ from rockplan.errors import (
 )
 from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.fitting.reserved import reserve, storage_sizes
+from rockplan.fitting.reserved import reserve, storage_sizes, with_pool
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
@@ -230,6 +230,7 @@ def _settings(make: MakeProgram, options: Options, share: float | None) -> PlanS
         outputs_chosen=options.differentiated is not None,
         share=share,
         host_bytes=options.host_bytes,
+        graph=options.graph,
     )
 
 
@@ -337,7 +338,8 @@ def _planned(
     def make(wanted: Budget) -> Plan:
         return beside_loss(new(wanted), parts, given.ratio, new)
 
-    return room.filled(make, parts, least.get(autocast_state(), 0), agreed)
+    filled = room.filled(make, parts, least.get(autocast_state(), 0), agreed)
+    return with_pool(*parts(filled)) if options.graph else filled
 
 
 def _chosen(

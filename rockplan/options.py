@@ -101,6 +101,8 @@ class Options:
     numerics: 'best': beside what other options say, also what a training run normally tolerates
     (only_loss, tile, compile, and host on CUDA), each where a plan for this call and budget gains
     by it, as the logger says: they are planned side by side.
+    graph: of `solve` and `load` on CUDA: the second call of a kind and later ones are replayed as
+    two CUDA graphs, wherever nothing speaks against it, in `plan.pool_bytes` (docs/usage.md).
     """
 
     on_mismatch: Literal["replan", "original", "error"] = "replan"
@@ -128,6 +130,7 @@ class Options:
     link: int | str | None = None
     rerun_collectives: bool = False
     numerics: Literal["eager", "best"] = "eager"
+    graph: bool = False
 
     @classmethod
     def best(cls, **others: Any) -> Options:
@@ -403,6 +406,26 @@ ROWS: Mapping[str, OptionRow] = {
         no_effect=dict.fromkeys(
             ("fit", "pareto", "load", "explain", "api.plan_each"),
             "which looks for no options: leave it out, or call rockplan.solve or rockplan.plan",
+        ),
+    ),
+    "graph": OptionRow(
+        _SWITCH,
+        decides=False,
+        no_effect={
+            "solve_blocks": (
+                "beside whose blocks Python runs at each step: leave it out, or plan the whole "
+                "module with rockplan.solve"
+            ),
+            "fit": (
+                "which does not count the memory of graphs: leave it out, and read "
+                "rockplan.plan(model, sample, budget, options=Options(graph=True)).pool_bytes"
+            ),
+        },
+        not_with=dict.fromkeys(
+            ("in_flight", "host", "released", "reserve"),
+            "graph=True goes without in_flight, host, released and reserve: a replay writes over "
+            "what other calls keep and what is let go, pages nothing, and has memory of its own. "
+            "Leave out graph, or these (only_loss=True makes no results that released would name)",
         ),
     ),
 }

@@ -27,7 +27,7 @@ from rockplan.captures.open_sizes import may_be_open, unfused, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
-from rockplan.fitting.reserved import with_reserved
+from rockplan.fitting.reserved import with_pool, with_reserved
 from rockplan.graph_builder.costs.open_workspaces import with_open_workspaces
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.recorded.specs import dtype_of
@@ -539,6 +539,9 @@ def built_program(
     CheckFailed if it differs."""
     report("writing the code")
     plan = with_reserved(plan)
+    # A later kind of call that no graph can be of runs by its code, as the logger says.
+    if options.graph and not planned_state.programs_of(call.module):
+        plan = with_pool(plan, source.lowered.interface)
     if source.earlier_workspaces:
         graph = with_open_workspaces(without_copies(plan.graph), source.earlier_workspaces)
         plan = replace(plan, graph=with_copies_of(graph, plan.graph))

@@ -21,12 +21,24 @@
 
 // -- what was asked for -------------------------------------------------------------------------
 
-enum { LAUNCHES, TRITON, PRODUCTS, TO_DEVICE, TO_HOST, WITHIN, SYNCS, MALLOCS, MEMSETS, EVENTS, ALL };
+enum { LAUNCHES, TRITON, PRODUCTS, TO_DEVICE, TO_HOST, WITHIN, SYNCS, MALLOCS, MEMSETS, EVENTS, GRAPHS, ALL };
 long long stand_in_counts[ALL];
 const char *stand_in_names(void) {
-  return "launches triton products to_device to_host within syncs mallocs memsets events";
+  return "launches triton products to_device to_host within syncs mallocs memsets events graphs";
 }
-static void count(int what) { __atomic_add_fetch(&stand_in_counts[what], 1, __ATOMIC_RELAXED); }
+
+// Between these two a stream records a graph: what waits, or asks for memory, is refused then, and
+// what is asked of the device is counted whenever the graph is launched.
+static int capturing = 0;
+static unsigned long long capture_id = 0;
+static long long captured[ALL];
+#define REFUSED_IN_CAPTURE \
+  if (capturing) return cudaErrorStreamCaptureUnsupported
+
+static void count(int what) {
+  int is_now = !capturing || what == MALLOCS || what == EVENTS;
+  __atomic_add_fetch(is_now ? &stand_in_counts[what] : &captured[what], 1, __ATOMIC_RELAXED);
+}
 
 static int devices = 1;
 static size_t total_bytes = (size_t)139 << 30;
@@ -37,12 +49,6 @@ __attribute__((constructor)) static void begin(void) {
   if (number) devices = atoi(number);
   if (gib) total_bytes = (size_t)atoi(gib) << 30;
 }
-
-// Between these two a stream records a graph: what waits, or asks for memory, is refused then.
-static int capturing = 0;
-static unsigned long long capture_id = 0;
-#define REFUSED_IN_CAPTURE \
-  if (capturing) return cudaErrorStreamCaptureUnsupported
 
 // -- memory -------------------------------------------------------------------------------------
 
@@ -316,18 +322,30 @@ cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode
   return cudaSuccess;
 }
 cudaError_t cudaStreamBeginCapture(cudaStream_t s, enum cudaStreamCaptureMode mode) {
+  memset(captured, 0, sizeof captured);
   capturing = 1, capture_id++;
   return cudaSuccess;
 }
+// A graph is how often it asks for what.
 cudaError_t cudaStreamEndCapture(cudaStream_t s, cudaGraph_t *graph) {
-  capturing = 0, *graph = (cudaGraph_t)16;
+  capturing = 0, *graph = malloc(sizeof captured);
+  memcpy(*graph, captured, sizeof captured);
   return cudaSuccess;
 }
 cudaError_t cudaGraphInstantiateWithFlags(cudaGraphExec_t *made, cudaGraph_t graph,
                                           unsigned long long flags) {
-  *made = (cudaGraphExec_t)16;
+  *made = malloc(sizeof captured);
+  memcpy(*made, graph, sizeof captured);
   return cudaSuccess;
 }
+cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) {
+  count(GRAPHS);
+  for (int what = 0; what < ALL; what++)
+    __atomic_add_fetch(&stand_in_counts[what], ((long long *)graph)[what], __ATOMIC_RELAXED);
+  return cudaSuccess;
+}
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) { free(graph); return cudaSuccess; }
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t graph) { free(graph); return cudaSuccess; }
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *number) {
   *number = 1;
   return cudaSuccess;

@@ -85,6 +85,9 @@ OF_PLANNING = {
         "Also take compiled kernels, tiles, the loss alone and, on CUDA, the host's memory, each "
         "where a plan gains by it.",
     ),
+    "graph": _switch(
+        "--graph", "On CUDA: replay calls as CUDA graphs, and say what memory these hold."
+    ),
     "solver": _argument(
         str,
         default="HiGHS",

@@ -85,6 +85,7 @@ def plan_row(asked: str, plan: Plan) -> Row:
         "feasible": True,
         **members(plan, "budget_bytes peak_bytes"),
         **({} if plan.reserved_bytes is None else {"reserved_bytes": plan.reserved_bytes}),
+        **({} if plan.pool_bytes is None else {"pool_bytes": plan.pool_bytes}),
         **members(plan, "saved_bytes time_ns overhead eager_peak_bytes eager_time_ns"),
         "operations": len(plan.graph.nodes),
         "recomputed_operations": len(recomputations(plan)),

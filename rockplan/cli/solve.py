@@ -39,6 +39,7 @@ EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
     "host",
     "host_path",
     "link",
+    "graph",
 )
 def solve(
     context: typer.Context,

@@ -142,7 +142,7 @@ class Frame(Pages):
         self.copies: tuple[torch.Tensor, ...] = ()
         self.first: tuple[torch.Tensor | None, ...] = ()
         self._tangents: tuple[torch.Tensor, ...] = ()
-        self._replay: rng_replay.Undo | None = None
+        self._replay: tuple[torch.Generator, torch.Tensor] | None = None
 
     def __del__(self) -> None:
         self.let_go_of_pages(self.saved)
@@ -151,12 +151,15 @@ class Frame(Pages):
         self.saved[name] = rng_replay.save(device)
 
     def begin_replay(self, name: str, device: str) -> None:
-        self._replay = rng_replay.begin(self.saved[name], device)
+        generator = rng_replay.generator_of(device)
+        self._replay = generator, generator.get_state()
+        generator.set_state(self.saved[name])
 
     def end_replay(self) -> None:
         """Put the generator back; also called when a replayed operation fails."""
         if self._replay is not None:
-            rng_replay.end(self._replay)
+            generator, state = self._replay
+            generator.set_state(state)
             self._replay = None
 
     def put_tangents(self, tangents: tuple[torch.Tensor, ...]) -> None:

@@ -1,6 +1,6 @@
 """Replay of random draws: a recomputation sees the generator state of the first execution.
 
-A replay does not move the generator that the user sees: `begin` returns how to undo it.
+A replay does not move the generator that the user sees.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import torch
 
 from rockplan.errors import StalePlan
 
-Undo = tuple[torch.Generator, torch.Tensor]
 Starts = tuple[tuple[torch.Generator, torch.Generator], ...]
 
 
-def _generator(device: str) -> torch.Generator:
+def generator_of(device: str) -> torch.Generator:
+    """Return the default generator of `device`."""
     parsed = torch.device(device)
     if parsed.type == "cpu":
         return torch.default_generator
@@ -45,21 +45,7 @@ def save(device: str) -> torch.Tensor:
             "lets nobody read the state of a generator meanwhile. Plan with a larger budget, or "
             "without dropout, or keep what it draws, e.g. Options(keep=('*dropout*',))"
         )
-    return _generator(device).get_state()
-
-
-def begin(state: torch.Tensor, device: str) -> Undo:
-    """Put the generator of `device` into `state`; returns what `end` needs to undo it."""
-    generator = _generator(device)
-    current = generator.get_state()
-    generator.set_state(state)
-    return generator, current
-
-
-def end(undo: Undo) -> None:
-    """Put the generator back to where it was before `begin`."""
-    generator, current = undo
-    generator.set_state(current)
+    return generator_of(device).get_state()
 
 
 def starts(devices: Iterable[str]) -> Starts:
@@ -67,7 +53,7 @@ def starts(devices: Iterable[str]) -> Starts:
     while a CUDA graph is captured: its forward cannot run a second time from the same state."""
     if is_capturing():
         return ()
-    return tuple((g, g.clone_state()) for g in map(_generator, devices))
+    return tuple((g, g.clone_state()) for g in map(generator_of, devices))
 
 
 @contextlib.contextmanager

@@ -14,12 +14,16 @@ from dataclasses import replace
 
 import torch
 
-from rockplan.fitting.changes import Holding, MemoryChange, replayed_steps, usage
+from rockplan.errors import InvalidInput
+from rockplan.fitting.changes import Holding, MemoryChange, peak_of, replayed_steps, usage
 from rockplan.fitting.gpus import gpu
-from rockplan.fitting.scheduled import scheduled_changes
+from rockplan.fitting.scheduled import first_gradients, scheduled_changes
+from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.python_state.distributed import local_of
 from rockplan.python_state.memory import inner_tensors, parts_of
-from rockplan.values.graph import CDGraph
+from rockplan.runtime import captured
+from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 
 _LOGGER = logging.getLogger("rockplan")
@@ -47,6 +51,22 @@ def with_reserved(plan: Plan) -> Plan:
     later = scheduled_changes(graph, plan.schedule, {})
     found = usage(held, replayed_steps(first, later), expandable=is_expandable())
     return replace(plan, reserved_bytes=found.reserved_peak_bytes - sum(held))
+
+
+def with_pool(plan: Plan, interface: Interface) -> Plan:
+    """Return the plan with `pool_bytes`, what the CUDA graphs of a call hold at most: gradients as
+    they come, which the next forward writes over, and memory for arguments and incoming gradients
+    beside. Raises InvalidInput where no call of the plan can be replayed."""
+    if why := captured.why_not(plan, interface):
+        raise InvalidInput(f"Options(graph=True) is not for this plan: {why}. Leave out graph")
+    graph, values = plan.graph, plan.graph.values
+    given = [v for _, v in interface.inputs]
+    given += [o.tangent for o in interface.outputs if o.tangent is not None]
+    beside_bytes = sum(needed_bytes(values[v].spec) for v in given)
+    incoming = (replace(d, size_bytes=0) if d.kind is DataKind.TANGENT else d for d in graph.data)
+    graph = replace(graph, data=tuple(incoming))
+    changes = scheduled_changes(graph, plan.schedule, first_gradients(graph, interface))
+    return replace(plan, pool_bytes=peak_of(changes).size_bytes + beside_bytes)
 
 
 def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:

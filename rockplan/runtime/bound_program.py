@@ -21,6 +21,7 @@ from rockplan.python_state.hooks import has_hooks
 from rockplan.python_state.memory import answer_of, parts_of
 from rockplan.runtime import autograd
 from rockplan.runtime.backward_pass import Replan
+from rockplan.runtime.captured import GraphPool
 from rockplan.runtime.differences import (
     DescribedCall,
     Difference,
@@ -39,7 +40,7 @@ from rockplan.values.interface import ABSENT, Guard, Question, Unmade
 from rockplan.values.sizes import Size
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class BoundProgram:
     """A program bound to the tensors of one module tree in one state.
 
@@ -255,13 +256,23 @@ def rebind(
                 new_signatures[number] = bounds[position].signature
 
 
-def run(bound: BoundProgram, call: Any, leaves: Sequence[Any], replan: Replan) -> Any:
+def run(
+    bound: BoundProgram,
+    call: Any,
+    leaves: Sequence[Any],
+    replan: Replan,
+    pool: GraphPool | None = None,
+) -> Any:
     """Run a call by its plan; return what the forward would return, and fill containers of the
     caller's as it would. call: (args, kwargs); leaves: theirs, flattened; replan: returns the
-    Executable for incoming gradients in other strides than planned, when backward meets them."""
+    Executable for incoming gradients in other strides than planned, when backward meets them; pool:
+    where it is replayed as CUDA graphs, if it is."""
     program = bound.program
+    executable = program.executable
+    if pool is not None:
+        executable = pool.executable(bound, program, bound.tensors)
     with without_default_device():
-        tensors = autograd.call(program.executable, bound.residents(leaves), bound.wrappers, replan)
+        tensors = autograd.call(executable, bound.residents(leaves), bound.wrappers, replan)
     tensor_at = dict(zip(program.interface.results, tensors, strict=True))
     outputs = program.interface.outputs
     result_leaves = [

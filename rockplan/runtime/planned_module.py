@@ -152,7 +152,8 @@ class Planned(HasPlans):
             return original_forward(self)(*args, **kwargs)
         state.latest, state.has_run = bound.program, True
         situation = Situation(self, call, bound, autocast_state(), function_modes())
-        return run(bound, (call.args, call.kwargs), call.leaves, situation.replan)
+        pool = state.pool if state.settings.graph else None
+        return run(bound, (call.args, call.kwargs), call.leaves, situation.replan, pool)
 
 
 def _called(state: PlannedState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:

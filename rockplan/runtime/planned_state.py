@@ -13,6 +13,7 @@ from torch import nn
 
 from rockplan.errors import InvalidInput
 from rockplan.runtime.bound_program import BoundProgram, bind
+from rockplan.runtime.captured import GraphPool
 from rockplan.runtime.guards import ModuleSignature, opened_key
 from rockplan.runtime.open_program import Limits, OpenProgram
 from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
@@ -40,7 +41,7 @@ class PlanSettings:
     starts from; is_in_place: the planned module is the original itself (`plan_in_place`);
     on_refused: of a module that is planned at its first call in training, None to raise; share: the
     budget as a share of the unplanned peak, None if it is in bytes; allowance: of a block;
-    host_bytes: as in Options."""
+    host_bytes, graph: as in Options."""
 
     make_program: MakeProgram
     on_mismatch: str
@@ -51,6 +52,7 @@ class PlanSettings:
     share: float | None = None
     allowance: AllowanceLike | None = None
     host_bytes: int | None = None
+    graph: bool = False
 
 
 @dataclass(slots=True)
@@ -66,7 +68,8 @@ class PlannedState:
     copy of; unread, read: structure of the arguments -> positions of leaves that nothing looks at
     in any planned call, and of those that something does; precedent: outputs that backward passes
     really started from, if not the assumed ones; is_off: all calls run the original forward
-    (`take_out`); warned: keys of warnings given, shared by all blocks of a model.
+    (`take_out`); warned: keys of warnings given, shared by all blocks of a model; pool: of its CUDA
+    graphs.
     """
 
     original: type[nn.Module]
@@ -86,6 +89,7 @@ class PlannedState:
     is_off: bool = False
     warned: set[str] = field(default_factory=set)
     has_warned_of_original: bool = False
+    pool: GraphPool = field(default_factory=GraphPool)
 
     def add(self, key: Any, bound: BoundProgram) -> None:
         """Add a program for calls of the kind `key`, as the preferred one. The sample's plan is

@@ -102,6 +102,8 @@ class Plan:
     origin: where a plan that was read from a file was made, '' for one of this process.
     reserved_bytes: what PyTorch's caching allocator takes from a CUDA device at the peak, by a
     model of it (`rockplan.fitting.reserved`); None where that is not known, and on CPU.
+    pool_bytes: with options.graph, the most bytes alive in the memory of the CUDA graphs of the
+    call, with its gradients and copies of its arguments; None without.
     trips: one for each storage that is paged to the host and back.
     trace: one entry for each stage of the search, none if the plan comes from the cache or a file,
     or was replayed. passes: one for each pass that made the graph, none for a plan from a file.
@@ -126,6 +128,7 @@ class Plan:
     in_flight: int = 1
     origin: str = ""
     reserved_bytes: int | None = field(default=None, compare=False)
+    pool_bytes: int | None = field(default=None, compare=False)
     trips: tuple[Trip, ...] = ()
     trace: tuple[StageTrace, ...] = field(default=(), compare=False, repr=False)
     passes: tuple[PassTrace, ...] = field(default=(), compare=False, repr=False)
@@ -185,6 +188,7 @@ def _summary_lines(plan: Plan) -> list[str]:
         "predicted peak": f"{format_bytes(plan.peak_bytes)} ({share:.0%} of "
         f"{format_bytes(plan.eager_peak_bytes)} with everything kept)",
         "reserved": reserved,
+        "graphs": "" if plan.pool_bytes is None else f"hold {format_bytes(plan.pool_bytes)}",
         "saved": f"{format_bytes(plan.saved_bytes)} between forward and backward",
         "overhead": f"{plan.overhead:+.1%} predicted time "
         f"({len(again)} of {forward} forward operations run again)",
