@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from rockplan.api import load, pareto, plan, solve
     from rockplan.blocks.report import BlocksPlan
     from rockplan.blocks.solve import blocks_of, restore_blocks, solve_blocks
-    from rockplan.checkpointing.export import as_checkpoint_code
     from rockplan.comparison import Comparison, compare
     from rockplan.explanations import explain
     from rockplan.fitting.training_step import TrainingStep
@@ -65,7 +64,6 @@ _NAMES = {
     "will_it_fit.answer": "Fit",
     "fitting.training_step": "TrainingStep",
     "blocks.solve": "blocks_of restore_blocks solve_blocks",
-    "checkpointing.export": "as_checkpoint_code",
     "runtime.planned_state": "code_of plan_of",
     "reports.pictures": "draw_curve draw_graph draw_memory draw_schedule",
     "explanations": "explain",
@@ -115,7 +113,6 @@ __all__ = [
     "UnsupportedModel",
     "ValueDependentControlFlow",
     "__version__",
-    "as_checkpoint_code",
     "blocks_of",
     "code_of",
     "compare",

@@ -170,7 +170,7 @@ SPELLINGS = {
         " --passes --tile -b"
     ),
     "solve": (
-        "--accumulate --autocast --best --budget --check --compile --export --host --host-path"
+        "--accumulate --autocast --best --budget --check --compile --host --host-path"
         " --json --link --near --no-cache --no-check --only-loss --optimizer --save --size"
         " --solver --tile --time-limit --trace --write-lp -b"
     ),
@@ -339,22 +339,6 @@ def test_autocast() -> None:
 
 def write(folder: Path, name: str, text: str) -> None:
     (folder / name).write_text(text)
-
-
-def test_solve_exports_checkpointing_code(own_folder: Path) -> None:
-    words = ["-b", "50%", "-b", "min", "-b", "1B", "--export", "net_{budget}.py"]
-    found = as_json("solve", MLP, *words, code=ExitCode.INFEASIBLE)["plans"]
-    assert [row.get("exported") for row in found] == ["net_50pct.py", "net_min.py", None]
-    program = "import torch, net_50pct, net_min\n"
-    program += "for net in (net_50pct, net_min):\n"
-    program += "    layer = torch.nn.Sequential(torch.nn.Identity())\n"
-    program += "    model = torch.nn.Sequential(*[layer for _ in range(6)])\n"
-    program += "    assert net.apply(model)(torch.ones(1)) == 1"
-    subprocess.run([sys.executable, "-c", program], cwd=own_folder, check=True, timeout=500)
-    assert "needs to be wrapped" in errors(
-        "solve", MLP, "-b", "100%", "--export", "net.py", code=ExitCode.USAGE
-    )
-    assert not (own_folder / "net.py").exists()
 
 
 MODEL = """
@@ -527,7 +511,6 @@ def test_an_infeasible_budget_prints_the_minimum() -> None:
         ["solve", MLP, "--save", "x.json"],
         ["solve", MLP, "-b", "1", "-b", "2", "--save", "x.json"],
         ["solve", MLP, "-b", "50%", "--save", "absent/x.json"],
-        ["solve", MLP, "-b", "50%", "--export", "absent/x.py"],
         ["solve", MLP, "-b", "50%", "--save", ""],
         ["solve", MLP, "-b", "50%", "--save", "/"],
         ["solve", MLP, "-b", "50%", "--save", "."],

@@ -952,13 +952,6 @@ def test_the_code_calls_kernels_by_their_operators(interpreted: list[str]) -> No
     assert f"= rockplan_{norm}([" in code and "# layers.0.norm" in code
 
 
-def test_compiled_plans_are_not_exported(interpreted: list[str]) -> None:
-    case = stack(2)
-    planned = rockplan.solve(case.model, case.args, "min", options=COMPILED)
-    with pytest.raises(InvalidInput, match="compiled kernels"):
-        rockplan.as_checkpoint_code(planned)
-
-
 # Errors
 
 

@@ -434,11 +434,3 @@ def test_a_module_on_several_devices_does_not_page() -> None:
         host_of(split, options())
     assert host_of(graph, options()) == Host(1 << 30, HostLink(20 * 10**9, 20 * 10**9))
     assert host_of(graph, rockplan.Options()) is None
-
-
-@pytest.mark.usefixtures("small_pages")
-def test_a_plan_that_pages_is_no_checkpointing_code() -> None:
-    model, x = network()
-    planned = rockplan.solve(model, x, "40%", options=options())
-    with pytest.raises(InvalidInput, match="activations go to the host"):
-        rockplan.as_checkpoint_code(planned)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -20,7 +19,6 @@ from rockplan.graph_builder.fusion import kernels
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.recorded import rules as run_rules
 from rockplan.graph_builder.recorded.run import Capture
-from rockplan.graph_builder.recorded.text import run_text
 from rockplan.oracles import graph_rules
 from rockplan.oracles.graph_rules import check
 from rockplan.runtime.planned_state import HasPlans
@@ -316,37 +314,3 @@ def test_a_pass_that_makes_something_illegal_is_named(
     monkeypatch.setattr(pipeline, "RUN_PASSES", (*pipeline.RUN_PASSES, forget))
     with pytest.raises(IllegalForm, match="after forget: Nothing is read before it is made"):
         pipeline.lower(run, 0)
-
-
-# -- the text of a run -------------------------------------------------------------------------
-
-
-class Twice(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.zeros(64, 32))
-
-    def forward(self) -> torch.Tensor:
-        return self.w.t().sin().mul_(2)
-
-
-TWICE = """
-def run(w: float32[64, 32]):
-    # (root)  test_passes.py
-    v1: float32[32, 64; 1, 32] = aten.t(w)  # in w
-    v2: float32[32, 64; 1, 32] = aten.sin(v1)
-    v2: float32[32, 64; 1, 32] = aten.mul_.Tensor(v2, 2)  # writes v2
-    # backward from v3: float32[32, 64; 1, 32]
-    # (root)  test_passes.py
-    v4: float32[32, 64; 1, 32] = aten.mul.Tensor(v3, 2)
-    v5: float32[32, 64; 1, 32] = aten.cos(v1)
-    v6: float32[32, 64; 1, 32] = aten.mul.Tensor(v4, v5)
-    v7: float32[64, 32] = aten.t(v6)  # in v6
-    w.grad = v7
-    return v2
-"""
-
-
-def test_a_run_prints_one_line_a_call() -> None:
-    text = run_text(capture(Twice(), (), {}))
-    assert re.sub(r"\S*(test_passes\.py):\d+", r"\1", text) == TWICE.strip()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +16,6 @@ from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
 from rockplan.reports.listing import passes_trace, search_trace
 from rockplan.reports.progress_bars import waiting
-from rockplan.store.plan_file import write_whole
 from rockplan.values.plan import Plan
 
 if TYPE_CHECKING:
@@ -53,14 +51,6 @@ def solve(
             "with {budget} in it.",
         ),
     ] = None,
-    export: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FILE",
-            help="File for the plan as torch.utils.checkpoint code that needs no rockplan; its "
-            "head says what is lost.",
-        ),
-    ] = None,
     check: Annotated[
         bool,
         typer.Option(
@@ -90,8 +80,7 @@ def solve(
 ) -> None:
     """Plan MODEL under each budget; without a budget, the whole curve of memory and time."""
     with ending(as_json), waiting():
-        _check_save("--save", save, budget or [])
-        _check_save("--export", export, budget or [])
+        _check_save(save, budget or [])
         subject = make_subject(model)
         if write_lp is not None and not budget:
             raise InvalidInput("--write-lp needs a --budget, which the programs keep")
@@ -103,12 +92,7 @@ def solve(
             trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}
             plans = _plans(budget, options, subject.call | trained) if budget else ()
         pairs = tuple(zip(budget or (), plans, strict=True))
-
-        def write_code(plan: Plan, path: str) -> None:
-            write_whole(Path(path), rockplan.as_checkpoint_code(subject.model, plan))
-
-        files = [_written(save, asked, plan, rockplan.save_plan) for asked, plan in pairs]
-        exported = [_written(export, asked, plan, write_code) for asked, plan in pairs]
+        files = [_saved(save, asked, plan) for asked, plan in pairs]
         programs: list[Path] = []
         if write_lp is not None:
             from rockplan.search.block_families import write_programs
@@ -123,7 +107,7 @@ def solve(
         else:
             print(display.printable(str(curve)))
         return
-    _show_solved(model, [asked for asked, _ in pairs], plans, files, exported, as_json)
+    _show_solved(model, [asked for asked, _ in pairs], plans, files, as_json)
     for path in programs:
         typer.echo(f"written: {path}", err=True)
     if trace and not as_json:
@@ -160,32 +144,27 @@ def _plan_or_error(budget: str, options: Options, call: dict[str, Any]) -> Plan 
         return error
 
 
-def _check_save(option: str, name: str | None, budgets: list[str]) -> None:
+def _check_save(name: str | None, budgets: list[str]) -> None:
     if name is None:
         return
     if not budgets:
-        raise InvalidInput(f"{option} needs a --budget to make a plan for")
+        raise InvalidInput("--save needs a --budget to make a plan for")
     if len(budgets) > 1 and "{budget}" not in name:
         raise InvalidInput(
-            f"{option} {name} would be written {len(budgets)} times; put {{budget}} into the name"
+            f"--save {name} would be written {len(budgets)} times; put {{budget}} into the name"
         )
     if not Path(name).name or Path(name).is_dir():
-        raise InvalidInput(f"{option} '{name}' names no file; name the file to write")
+        raise InvalidInput(f"--save '{name}' names no file; name the file to write")
     if not Path(name).parent.is_dir():
-        raise InvalidInput(f"there is no folder {Path(name).parent} for {option} {name}")
+        raise InvalidInput(f"there is no folder {Path(name).parent} for --save {name}")
 
 
-def _written(
-    name: str | None,
-    asked: str,
-    plan: Plan | InfeasibleBudget,
-    write: Callable[[Plan, str], object],
-) -> str | None:
+def _saved(name: str | None, asked: str, plan: Plan | InfeasibleBudget) -> str | None:
     """None if no file is wanted or the budget is too small."""
     if name is None or isinstance(plan, InfeasibleBudget):
         return None
     path = name.replace("{budget}", asked.replace("%", "pct"))
-    write(plan, path)
+    rockplan.save_plan(plan, path)
     return path
 
 
@@ -194,16 +173,15 @@ def _show_solved(
     budgets: list[str],
     plans: tuple[Plan | InfeasibleBudget, ...],
     files: list[str | None],
-    exported: list[str | None],
     as_json: bool,
 ) -> None:
-    """files, exported: of each plan, None for none."""
+    """files: of each plan, None for none."""
     if as_json:
         rows = [
             display.infeasible_row(asked, plan)
             if isinstance(plan, InfeasibleBudget)
-            else {**display.plan_row(asked, plan), "file": file, "exported": code}
-            for asked, plan, file, code in zip(budgets, plans, files, exported, strict=True)
+            else {**display.plan_row(asked, plan), "file": file}
+            for asked, plan, file in zip(budgets, plans, files, strict=True)
         ]
         display.print_json({"model": model, "plans": rows})
         return
@@ -211,6 +189,6 @@ def _show_solved(
         print(display.printable(str(plans[0])))
     else:
         display.show_plans(budgets, plans)
-    for file in (*files, *exported):
+    for file in files:
         if file is not None:
             typer.echo(f"written: {file}", err=True)
