@@ -1,8 +1,8 @@
 """The pictures of docs/usage.md and docs/explain.md: a small decoder planned under 40 %.
 
 Measures memory over time of both modules and compares the plan with PyTorch's checkpointing, draws
-docs/memory.svg, docs/schedule.svg, docs/frontier.svg and docs/blocks.svg, writes report.html and
-trace.json to a folder if one is named, and prints the explanation of the plan.
+docs/memory.svg, docs/schedule.svg, docs/frontier.svg and docs/blocks.svg, writes report.html to a
+folder if one is named, and prints the explanation of the plan.
 Command: python -m benchmarks.pictures [FOLDER]        (needs matplotlib, and Graphviz's dot)
 """
 
@@ -39,7 +39,6 @@ def main() -> None:
     for name in sys.argv[1:2]:
         page = rockplan.html_report(planned.plan, title="transformer", series=series, **found)
         (Path(name) / "report.html").write_text(page, encoding="utf-8")
-        (Path(name) / "trace.json").write_text(rockplan.plan_trace(planned.plan, **found))
     print(rockplan.explain(planned.plan))
 
 

@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
-    from rockplan.reports.timeline import plan_trace
     from rockplan.runtime.planned_state import code_of, plan_of
     from rockplan.will_it_fit.answer import Fit
     from rockplan.will_it_fit.what_fits import fit
@@ -74,7 +73,6 @@ _NAMES = {
     "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
     "out_of_memory": "explained",
-    "reports.timeline": "plan_trace",
     "graph_builder.operators.facts": "pure",
     "log_probs": "token_log_probs",
 }
@@ -132,7 +130,6 @@ __all__ = [
     "peak_live_bytes",
     "plan",
     "plan_of",
-    "plan_trace",
     "pure",
     "read_plans",
     "restore_blocks",

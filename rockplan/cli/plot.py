@@ -15,7 +15,7 @@ from rockplan.cli.ending import ending
 from rockplan.cli.factory import Subject, make_subject
 from rockplan.errors import InvalidInput
 from rockplan.options import Options
-from rockplan.reports import html, pictures, timeline
+from rockplan.reports import html, pictures
 from rockplan.reports.progress_bars import waiting
 from rockplan.store.plan_file import write_whole
 from rockplan.values.plan import Plan
@@ -44,8 +44,8 @@ def plot(
             "--output",
             "-o",
             metavar="FILE",
-            help=".html: a report in one file; .svg, .png: a picture; .json: a timeline for "
-            "Perfetto; .dot: the graph for Graphviz.",
+            help=".html: a report in one file; .svg, .png: a picture; .dot: the graph for "
+            "Graphviz.",
         ),
     ] = "rockplan.html",
     picture: Annotated[
@@ -83,7 +83,6 @@ def plot(
             subject = make_subject(source)
             shown = {
                 ".html": frozenset({PictureKind.MEMORY, PictureKind.CURVE}),
-                ".json": frozenset({PictureKind.MEMORY}),
                 ".dot": frozenset[PictureKind](),
             }.get(suffix, frozenset({chosen}))
             with shared.under_autocast(subject, autocast):
@@ -96,7 +95,7 @@ def plot(
 _PICTURE_ENDINGS = (".svg", ".png")
 """Endings of files that hold one picture."""
 
-_ENDINGS = (".html", *_PICTURE_ENDINGS, ".json", ".dot")
+_ENDINGS = (".html", *_PICTURE_ENDINGS, ".dot")
 
 _ROUNDS = 2
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
@@ -143,8 +142,6 @@ def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, st
         case ".html":
             title, series = path.stem, drawing.series
             content = html.html_report(drawing.plan, title=title, series=series, **lines)
-        case ".json":
-            content = timeline.plan_trace(drawing.plan, **lines)
         case ".dot":
             content = pictures.graph_dot(drawing.plan)
         case suffix:

@@ -1,17 +1,18 @@
 """One HTML page about a plan, which opens without a network.
 
-takes: a Plan, and measurements or comparisons beside it. returns: the page as text, with its style,
-data and script inside; it loads nothing. guarantees: texts of the model (names, paths) are escaped;
-tables and figures are those of `explain`, `memory` and the plan.
+takes: a Plan, and measurements or comparisons beside it. returns: the page as text, with its style
+and pictures inside; it loads and runs nothing. guarantees: texts of the model (names, paths) are
+escaped; tables and figures are those of `explain`, `pictures` and the plan.
 """
 
 from __future__ import annotations
 
+import base64
 import html
-import json
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from importlib import resources
 
+from rockplan.errors import MissingLibrary
 from rockplan.reports import pictures
 from rockplan.reports.explain import (
     Explanation,
@@ -21,7 +22,6 @@ from rockplan.reports.explain import (
     price_text,
     recomputation_groups,
 )
-from rockplan.reports.timeline import MemoryTimeline, block_rows, eager_timeline, planned_timeline
 from rockplan.values.plan import Plan, format_bytes, plan_in
 from rockplan.values.profile import MeasuredTimeline
 
@@ -35,7 +35,7 @@ def html_report(
     eager_measured: MeasuredTimeline | None = None,
 ) -> str:
     """Return a self-contained HTML page: summary, curve, memory over time, schedule, owners of the
-    peak, recomputed operations.
+    peak, recomputed operations. Without matplotlib, what to install stands in place of pictures.
 
     plan: a Plan or a planned module. series: lines and marks beside the plan on the memory-time
     curve, as for `pictures.draw_curve` (`curve_series(rockplan.pareto(...))` is the whole curve).
@@ -44,30 +44,25 @@ def html_report(
     shown_plan = plan_in(plan)
     explanation = explain_plan(shown_plan)
     everything = explain_plan(shown_plan, unplanned=True)
+    lines = {"measured": measured, "eager_measured": eager_measured}
+    marked = (*series, pictures.plan_series(shown_plan))
+    curve = figure("curve", lambda: pictures.draw_curve(marked))
+    memory = figure("memory over time", lambda: pictures.draw_memory(shown_plan, **lines))
+    schedule = figure("schedule", lambda: pictures.draw_schedule(shown_plan))
     sections = [
         _summary(shown_plan, explanation, everything),
-        section("curve", "Memory against time", _CURVE_TEXT, _figure("curve")),
-        section("memory-over-time", "Memory over time", _MEMORY_TEXT, _figure("memory")),
-        section("blocks", "Schedule", _SCHEDULE_TEXT, _figure("schedule")),
+        section("curve", "Memory against time", _CURVE_TEXT, curve),
+        section("memory", "Memory over time", _MEMORY_TEXT, memory),
+        section("blocks", "Schedule", _SCHEDULE_TEXT, schedule),
         _owners(explanation),
         _recomputed(explanation),
     ]
-    data = json.dumps(
-        _data(shown_plan, (pictures.plan_series(shown_plan), *series), measured, eager_measured),
-        separators=(",", ":"),
-    ).replace("<", "\\u003c")
-    return page(title, sections, _DRAWN.format(data=data, script=_asset("report.js")))
+    return page(title, sections)
 
 
-def page(title: str, sections: Iterable[str], drawn: str = "") -> str:
-    """Return a whole HTML page with our style. sections: HTML; drawn: HTML of the script and data
-    that draw figures, '' for none."""
-    return _PAGE.format(
-        title=html.escape(title),
-        style=_asset("report.css"),
-        sections="\n".join(sections),
-        drawn=drawn,
-    )
+def page(title: str, sections: Iterable[str]) -> str:
+    """Return a whole HTML page with our style. sections: HTML."""
+    return _PAGE.format(title=html.escape(title), style=_style(), sections="\n".join(sections))
 
 
 _PAGE = """<!doctype html>
@@ -82,22 +77,15 @@ _PAGE = """<!doctype html>
 <body>
 <h1>{title}</h1>
 {sections}
-{drawn}</body>
+</body>
 </html>
-"""
-
-_DRAWN = """<div id="tip"></div>
-<script type="application/json" id="data">{data}</script>
-<script>
-{script}</script>
 """
 
 _CURVE_TEXT = "Extra time over eager against peak bytes beyond parameters, gradients and inputs."
 _MEMORY_TEXT = (
     "Live bytes by module, predicted for the step that keeps everything and for the plan, over "
     "predicted time; the line, where there is one, is what the allocator recorded of a step of the "
-    "original and of the planned module, over the time that this step took under the profiler. "
-    "Point at a moment to see what runs there and what is alive."
+    "original and of the planned module, over the time that this step took under the profiler."
 )
 _SCHEDULE_TEXT = (
     "One row for each block: above, when its operations run; below, how many bytes of its "
@@ -106,8 +94,8 @@ _SCHEDULE_TEXT = (
 )
 
 
-def _asset(name: str) -> str:
-    return resources.files("rockplan.reports").joinpath(name).read_text(encoding="utf-8")
+def _style() -> str:
+    return resources.files("rockplan.reports").joinpath("report.css").read_text(encoding="utf-8")
 
 
 def section(identity: str, heading: str, text: str, *content: str) -> str:
@@ -118,8 +106,14 @@ def section(identity: str, heading: str, text: str, *content: str) -> str:
     )
 
 
-def _figure(identity: str) -> str:
-    return f'<figure id="{identity}"></figure>\n<div class="legend" id="{identity}-legend"></div>'
+def figure(name: str, draw: Callable[[], bytes]) -> str:
+    """Return the HTML of a picture. draw: returns an SVG. Where matplotlib is missing, what to
+    install stands in its place."""
+    try:
+        data = base64.b64encode(draw()).decode()
+    except MissingLibrary as error:
+        return f"<p>{html.escape(str(error))}</p>"
+    return f'<figure><img alt="{name}" src="data:image/svg+xml;base64,{data}"></figure>'
 
 
 def _summary(plan: Plan, explanation: Explanation, everything: Explanation) -> str:
@@ -252,57 +246,3 @@ def _recomputation_row(again: Recomputation) -> tuple[str, ...]:
         format_bytes(again.results_bytes),
         format_bytes(max(again.buys_bytes, 0)),
     )
-
-
-def _data(
-    plan: Plan,
-    series: Sequence[pictures.Series],
-    measured: MeasuredTimeline | None,
-    eager_measured: MeasuredTimeline | None,
-) -> dict[str, object]:
-    planned, eager, rows = planned_timeline(plan), eager_timeline(plan), block_rows(plan)
-    return {
-        "timelines": [
-            _timeline_data(eager, eager_measured, None),
-            _timeline_data(planned, measured, plan.budget_bytes),
-        ],
-        "colours": pictures.group_colours((*eager.groups, *planned.groups)),
-        "palette": pictures.COLOURS,
-        "series": [
-            {"name": s.name, "connected": s.connected, "points": s.points}
-            for s in sorted(series, key=lambda s: not s.connected)
-            if s.points
-        ],
-        "rows": [
-            {"name": r.name, "runs": r.runs, "alive": r.alive, "saved_bytes": r.saved_bytes}
-            for r in rows
-        ],
-        "run_colours": pictures.RUN_COLOURS,
-        "run_labels": pictures.run_labels(rows),
-        "kept_colour": pictures.KEPT_COLOUR,
-        "plan_time_ns": planned.time_ns,
-        "plan_backward_ns": planned.backward_ns,
-    }
-
-
-def _timeline_data(
-    predicted: MemoryTimeline, measured: MeasuredTimeline | None, budget_bytes: int | None
-) -> dict[str, object]:
-    moments = predicted.moments
-    return {
-        "title": predicted.title(measured, budget_bytes),
-        "groups": predicted.groups,
-        "start_ns": [m.start_ns for m in moments],
-        "operations": [m.operation for m in moments],
-        "again": [m.again for m in moments],
-        "live_bytes": [m.live_bytes for m in moments],
-        "group_bytes": [m.group_bytes for m in moments],
-        "stays": [
-            (s.name, s.kind, s.group, s.size_bytes, s.first, s.last) for s in predicted.stays
-        ],
-        "backward_ns": predicted.backward_ns,
-        "time_ns": predicted.time_ns,
-        "peak_bytes": predicted.peak_bytes,
-        "budget_bytes": budget_bytes,
-        "measured": measured and {"times_ns": measured.times_ns, "live_bytes": measured.live_bytes},
-    }

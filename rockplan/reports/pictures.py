@@ -20,7 +20,7 @@ import graphviz
 
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.reports import timeline as timelines
-from rockplan.reports.timeline import CALLER, OTHERS, BlockRow
+from rockplan.reports.timeline import CALLER, OTHERS
 from rockplan.values.curve import Curve
 from rockplan.values.graph import producers
 from rockplan.values.names import operation_names, operator_of
@@ -45,12 +45,6 @@ RUN_LABELS = {
 }
 RUN_COLOURS = dict(zip(RUN_LABELS, COLOURS, strict=False))
 KEPT_COLOUR = "#8FD3BC"
-
-
-def run_labels(rows: Sequence[BlockRow]) -> dict[str, str]:
-    """Return kind of run -> label, for the kinds in `rows`."""
-    kinds = {kind for row in rows for _, _, kind in row.runs}
-    return {kind: label for kind, label in RUN_LABELS.items() if kind in kinds}
 
 
 def group_colours(groups: Sequence[str]) -> dict[str, str]:
@@ -111,7 +105,7 @@ def draw_memory(
         (timelines.planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
     )
     colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
-    figure = _figure(9, 5.6)
+    figure = new_figure(9, 5.6)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
     for axis, (predicted, measurement, budget_bytes) in zip(axes, rows, strict=True):
         _draw_stack(axis, predicted, colours)
@@ -128,7 +122,7 @@ def draw_memory(
     labels = [*entries][::-1]
     handles = [entries[label] for label in labels]
     figure.legend(handles, labels, loc="outside right upper", fontsize=9)
-    return _image_bytes(figure, format)
+    return image_bytes(figure, format)
 
 
 def _draw_stack(axis: Any, predicted: timelines.MemoryTimeline, colours: Mapping[str, str]) -> None:
@@ -175,7 +169,7 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     return the content of an image file. Raises MissingLibrary, InvalidInput for no points."""
     if not any(s.points for s in series):
         raise InvalidInput("there is nothing to draw: no series has a point")
-    figure = _figure(7.2, 4.4)
+    figure = new_figure(7.2, 4.4)
     axis = figure.subplots()
     markers = iter(_MARKERS * len(series))
     for number, series_points in enumerate(series):
@@ -195,7 +189,7 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     axis.grid(alpha=0.3)
     axis.set_title(title, fontsize=10, loc="left")
     axis.legend(fontsize=9)
-    return _image_bytes(figure, format)
+    return image_bytes(figure, format)
 
 
 def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
@@ -205,7 +199,7 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
     MissingLibrary."""
     drawn_plan = plan_in(plan)
     rows = timelines.block_rows(drawn_plan)
-    figure = _figure(9, min(1.2 + 0.42 * len(rows), 120))
+    figure = new_figure(9, min(1.2 + 0.42 * len(rows), 120))
     axis = figure.subplots()
     highest = max((alive for row in rows for _, alive in row.alive), default=1)
     for position, row in enumerate(rows):
@@ -223,7 +217,7 @@ def draw_schedule(plan: object, *, format: Format = "svg") -> bytes:
         loc="left",
     )
     _legend_of_runs(figure, rows)
-    return _image_bytes(figure, format)
+    return image_bytes(figure, format)
 
 
 def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: int) -> None:
@@ -249,7 +243,8 @@ def _draw_row(axis: Any, position: int, row: timelines.BlockRow, highest_bytes: 
 
 def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     patches = importlib.import_module("matplotlib.patches")
-    entries = [(label, RUN_COLOURS[kind]) for kind, label in run_labels(rows).items()]
+    kinds = {kind for row in rows for _, _, kind in row.runs}
+    entries = [(label, RUN_COLOURS[kind]) for kind, label in RUN_LABELS.items() if kind in kinds]
     entries.append(("activations alive (bytes)", KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
@@ -342,20 +337,20 @@ def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg"
     return Picture(bytes(drawn), f".{format}")
 
 
-def _figure(width: float, height: float) -> Any:
-    """In inches; on white so that it is legible on dark pages too. Raises MissingLibrary."""
+def new_figure(width: float, height: float) -> Any:
+    """Return an empty figure of matplotlib, on white so that it is legible on dark pages too.
+    width, height: in inches. Raises MissingLibrary."""
     try:
         figures = importlib.import_module("matplotlib.figure")
     except ImportError as error:
         raise MissingLibrary(
-            "pictures need matplotlib, which is not installed: pip install 'rockplan[plot]'. "
-            "The HTML report and the trace do without it"
+            "pictures need matplotlib, which is not installed: pip install 'rockplan[plot]'"
         ) from error
     return figures.Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
-def _image_bytes(figure: Any, format: Format) -> bytes:
-    """The same figure gives the same bytes."""
+def image_bytes(figure: Any, format: Format) -> bytes:
+    """Return the content of an image file; the same figure gives the same bytes."""
     matplotlib = importlib.import_module("matplotlib")
     file = io.BytesIO()
     settings = {"svg.hashsalt": "rockplan", "svg.fonttype": "none"}

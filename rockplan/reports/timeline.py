@@ -1,26 +1,24 @@
 """Memory over time, as values: predicted by module, and measured.
 
-takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline, and JSON for trace
-viewers. guarantees: the largest `live_bytes` of a timeline is the peak that `simulate` finds, and
-at every moment the bytes of its groups add up to `live_bytes`.
+takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline. guarantees: the
+largest `live_bytes` of a timeline is the peak that `simulate` finds, and at every moment the bytes
+of its groups add up to `live_bytes`.
 """
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rockplan.oracles.clock import clock
 from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
-from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager, producers
-from rockplan.values.names import ROOT, activation_names, operation_names, operator_of
-from rockplan.values.plan import Plan, format_bytes, plan_in
+from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager
+from rockplan.values.names import ROOT, operation_names, operator_of
+from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
@@ -30,10 +28,6 @@ MOST_GROUPS = 7
 """As many colours as everyone can tell apart (Okabe and Ito), beside one for the others."""
 
 
-Event = dict[str, Any]
-"""Of Chromium's trace format."""
-
-
 @dataclass(frozen=True, slots=True)
 class Moment:
     """One computation. again: it is a re-execution. group_bytes: live_bytes by module group."""
@@ -41,7 +35,6 @@ class Moment:
     start_ns: int
     stop_ns: int
     node: int
-    operation: str
     phase: str
     again: bool
     live_bytes: int
@@ -50,10 +43,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Stay:
-    """A storage, or other bytes, alive during moments first..last; group: index of the module
-    group."""
+    """A storage, or other bytes, alive during moments first..last; node: what made it or takes the
+    bytes, None for tangents; group: index of the module group."""
 
-    name: str
+    node: int | None
     kind: str
     group: int
     size_bytes: int
@@ -65,7 +58,6 @@ class Stay:
 class Moving:
     """A copy to the host (is_out) or from it, which runs beside the computations."""
 
-    operation: str
     is_out: bool
     begins_ns: int
     ends_ns: int
@@ -137,29 +129,26 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
 def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
     if not view_of(graph).has_copies:
         return ()
-    names = operation_names(graph)
     return tuple(
-        Moving(names[event.node], copy.queue is Queue.OUT, copy.begins_ns, copy.ends_ns)
+        Moving(copy.queue is Queue.OUT, copy.begins_ns, copy.ends_ns)
         for copy in clock(graph, schedule).copies
-        if isinstance(event := schedule.events[copy.position], Compute)
     )
 
 
 def _stays(
     graph: CDGraph, schedule: Schedule, group_of: Sequence[int], caller: int
 ) -> tuple[Stay, ...]:
-    names = (operation_names(graph), activation_names(graph))
     computes = [p for p, e in enumerate(schedule.events) if isinstance(e, Compute)]
     stays = []
     for lifetime in lifetimes(graph, schedule):
-        node = lifetime.maker(graph)
+        maker = lifetime.maker(graph)
+        node = None if maker is None else maker.index
         first = bisect_left(computes, lifetime.start)
         last = bisect_left(computes, lifetime.stop) - 1
         if first > last:
             continue
-        group = caller if node is None else group_of[node.index]
-        label = names[not lifetime.is_of_node][lifetime.index]
-        stays.append(Stay(label, lifetime.kind(graph), group, lifetime.size_bytes, first, last))
+        group = caller if node is None else group_of[node]
+        stays.append(Stay(node, lifetime.kind(graph), group, lifetime.size_bytes, first, last))
     return tuple(stays)
 
 
@@ -181,7 +170,6 @@ def _group_bytes(
 def _moments(
     graph: CDGraph, schedule: Schedule, group_bytes: Iterator[tuple[int, ...]]
 ) -> Iterator[Moment]:
-    names = operation_names(graph)
     seen: set[int] = set()
     now_ns = 0
     for event, step in zip(schedule.events, timeline(graph, schedule), strict=True):
@@ -192,7 +180,6 @@ def _moments(
             start_ns=now_ns,
             stop_ns=now_ns + step.time_ns,
             node=node.index,
-            operation=names[node.index],
             phase=node.phase.value,
             again=node.index in seen and not node.optional,
             live_bytes=step.during_bytes,
@@ -252,77 +239,6 @@ def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
     return tuple(parts)
 
 
-def plan_trace(
-    plan: object,
-    *,
-    measured: MeasuredTimeline | None = None,
-    eager_measured: MeasuredTimeline | None = None,
-) -> str:
-    """Return JSON for Perfetto and chrome://tracing: the plan beside keeping everything, both
-    predicted, and measurements of either (`rockplan.measured_timeline`). plan: a Plan or a planned
-    module. Raises InvalidInput."""
-    traced_plan = plan_in(plan)
-    eager, planned = eager_timeline(traced_plan), planned_timeline(traced_plan)
-    measurements = {eager.name: eager_measured, planned.name: measured}
-    present = {name: timeline for name, timeline in measurements.items() if timeline is not None}
-    return trace_json((eager, planned), present)
-
-
-def trace_json(
-    timelines: Sequence[MemoryTimeline], measured: Mapping[str, MeasuredTimeline] | None = None
-) -> str:
-    """Return timelines for Perfetto (ui.perfetto.dev) and chrome://tracing: one process each, with
-    the operations as slices and the memory by module as counters in bytes.
-
-    measured: name -> measured memory, each a process with one counter. Times are microseconds.
-    Format: 'Trace Event Format' of Chromium, JSON object form.
-    """
-    events: list[Event] = []
-    for process, predicted in enumerate(timelines, 1):
-        threads = _THREADS | (_COPY_THREADS if predicted.copies else {})
-        events += _process_events(process, f"{predicted.name} (predicted)", threads)
-        events += _operation_events(process, predicted)
-        ends = (predicted.time_ns, (0,) * len(predicted.groups))
-        for time_ns, sizes in (*((m.start_ns, m.group_bytes) for m in predicted.moments), ends):
-            values = dict(zip(predicted.groups, sizes, strict=True))
-            events.append(_counter(process, "live bytes by module", time_ns, values))
-    for process, (name, measurement) in enumerate((measured or {}).items(), len(timelines) + 1):
-        events += _process_events(process, f"{name} (measured)", {})
-        for time_ns, live_bytes in zip(measurement.times_ns, measurement.live_bytes, strict=True):
-            events.append(_counter(process, "live bytes", time_ns, {"measured": live_bytes}))
-    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}, indent=None)
-
-
-_THREADS = {"forward": 1, "backward": 2, "again": 3}
-_OUT, _IN = "to the host", "from the host"
-_COPY_THREADS = {_OUT: 4, _IN: 5}
-
-
-def _process_events(process: int, name: str, threads: Mapping[str, int]) -> Iterator[Event]:
-    common: Event = {"ph": "M", "pid": process, "ts": 0}
-    yield {**common, "tid": 0, "name": "process_name", "args": {"name": name}}
-    for label, thread in threads.items():
-        yield {**common, "tid": thread, "name": "thread_name", "args": {"name": label}}
-
-
-def _operation_events(process: int, drawn: MemoryTimeline) -> Iterator[Event]:
-    def piece(thread: int, begins_ns: int, ends_ns: int, name: str, category: str) -> Event:
-        times = {"ts": begins_ns / 1000, "dur": (ends_ns - begins_ns) / 1000}
-        return {"ph": "X", "pid": process, "tid": thread, **times, "name": name, "cat": category}
-
-    for copy in drawn.copies:
-        thread = _COPY_THREADS[_OUT if copy.is_out else _IN]
-        yield piece(thread, copy.begins_ns, copy.ends_ns, copy.operation, "copy")
-    for moment in drawn.moments:
-        kind = "again" if moment.again else moment.phase
-        drawn_as = piece(_THREADS[kind], moment.start_ns, moment.stop_ns, moment.operation, kind)
-        yield drawn_as | {"args": {"live_bytes": moment.live_bytes}}
-
-
-def _counter(process: int, name: str, time_ns: int, values: Mapping[str, int]) -> Event:
-    return {"ph": "C", "pid": process, "tid": 0, "ts": time_ns / 1000, "name": name, "args": values}
-
-
 @dataclass(frozen=True, slots=True)
 class BlockRow:
     """One block over time, as Rockmate's figure 1 shows it.
@@ -347,16 +263,11 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
     """Return for each block of `plan`, in order, when it runs, how many bytes of its activations
     are alive over time, and what it keeps; then, if it pages, rows of the copies."""
     predicted = planned_timeline(plan)
-    made_by = producers(plan.graph)
-    names = activation_names(plan.graph)
     block_of = {n: i for i, b in enumerate(plan.blocks) for n in (*b.forward, *b.backward)}
     own: list[list[Stay]] = [[] for _ in plan.blocks]
-    block_of_name = {names[d]: block_of.get(n) for d, n in made_by.items()}
-    block_of_name |= {name: block_of.get(n) for n, name in enumerate(operation_names(plan.graph))}
     for stay in predicted.stays:
-        owner = block_of_name.get(stay.name) if stay.kind in _KEPT_KINDS else None
-        if owner is not None:
-            own[owner].append(stay)
+        if stay.kind in _KEPT_KINDS and stay.node in block_of:
+            own[block_of[stay.node]].append(stay)
     boundary = bisect_left(predicted.moments, predicted.backward_ns, key=lambda m: m.start_ns)
     rows = (
         BlockRow(
@@ -368,12 +279,19 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         )
         for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
     )
-    copies: list[BlockRow] = []
-    for name in _COPY_THREADS if predicted.copies else ():
-        own_copies = (c for c in predicted.copies if c.is_out == (name == _OUT))
-        runs = tuple((c.begins_ns, c.ends_ns, "copy") for c in own_copies)
-        copies.append(BlockRow(name, digest="", runs=runs, alive=(), saved_bytes=0))
-    return (*rows, *copies)
+    copies = (
+        BlockRow(
+            name=name,
+            digest="",
+            runs=tuple(
+                (c.begins_ns, c.ends_ns, "copy") for c in predicted.copies if c.is_out is is_out
+            ),
+            alive=(),
+            saved_bytes=0,
+        )
+        for name, is_out in (("to the host", True), ("from the host", False))
+    )
+    return (*rows, *(copies if predicted.copies else ()))
 
 
 def block_titles(plan: Plan) -> tuple[str, ...]:
