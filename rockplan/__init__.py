@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from rockplan.comparison import Comparison, compare
     from rockplan.explanations import explain
     from rockplan.fitting.training_step import TrainingStep
-    from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+    from rockplan.graph_builder.costs.ruler import peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
     from rockplan.loader_kinds import Kinds, kinds
@@ -70,7 +70,7 @@ _NAMES = {
     "reports.html": "html_report",
     "loader_kinds": "Kinds kinds",
     "api": "load pareto plan solve",
-    "graph_builder.costs.ruler": "measured_timeline peak_live_bytes",
+    "graph_builder.costs.ruler": "peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
     "out_of_memory": "explained",
     "graph_builder.operators.facts": "pure",
@@ -124,7 +124,6 @@ __all__ = [
     "html_report",
     "kinds",
     "load",
-    "measured_timeline",
     "opaque",
     "pareto",
     "peak_live_bytes",

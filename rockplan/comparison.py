@@ -28,7 +28,7 @@ from rockplan.captures.untouched import untouched
 from rockplan.checkpointing import wrap
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.free_memory import in_bytes
-from rockplan.graph_builder.costs.ruler import measured_timeline, peak_live_bytes
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.reports.pictures import Series
@@ -36,7 +36,6 @@ from rockplan.runtime.planned_state import plan_of, unplanned
 from rockplan.side_by_side import device_of, interleaved_seconds, machine, median_ratio, step_of
 from rockplan.values.columns import aligned
 from rockplan.values.plan import format_bytes
-from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.progress import report
 
 OneBudget = int | float | str | Budget
@@ -180,30 +179,6 @@ def measured_series(comparison: Comparison) -> tuple[Series, ...]:
         else:
             ours.append(point)
     return (Series("rockplan (measured)", tuple(sorted(ours)), connected=len(ours) > 1), *others)
-
-
-def measured_timelines(
-    model: nn.Module,
-    planned: nn.Module,
-    sample_input: object,
-    *,
-    sample_kwargs: Mapping[str, Any] | None = None,
-) -> tuple[MeasuredTimeline, MeasuredTimeline]:
-    """Return the measured memory over time of one step of `model` and of one of `planned`, the step
-    that `compare` runs. Both are left as they were: parameters, buffers, gradients and generators.
-    Raises InvalidInput if memory cannot be followed (`rockplan.measured_timeline`)."""
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
-    refuse_without_memory(model)
-    model = unplanned(model)
-    written = _written(model, args, kwargs, None)
-
-    def followed(name: str, module: nn.Module) -> MeasuredTimeline:
-        report(f"following the memory of {name}")
-        step = functools.partial(step_of, module, args=args, kwargs=kwargs, loss=None, incoming={})
-        with untouched(model, args, kwargs, None, written):
-            return measured_timeline(step, device=device_of(model))
-
-    return followed("the original", model), followed("the plan", planned)
 
 
 def _readable(budgets: OneBudget | Sequence[OneBudget], model: nn.Module) -> tuple[OneBudget, ...]:

@@ -30,7 +30,7 @@ def main() -> None:
             found = [p.grad for p in model.parameters() if p.grad is not None]
             assert all(map(torch.equal, found, expected)) and len(found) == len(expected)
         report = rockplan.html_report(planned.plan)
-        assert "<style>" in report and len(report) > 10_000  # with its files of data
+        assert "<style>" in report
         commands = (["--help"], ["solve", "rockplan.examples:mlp", "-b", "60%", "--no-cache"])
         for words in commands:
             subprocess.run([sys.executable, "-m", "rockplan", *words], check=True, cwd=folder)

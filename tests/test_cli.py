@@ -197,11 +197,6 @@ def test_the_example_in_each_help_works(path: tuple[str, ...], command: Any) -> 
     assert run(*words).strip()
 
 
-def test_an_empty_cache_is_shown_as_such(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(own_folder / "cache"))
-    assert run("cache", "show", "all") == f"{own_folder / 'cache'}: 0 entries\n"
-
-
 def test_help_and_the_cache_do_not_import_torch() -> None:
     program = (
         "import sys\n"
@@ -522,7 +517,6 @@ def test_an_infeasible_budget_prints_the_minimum() -> None:
         ["show", MLP],
         ["show", "absent.json"],
         ["cache", "list", "sandwiches"],
-        ["cache", "show", "zzz"],
         ["frobnicate"],
     ],
     ids=" ".join,
@@ -573,7 +567,7 @@ def test_an_interrupt_leaves_nothing_half_written(
             assert "interrupted" in errors(*words, code=ExitCode.INTERRUPTED)
         assert Path("plan.json").read_text() == "as it was"
         assert not list(own_folder.rglob("*.part"))
-        assert as_json("cache", "verify")["damaged"] == []
+        assert not any(entry["problem"] for entry in as_json("cache", "list")["entries"])
     run(*words)
     assert len(rockplan.read_plans("plan.json")) == 1
 
@@ -640,9 +634,7 @@ def test_progress_is_shown_on_a_terminal_only() -> None:
 # The cache
 
 
-def test_the_cache_is_listed_shown_verified_and_cleared(
-    own_folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_cache_is_listed_and_cleared(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = own_folder / "cache"
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(folder))
     assert as_json("cache", "list")["entries"] == []
@@ -652,13 +644,13 @@ def test_the_cache_is_listed_shown_verified_and_cleared(
     assert {e["kind"] for e in entries} == {"profile", "options", "plan"}
     (plan,) = (e for e in entries if e["kind"] == "plan")
     assert plan["key"]["budget"] == "0.5 of the unplanned peak"
-    assert "recomputes" in run("cache", "show", plan["name"][:12])
+    assert "predicted peak" in run("show", plan["path"])
     assert "budget 0.5 of the unplanned peak" in run("cache", "list", "plan")
-    assert as_json("cache", "verify") == {"entries": len(entries), "damaged": []}
+    assert not any(entry["problem"] for entry in entries)
     Path(plan["path"]).write_text("{")
-    (damaged,) = as_json("cache", "verify", code=ExitCode.FILE)["damaged"]
+    (damaged,) = (e for e in as_json("cache", "list")["entries"] if e["problem"])
     assert damaged["path"] == plan["path"]
-    assert plan["path"] in run("cache", "verify", code=ExitCode.FILE)
+    assert "not a document of rockplan" in " ".join(run("cache", "list", "plan").split())
     assert "set aside" in CliRunner().invoke(app, ["solve", MLP, "-b", "50%"]).stderr
     assert as_json("cache", "clear", "options")["deleted"] == len(entries) - 2
     assert as_json("cache", "clear")["deleted"] == 3
@@ -704,15 +696,14 @@ def test_plot_a_picture(plan_file: Path, picture: str) -> None:
 
 @pytest.mark.parametrize("measure", ["--measure", "--no-measure"])
 def test_plot_a_model_beside_what_was_measured(measure: str) -> None:
-    """On the curve PyTorch's checkpointing, over time the steps of both modules."""
+    """On the curve, with PyTorch's checkpointing."""
     pytest.importorskip("matplotlib")
     run("plot", MLP, "-b", "50%", "-o", "report.html", "--time-limit", "0.5", measure)
     pictures = re.findall('base64,([^"]*)"', Path("report.html").read_text())
-    curve, memory, _ = (base64.b64decode(picture).decode() for picture in pictures)
+    curve = base64.b64decode(pictures[0]).decode()
     assert "rockplan (predicted)" in curve and "this plan (predicted)" in curve
     peers = ("rockplan (measured)", "eager (measured)", "checkpoint_sequential (measured)")
     assert {peer in curve for peer in peers} == {measure == "--measure"}
-    assert ("measured time (line)" in memory) == (measure == "--measure")
 
 
 @pytest.mark.parametrize("output", ["plan", "plan.gif", "plan.json", "absent/plan.svg"])

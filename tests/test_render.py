@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import html
 import importlib.util
 import random
 import re
@@ -17,8 +18,8 @@ from torch import nn
 
 import rockplan
 from rockplan.errors import InvalidInput, MissingLibrary
-from rockplan.graph_builder.costs import ruler
 from rockplan.oracles.simulate import simulate
+from rockplan.reports.explain import explanation_text
 from rockplan.reports.pictures import Series, curve_series, graph_dot, plan_series
 from rockplan.reports.timeline import (
     block_rows,
@@ -28,7 +29,6 @@ from rockplan.reports.timeline import (
     timeline_of,
 )
 from rockplan.values.plan import Plan
-from rockplan.values.profile import MeasuredTimeline
 from testing.graphs import random_graph, random_recomputations
 from testing.training import QUICK
 
@@ -64,11 +64,6 @@ def plan(planned: Any) -> Plan:
     return planned.plan
 
 
-@pytest.fixture(scope="module")
-def measured(planned: Any) -> MeasuredTimeline:
-    return rockplan.measured_timeline(lambda: planned(X).backward())
-
-
 def test_planned_modules_are_drawn_as_their_plans(planned: Any, plan: Plan) -> None:
     kinds = (rockplan.draw_memory, rockplan.draw_schedule, rockplan.draw_graph)
     for show in (rockplan.explain, rockplan.html_report):
@@ -94,32 +89,6 @@ def test_timelines_peak_where_the_simulator_does(plan: Plan) -> None:
             assert sum(moment.group_bytes) == moment.live_bytes == sum(alive)
 
 
-def test_the_measured_timeline_peaks_where_the_ruler_does(
-    planned: Any, measured: MeasuredTimeline
-) -> None:
-    peak, final = rockplan.peak_live_bytes(lambda: planned(X).backward())
-    assert (measured.peak_bytes, measured.live_bytes[-1]) == (peak, final)
-    assert list(measured.times_ns) == sorted(measured.times_ns)
-    with pytest.raises(InvalidInput, match="_record_memory_history"):
-        rockplan.measured_timeline(lambda: None, device="cuda")
-
-
-def test_disturbances_of_one_step_are_not_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each interval is the shortest of the steps with the most frequent course of bytes."""
-    course, other = (0, 8, 8), (0, 4, 4)
-    seen = iter(
-        MeasuredTimeline(times_ns, live_bytes)
-        for times_ns, live_bytes in (
-            ((0, 90, 100), course),
-            ((0, 1, 2), other),
-            ((0, 20, 70), course),
-        )
-    )
-    monkeypatch.setattr(ruler, "_recorded_timeline", lambda step: next(seen))
-    found = rockplan.measured_timeline(lambda: None, repeats=3)
-    assert found == MeasuredTimeline((0, 20, 30), course)
-
-
 def test_layers_of_a_stack_are_one_group(plan: Plan) -> None:
     groups = dict.fromkeys(module_groups(plan.graph))
     assert list(groups) == ["stem", "layers.*.0", "layers.*.1", "layers.*.2", "(root)", "head"]
@@ -134,11 +103,11 @@ def test_block_rows_keep_what_the_plan_keeps(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("format", ["svg", "png"])
-def test_pictures_are_pictures(plan: Plan, measured: MeasuredTimeline, format: Any) -> None:
+def test_pictures_are_pictures(plan: Plan, format: Any) -> None:
     pytest.importorskip("matplotlib")
     series = [plan_series(plan), Series("line", ((1, 0.5, ""), (plan.peak_bytes, 0.0, "")), True)]
     for data in (
-        rockplan.draw_memory(plan, measured=measured, format=format),
+        rockplan.draw_memory(plan, format=format),
         rockplan.draw_schedule(plan, format=format),
         rockplan.draw_curve(series, title="curve", format=format),
     ):
@@ -146,14 +115,14 @@ def test_pictures_are_pictures(plan: Plan, measured: MeasuredTimeline, format: A
             assert data.startswith(b"\x89PNG")
         else:
             assert ElementTree.fromstring(data).tag.endswith("svg")
-    again = rockplan.draw_memory(plan, measured=measured, format=format)
-    assert again == rockplan.draw_memory(plan, measured=measured, format=format)
+    again = rockplan.draw_memory(plan, format=format)
+    assert again == rockplan.draw_memory(plan, format=format)
 
 
-def test_svg_names_groups_budget_and_blocks(plan: Plan, measured: MeasuredTimeline) -> None:
+def test_svg_names_groups_budget_and_blocks(plan: Plan) -> None:
     pytest.importorskip("matplotlib")
-    memory = rockplan.draw_memory(plan, measured=measured).decode()
-    for text in ("layers.*.0", "predicted peak", "measured", "MiB", "backward"):
+    memory = rockplan.draw_memory(plan).decode()
+    for text in ("layers.*.0", "predicted peak", "budget", "MiB", "backward"):
         assert text in memory
     schedule = rockplan.draw_schedule(plan).decode()
     assert all(row.name in schedule for row in block_rows(plan))
@@ -181,14 +150,13 @@ def test_without_matplotlib_the_error_says_what_to_install(
     assert page.count("rockplan[plot]") == 3 and "</html>" in page and "<img" not in page
 
 
-@pytest.mark.parametrize("operations", [False, True])
-def test_dot_is_understood_and_has_every_block(plan: Plan, operations: bool) -> None:
-    source = graph_dot(plan, operations=operations)
-    nodes = set(re.findall(r"^\s*([bn]\d+) \[", source, re.M))
-    edges = re.findall(r"^\s*([bn]\d+) -> ([bn]\d+)", source, re.M)
-    assert len(nodes) == (len(plan.graph.nodes) if operations else len(plan.blocks))
+def test_dot_is_understood_and_has_every_block(plan: Plan) -> None:
+    source = graph_dot(plan)
+    nodes = set(re.findall(r"^\s*(b\d+) \[", source, re.M))
+    edges = re.findall(r"^\s*(b\d+) -> (b\d+)", source, re.M)
+    assert len(nodes) == len(plan.blocks)
     assert edges and all(end in nodes for edge in edges for end in edge)
-    drawn = rockplan.draw_graph(plan, operations=operations)
+    drawn = rockplan.draw_graph(plan)
     if drawn.suffix == ".svg":  # the program `dot` is installed, and read it
         assert ElementTree.fromstring(drawn.data).tag.endswith("svg") and not drawn.note
 
@@ -203,14 +171,13 @@ def test_without_dot_there_is_text_and_a_line(
 
 
 class Page(HTMLParser):
-    """What a page refers to, and its sections; every opened element must be closed."""
+    """What a page refers to; every opened element must be closed."""
 
     VOID = frozenset({"meta", "br", "img"})
 
     def __init__(self) -> None:
         super().__init__()
         self.references: list[str] = []
-        self.identities: list[str] = []
         self.open: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -219,49 +186,34 @@ class Page(HTMLParser):
         for name, value in attrs:
             if name in ("src", "href", "srcset", "action", "data"):
                 self.references.append(f"{tag} {name}={value}")
-            if name == "id":
-                self.identities.append(value or "")
 
     def handle_endtag(self, tag: str) -> None:
         assert self.open.pop() == tag
 
 
-def test_the_page_is_whole_and_loads_nothing(plan: Plan, measured: MeasuredTimeline) -> None:
+def test_the_page_is_whole_and_loads_nothing(plan: Plan) -> None:
     title = "</script><img src=x>"
     series = [Series("<b>peer</b>", ((plan.peak_bytes, 0.3, ""),))]
-    text = rockplan.html_report(plan, title=title, series=series, measured=measured)
+    text = rockplan.html_report(plan, title=title, series=series)
     page = Page()
     page.feed(text)
     assert page.open == [] and "<b>peer" not in text
     assert not re.search(r"https?://|url\(|@import|<script", text)
-    assert len(set(page.identities)) == len(page.identities)
-    sections = ("curve", "memory", "blocks", "owners", "recomputed")
-    assert {"summary", *(f"{name}-section" for name in sections)} <= set(page.identities)
     data = "img src=data:image/svg+xml;base64,"
     assert all(reference.startswith(data) for reference in page.references)
     if importlib.util.find_spec("matplotlib"):
         curve, memory, schedule = (base64.b64decode(r[len(data) :]) for r in page.references)
-        assert memory == rockplan.draw_memory(plan, measured=measured)
+        assert memory == rockplan.draw_memory(plan)
         assert schedule == rockplan.draw_schedule(plan)
         assert ElementTree.fromstring(curve).tag.endswith("svg") and b"peer" in curve
 
 
-def test_the_page_lists_all_owners_and_recomputations(plan: Plan) -> None:
-    text = rockplan.html_report(plan)
+def test_the_page_says_what_is_printed(plan: Plan) -> None:
+    text = html.unescape(rockplan.html_report(plan))
     found = rockplan.explain(plan)
-    assert found.recomputations
-    names = [*(t.name for t in found.tenants), *(r.name for r in found.recomputations)]
-    assert all(f"<code>{name}</code>" in text for name in names)
-
-
-def test_the_page_groups_recomputations_by_layer(plan: Plan) -> None:
-    text = rockplan.html_report(plan)
-    section = text[text.index('id="recomputed-section"') :]
-    grouped, each = section.split("<details>")[:2]
-    groups = re.findall(r"<code>([^<]*)</code>( x\d+)?", grouped)
-    kinds = {re.sub(r"\d+", "*", r.module) for r in rockplan.explain(plan).recomputations}
-    assert {name.partition("/")[0] for name, _ in groups} == {kind or "(root)" for kind in kinds}
-    assert any(count for _, count in groups) and len(groups) < each.count("<tr>")
+    assert found.recomputations and str(plan) in text
+    assert explanation_text(found, len(found.tenants)) in text
+    assert explanation_text(rockplan.explain(plan, unplanned=True), 1000) in text
 
 
 def test_the_curve_of_pareto_is_a_series() -> None:

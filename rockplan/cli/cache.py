@@ -1,4 +1,4 @@
-"""`rockplan cache`: list, show, clear and verify the entries on disk."""
+"""`rockplan cache`: list and clear the entries on disk."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ from typing import Annotated
 
 import typer
 
-import rockplan
 from rockplan.cli import display
 from rockplan.cli.arguments import Json
-from rockplan.cli.ending import ExitCode, ending
+from rockplan.cli.ending import ending
 from rockplan.errors import InvalidInput
 from rockplan.store.cache import KINDS, Cache, Entry, default_folder
 from rockplan.values.plan import format_bytes
@@ -30,7 +29,7 @@ Kinds = Annotated[
 
 @app.command("list", epilog="Example: rockplan cache list plan")
 def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
-    """What is kept: kind, name, size, age, and what it was made for."""
+    """What is kept: kind, name, size, age, and what it was made for, or why it is of no use."""
     with ending(as_json):
         entries = _entries(kinds)
     if as_json:
@@ -47,34 +46,6 @@ def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
         display.show_table(columns, map(_facts, entries), words=(0, 1, 4))
 
 
-@app.command("show", epilog="Example: rockplan cache show all")
-def show_entries(
-    name: Annotated[
-        str, typer.Argument(metavar="NAME", help="The beginning of a name of cache list, or all.")
-    ],
-    as_json: Json = False,
-) -> None:
-    """What an entry depends on, and the plan if it is one."""
-    with ending(as_json):
-        entries = [e for e in _entries(None) if name == "all" or e.name.startswith(name)]
-        if not entries and name != "all":
-            raise InvalidInput(f"no entry of {default_folder()} begins with {name!r}")
-    if as_json:
-        display.print_json({"entries": list(map(_entry_row, entries))})
-        return
-    if not entries:
-        print(f"{default_folder()}: 0 entries")
-    for entry in entries:
-        print(display.printable(f"{entry.kind} {entry.name}\n  file  {entry.path}"))
-        for fact, value in entry.key.items():
-            print(display.printable(f"  {fact}  {value}"))
-        if entry.problem:
-            print(display.printable(f"  cannot be used: {entry.problem}"))
-        elif entry.kind == "plan":
-            print(display.printable(f"\n{rockplan.read_plans(entry.path)[0]}"))
-        print()
-
-
 @app.command("clear", epilog="Example: rockplan cache clear plan options")
 def clear_entries(kinds: Kinds = None, as_json: Json = False) -> None:
     """Delete entries, of all kinds or of some. Files that are not the cache's own stay."""
@@ -84,22 +55,6 @@ def clear_entries(kinds: Kinds = None, as_json: Json = False) -> None:
         display.print_json({"deleted": count, "bytes": size_bytes})
     else:
         print(f"deleted {count} files, {format_bytes(size_bytes)}, from {default_folder()}")
-
-
-@app.command("verify", epilog="Example: rockplan cache verify")
-def verify_entries(as_json: Json = False) -> None:
-    """Read and check every entry; name those that cannot be used."""
-    with ending(as_json):
-        entries = _entries(None)
-    damaged = [e for e in entries if e.problem]
-    if as_json:
-        display.print_json({"entries": len(entries), "damaged": list(map(_entry_row, damaged))})
-    else:
-        for entry in damaged:
-            print(display.printable(f"{entry.path}: {entry.problem}"))
-        print(f"{len(entries) - len(damaged)} entries are good, {len(damaged)} are not")
-    if damaged:
-        raise typer.Exit(ExitCode.FILE)
 
 
 def _checked_kinds(kinds: list[str] | None) -> tuple[str, ...]:

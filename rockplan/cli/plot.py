@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -19,7 +19,6 @@ from rockplan.reports import html, pictures
 from rockplan.reports.progress_bars import waiting
 from rockplan.store.plan_file import write_whole
 from rockplan.values.plan import Plan
-from rockplan.values.profile import MeasuredTimeline
 
 EXAMPLE = "Example: rockplan plot rockplan.examples:mlp -b 50% --time-limit 0.5"
 
@@ -55,13 +54,13 @@ def plot(
     measure: Annotated[
         bool,
         typer.Option(
-            help="Also run a MODEL, as it is, planned and with PyTorch's checkpointing, and draw "
-            "what was measured; not for a model that does not fit."
+            help="With a curve, also run a MODEL, as it is, planned and with PyTorch's "
+            "checkpointing, and mark what was measured; not for a model that does not fit."
         ),
     ] = True,
     autocast: shared.Autocast = None,
 ) -> None:
-    """Draw a plan; of a MODEL, beside what a step was measured to need, and every other budget."""
+    """Draw a plan; of a MODEL, beside every other budget and what a step was measured to need."""
     with ending(as_json=False), waiting():
         suffix = Path(output).suffix.lower()
         if suffix not in _ENDINGS or not Path(output).parent.is_dir():
@@ -75,20 +74,18 @@ def plot(
                 f"a {suffix} file always holds the same"
             )
         chosen = picture or PictureKind.MEMORY
+        series: Lines = ()
         if shared.is_plan_file(source, for_model=budget is not None):
-            drawing = _Drawing(rockplan.read_plans(source)[0])
+            plan = rockplan.read_plans(source)[0]
         elif budget is None:
             raise InvalidInput("a MODEL needs a --budget")
         else:
             subject = make_subject(source)
-            shown = {
-                ".html": frozenset({PictureKind.MEMORY, PictureKind.CURVE}),
-                ".dot": frozenset[PictureKind](),
-            }.get(suffix, frozenset({chosen}))
+            has_curve = suffix == ".html" or chosen is PictureKind.CURVE
             with shared.under_autocast(subject, autocast):
                 options = shared.planning_options(context.params)
-                drawing = _drawn(subject, budget, shown, measure, options)
-        path, note = _draw(drawing, Path(output), chosen)
+                plan, series = _planned(subject, budget, has_curve, measure, options)
+        path, note = _draw(plan, series, Path(output), chosen)
     print(f"written: {path}{note and f' ({note})'}")
 
 
@@ -100,62 +97,49 @@ _ENDINGS = (".html", *_PICTURE_ENDINGS, ".dot")
 _ROUNDS = 2
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
 
-
-@dataclass(frozen=True, slots=True)
-class _Drawing:
-    """A plan, and the measurements and other budgets drawn beside it."""
-
-    plan: Plan
-    series: tuple[pictures.Series, ...] = ()
-    measured: MeasuredTimeline | None = None
-    eager_measured: MeasuredTimeline | None = None
+Lines = tuple[pictures.Series, ...]
+"""Other budgets, and what was measured, beside a plan on the curve."""
 
 
-def _drawn(
-    subject: Subject, budget: str, shown: frozenset[PictureKind], measure: bool, options: Options
-) -> _Drawing:
-    from rockplan.comparison import measured_series, measured_timelines
-
+def _planned(
+    subject: Subject, budget: str, has_curve: bool, measure: bool, options: Options
+) -> tuple[Plan, Lines]:
     call = subject.call
-    planned = rockplan.solve(**call, budget=budget, options=options)
-    series: tuple[pictures.Series, ...] = ()
-    eager_measured = measured = None
-    if PictureKind.CURVE in shown:
-        # Drawn smaller than a hand: rough plans do.
-        quick = replace(options, without=("exchange", "descent"), time_limit_s=0.25)
-        quick = replace(quick, bound_time_limit_s=0.0)
-        series += (pictures.curve_series(rockplan.pareto(**call, options=quick)),)
-    if PictureKind.CURVE in shown and measure:
-        compared = rockplan.compare(**call, budgets=[budget], rounds=_ROUNDS, options=options)
-        series += measured_series(compared)
-    on_cpu = all(p.device.type == "cpu" for p in subject.model.parameters())
-    if PictureKind.MEMORY in shown and measure and on_cpu:
-        eager_measured, measured = measured_timelines(**call, planned=planned)
-    return _Drawing(rockplan.plan_of(planned), series, measured, eager_measured)
+    plan = rockplan.plan_of(rockplan.solve(**call, budget=budget, options=options))
+    if not has_curve:
+        return plan, ()
+    # Drawn smaller than a hand: rough plans do.
+    quick = replace(options, without=("exchange", "descent"), time_limit_s=0.25)
+    quick = replace(quick, bound_time_limit_s=0.0)
+    curve = pictures.curve_series(rockplan.pareto(**call, options=quick))
+    if not measure:
+        return plan, (curve,)
+    from rockplan.comparison import measured_series  # which imports torch
+
+    compared = rockplan.compare(**call, budgets=[budget], rounds=_ROUNDS, options=options)
+    return plan, (curve, *measured_series(compared))
 
 
-def _draw(drawing: _Drawing, path: Path, picture: PictureKind) -> tuple[Path, str]:
-    lines = {"measured": drawing.measured, "eager_measured": drawing.eager_measured}
+def _draw(plan: Plan, series: Lines, path: Path, picture: PictureKind) -> tuple[Path, str]:
     note = ""
     content: str | bytes
     match path.suffix.lower():
         case ".html":
-            title, series = path.stem, drawing.series
-            content = html.html_report(drawing.plan, title=title, series=series, **lines)
+            content = html.html_report(plan, title=path.stem, series=series)
         case ".dot":
-            content = pictures.graph_dot(drawing.plan)
+            content = pictures.graph_dot(plan)
         case suffix:
             kind: pictures.Format = "png" if suffix == ".png" else "svg"
             match picture:
                 case PictureKind.MEMORY:
-                    content = pictures.draw_memory(drawing.plan, **lines, format=kind)
+                    content = pictures.draw_memory(plan, format=kind)
                 case PictureKind.CURVE:
-                    series = (*drawing.series, pictures.plan_series(drawing.plan))
-                    content = pictures.draw_curve(series, format=kind)
+                    marked = (*series, pictures.plan_series(plan))
+                    content = pictures.draw_curve(marked, format=kind)
                 case PictureKind.SCHEDULE:
-                    content = pictures.draw_schedule(drawing.plan, format=kind)
+                    content = pictures.draw_schedule(plan, format=kind)
                 case PictureKind.GRAPH:
-                    drawn = pictures.draw_graph(drawing.plan, format=kind)
+                    drawn = pictures.draw_graph(plan, format=kind)
                     content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
     write_whole(path, content)
     return path, note

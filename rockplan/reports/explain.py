@@ -457,7 +457,7 @@ def _share_lines(explanation: Explanation, rows: int) -> list[str]:
         why = f"{largest.name} ({', '.join(filter(None, facts))}): {largest.reason}"
         lines += [*wrapped(head, _WIDE), *_indented(why)]
         if largest.price:
-            lines += _indented(price_text(largest.price, explanation))
+            lines += _indented(_price_text(largest.price, explanation))
     rest = explanation.shares[rows:]
     if rest:
         rest_bytes = sum(s.size_bytes for s in rest)
@@ -470,9 +470,7 @@ def _indented(text: str) -> list[str]:
     return wrapped(" " * _WIDE + text, _WIDE + 2)
 
 
-def price_text(price: Price, explanation: Explanation) -> str:
-    """Return a price in words: 'to drop: 8.79 ms (+3.4%) to run 4 operations again; the peak would
-    be 8.8 MiB'. The share is of an iteration without recomputation."""
+def _price_text(price: Price, explanation: Explanation) -> str:
     count = len(price.operations)
     what = price.operations[0] if count == 1 else f"{count} operations"
     effect = f"the peak would be {format_bytes(price.peak_bytes)}"
@@ -482,8 +480,7 @@ def price_text(price: Price, explanation: Explanation) -> str:
     return f"to drop: {price.time_ns / 1e6:.2f} ms ({share:+.1%}) to run {what} again; {effect}"
 
 
-def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recomputation]]]:
-    """Return (kind, recomputations), grouped as in `Share`, costliest first."""
+def _recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recomputation]]]:
     groups: dict[str, list[Recomputation]] = {}
     for again in explanation.recomputations:
         groups.setdefault(pattern_of(again.name), []).append(again)
@@ -492,7 +489,7 @@ def recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recom
 
 def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
     total_ns = sum(r.time_ns for r in explanation.recomputations)
-    costly = recomputation_groups(explanation)
+    costly = _recomputation_groups(explanation)
     lines = [
         f"{len(explanation.recomputations)} operations run again, {total_ns / 1e6:.2f} ms in all "
         f"({total_ns / max(explanation.eager_time_ns, 1):+.1%})",

@@ -1,6 +1,6 @@
 """Pictures of plans: memory over time, the curve, the schedule, the graph.
 
-takes: values (Plan, Curve, measured timelines). returns: the bytes of a picture, 'svg' or 'png'.
+takes: values (Plan, Curve). returns: the bytes of a picture, 'svg' or 'png'.
 Functions: draw_memory, draw_curve, draw_schedule, draw_graph, graph_dot. guarantees: the same
 values give the same bytes under the same version of matplotlib; labels are in MiB; colours are
 those of Okabe and Ito, which colour-blind readers can tell apart.
@@ -23,9 +23,7 @@ from rockplan.reports import timeline as timelines
 from rockplan.reports.timeline import CALLER, OTHERS
 from rockplan.values.curve import Curve
 from rockplan.values.graph import producers
-from rockplan.values.names import operation_names, operator_of
 from rockplan.values.plan import Plan, format_bytes, plan_in, recomputations
-from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.schedule import kept_data
 
 Format = Literal["svg", "png"]
@@ -88,35 +86,23 @@ def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
     return Series(name, ((plan.peak_bytes, plan.overhead, ""),))
 
 
-def draw_memory(
-    plan: object,
-    *,
-    measured: MeasuredTimeline | None = None,
-    eager_measured: MeasuredTimeline | None = None,
-    format: Format = "svg",
-) -> bytes:
-    """Draw memory over time, keeping everything above, the planned step below, on the same axes;
-    return the content of an image file. plan: a Plan or a planned module. measured, eager_measured:
-    measurements by `rockplan.measured_timeline` of steps of the planned and of the original module;
-    drawn as a line, at the measured times. Raises MissingLibrary."""
+def draw_memory(plan: object, *, format: Format = "svg") -> bytes:
+    """Draw predicted memory over time, keeping everything above, the planned step below, on the
+    same axes; return the content of an image file. plan: a Plan or a planned module. Raises
+    MissingLibrary."""
     drawn_plan = plan_in(plan)
-    rows = (
-        (timelines.eager_timeline(drawn_plan), eager_measured, None),
-        (timelines.planned_timeline(drawn_plan), measured, drawn_plan.budget_bytes),
-    )
-    colours = group_colours([g for predicted, _, _ in rows for g in predicted.groups])
+    eager, planned = timelines.eager_timeline(drawn_plan), timelines.planned_timeline(drawn_plan)
+    colours = group_colours((*eager.groups, *planned.groups))
     figure = new_figure(9, 5.6)
     axes = figure.subplots(2, 1, sharex=True, sharey=True)
-    for axis, (predicted, measurement, budget_bytes) in zip(axes, rows, strict=True):
+    for axis, predicted, budget_bytes in zip(
+        axes, (eager, planned), (None, drawn_plan.budget_bytes), strict=True
+    ):
         _draw_stack(axis, predicted, colours)
-        _draw_lines(axis, predicted, measurement, budget_bytes)
-    ends_ns = [p.time_ns for p, _, _ in rows] + [f.times_ns[-1] for _, f, _ in rows if f]
-    axes[0].set_xlim(0, max(ends_ns) / 1e6)
-    highest = max(timeline.peak_bytes for row in rows for timeline in row[:2] if timeline)
-    axes[0].set_ylim(0, 1.22 * highest / _MIB)
-    is_measured = any(measurement for _, measurement, _ in rows)
-    of_line = " (colours), measured time (line)" if is_measured else ""
-    axes[1].set_xlabel(f"predicted time{of_line}, ms")
+        _draw_lines(axis, predicted, budget_bytes)
+    axes[0].set_xlim(0, max(eager.time_ns, planned.time_ns) / 1e6)
+    axes[0].set_ylim(0, 1.22 * max(eager.peak_bytes, planned.peak_bytes) / _MIB)
+    axes[1].set_xlabel("predicted time, ms")
     legends = [axis.get_legend_handles_labels() for axis in axes]
     entries = {label: handle for legend in legends for handle, label in zip(*legend, strict=True)}
     labels = [*entries][::-1]
@@ -136,16 +122,7 @@ def _draw_stack(axis: Any, predicted: timelines.MemoryTimeline, colours: Mapping
         base = top
 
 
-def _draw_lines(
-    axis: Any,
-    predicted: timelines.MemoryTimeline,
-    measurement: MeasuredTimeline | None,
-    budget_bytes: int | None,
-) -> None:
-    if measurement is not None:
-        times_ms = [t / 1e6 for t in measurement.times_ns]
-        live = [b / _MIB for b in measurement.live_bytes]
-        axis.step(times_ms, live, where="post", color="black", linewidth=0.9, label="measured")
+def _draw_lines(axis: Any, predicted: timelines.MemoryTimeline, budget_bytes: int | None) -> None:
     if budget_bytes is not None and budget_bytes > 1.2 * predicted.peak_bytes:
         budget_bytes = None
     if budget_bytes is not None:
@@ -160,7 +137,7 @@ def _draw_lines(
         va="top",
         fontsize=8,
     )
-    axis.set_title(predicted.title(measurement, budget_bytes), fontsize=10, loc="left")
+    axis.set_title(predicted.title(budget_bytes), fontsize=10, loc="left")
     axis.set_ylabel("MiB")
 
 
@@ -250,37 +227,33 @@ def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
 
 
-def graph_dot(plan: Plan, *, operations: bool = False) -> str:
+def graph_dot(plan: Plan) -> str:
     """Return the graph of `plan` in the language of Graphviz: blocks, those of a kind in one
-    colour, with what they keep and recompute; or with `operations` every operation, clustered by
-    block, re-executed ones in bold."""
+    colour, with what they keep and recompute."""
     drawing = graphviz.Digraph("rockplan")
     drawing.attr(rankdir="TB", bgcolor="white", fontname="Helvetica")
     drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
     drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
     kinds = {digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in plan.blocks))}
-    fills = [FILLS[kinds[b.digest] % len(FILLS)] for b in plan.blocks]
-    (_operation_graph if operations else _block_graph)(drawing, plan, fills)
-    return str(drawing.source)
-
-
-def _block_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
     kept = kept_data(plan.graph, plan.schedule)
     again = recomputations(plan)
-    titles = timelines.block_titles(plan)
-    for index, block in enumerate(plan.blocks):
+    for index, (block, title) in enumerate(
+        zip(plan.blocks, timelines.block_titles(plan), strict=True)
+    ):
         nodes = [plan.graph.nodes[n] for n in block.forward]
         size_bytes = sum(
             plan.graph.data[d].size_bytes for n in nodes for d in n.writes if d in kept
         )
         repeated = sum(n in again for n in block.forward)
         label = (
-            f"{titles[index]}\n{len(block.forward)} forward, {len(block.backward)} backward\n"
+            f"{title}\n{len(block.forward)} forward, {len(block.backward)} backward\n"
             f"keeps {format_bytes(size_bytes)}, runs {repeated} again"
         )
-        drawing.node(f"b{index}", label, fillcolor=fills[index])
+        fill = FILLS[kinds[block.digest] % len(FILLS)]
+        drawing.node(f"b{index}", label, fillcolor=fill)
     for (source, target), size_bytes in sorted(_crossing_bytes(plan).items()):
         drawing.edge(f"b{source}", f"b{target}", label=format_bytes(size_bytes))
+    return str(drawing.source)
 
 
 def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
@@ -299,33 +272,10 @@ def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
     return {edge: sum(sizes[d] for d in storages) for edge, storages in crossing.items()}
 
 
-def _operation_graph(drawing: Any, plan: Plan, fills: Sequence[str]) -> None:
-    names = operation_names(plan.graph)
-    again = recomputations(plan)
-    made_by = producers(plan.graph)
-    titles = timelines.block_titles(plan)
-    for index, block in enumerate(plan.blocks):
-        with drawing.subgraph(name=f"cluster_{index}") as cluster:
-            cluster.attr(label=titles[index], style="rounded", color="#808080")
-            for n in (*block.forward, *block.backward):
-                node = plan.graph.nodes[n]
-                size_bytes = sum(plan.graph.data[d].size_bytes for d in node.writes)
-                cluster.node(
-                    f"n{n}",
-                    f"{operator_of(node)}\n{format_bytes(size_bytes)}",
-                    tooltip=names[n],
-                    fillcolor=fills[index] if n < len(plan.graph.forward) else "white",
-                    penwidth="2.5" if n in again else "0.7",
-                )
-    for node in plan.graph.nodes:
-        for source in sorted({made_by[d] for d in node.reads if d in made_by}):
-            drawing.edge(f"n{source}", f"n{node.index}")
-
-
-def draw_graph(plan: object, *, operations: bool = False, format: Format = "svg") -> Picture:
+def draw_graph(plan: object, *, format: Format = "svg") -> Picture:
     """Draw the graph of a Plan or a planned module by Graphviz's program `dot`; if that is missing,
     return its DOT text, with a note that says so."""
-    source = graph_dot(plan_in(plan), operations=operations)
+    source = graph_dot(plan_in(plan))
     try:
         drawn = graphviz.Source(source).pipe(format=format)
     except graphviz.ExecutableNotFound:

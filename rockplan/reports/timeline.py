@@ -1,4 +1,4 @@
-"""Memory over time, as values: predicted by module, and measured.
+"""Memory over time, as values: predicted by module.
 
 takes: a Plan, or a priced CDGraph and a legal Schedule. returns: MemoryTimeline. guarantees: the
 largest `live_bytes` of a timeline is the peak that `simulate` finds, and at every moment the bytes
@@ -19,7 +19,6 @@ from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager
 from rockplan.values.names import ROOT, operation_names, operator_of
 from rockplan.values.plan import Plan, format_bytes
-from rockplan.values.profile import MeasuredTimeline
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 CALLER = "(caller)"
@@ -79,16 +78,10 @@ class MemoryTimeline:
     def peak_bytes(self) -> int:
         return max((m.live_bytes for m in self.moments), default=0)
 
-    def title(self, measured: MeasuredTimeline | None, budget_bytes: int | None) -> str:
-        """Return the name, the predicted peak, and measured peak and budget where they are
-        given."""
-        figures = {
-            "predicted peak": self.peak_bytes,
-            "measured": measured.peak_bytes if measured else None,
-            "budget": budget_bytes,
-        }
-        shown = (f"{what} {format_bytes(n)}" for what, n in figures.items() if n is not None)
-        return f"{self.name}: {', '.join(shown)}"
+    def title(self, budget_bytes: int | None) -> str:
+        """Return the name, the predicted peak, and the budget where it is given."""
+        budget = "" if budget_bytes is None else f", budget {format_bytes(budget_bytes)}"
+        return f"{self.name}: predicted peak {format_bytes(self.peak_bytes)}{budget}"
 
 
 def planned_timeline(plan: Plan) -> MemoryTimeline:

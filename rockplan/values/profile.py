@@ -1,4 +1,4 @@
-"""Measurements: what each unique operator call costs on one device; the live bytes of a step."""
+"""Measurements: what each unique operator call costs on one device."""
 
 from __future__ import annotations
 
@@ -40,19 +40,3 @@ class Profile:
         """Return the interquartile range of the measured times as a share of their sum."""
         measured = [cost for _, cost in self.costs if cost.repeats]
         return sum(c.spread_ns for c in measured) / max(sum(c.time_ns for c in measured), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class MeasuredTimeline:
-    """Live bytes of one step as the allocator saw them: live_bytes[i] from times_ns[i] on.
-
-    times_ns count from the start of the step, under the profiler, which slows operators down
-    a little; the first is 0, the last is when the step is done.
-    """
-
-    times_ns: tuple[int, ...]
-    live_bytes: tuple[int, ...]
-
-    @property
-    def peak_bytes(self) -> int:
-        return max(self.live_bytes, default=0)

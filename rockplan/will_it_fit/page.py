@@ -6,12 +6,12 @@ the figures are those of the rows.
 
 from __future__ import annotations
 
-import html
 from collections.abc import Sequence
 from functools import partial
 
-from rockplan.reports.html import figure, page, section, table
+from rockplan.reports.html import figure, page, preformatted, section
 from rockplan.reports.pictures import COLOURS, image_bytes, new_figure
+from rockplan.values.columns import aligned
 from rockplan.values.plan import format_bytes
 from rockplan.will_it_fit.answer import Fit, FitRow
 
@@ -22,18 +22,12 @@ _TEXT = (
     "the smallest one), beside what the device has (dashed). A mark is the largest batch that "
     "fits. A way that fits no batch has none."
 )
-_HEADS = (
-    *("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second"),
-    "who has the bytes at the peak",
-)
 
 
 def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
     """Return a self-contained HTML page of an answer: for each length a drawing of bytes over
-    batch, and a table of the rows with who owns the memory. Without matplotlib, what to install
+    batch, and who owns the memory. Without matplotlib, what to install
     stands in place of drawings."""
-    notes = "".join(f"<p>{html.escape(note)}</p>" for note in fit.notes)
-    rows = table(_HEADS, map(_cells, fit.rows), words=(1, 7))
     of_length: dict[str, list[FitRow]] = {}
     for row in fit.rows:
         name = "batch" if row.length is None else f"batch, at length {row.length}"
@@ -43,9 +37,9 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
         for name, found in of_length.items()
     )
     sections = (
-        f'<p class="lead">{html.escape(fit.headline)}.</p>',
-        section("batches", "Bytes and batch", _TEXT, *drawings),
-        section("rows", "What each way needs", "", rows, notes),
+        section("The answer", "", preformatted(str(fit))),
+        section("Bytes and batch", _TEXT, *drawings),
+        section("Who has the bytes at the peak", "", preformatted(_owners(fit.rows))),
     )
     return page(title, sections)
 
@@ -69,7 +63,10 @@ def _drawing(name: str, rows: Sequence[FitRow], usable_bytes: int) -> bytes:
     return image_bytes(drawn, "svg")
 
 
-def _cells(row: FitRow) -> tuple[str, ...]:
-    on_host = [("on the host", row.host_bytes)] if row.host_bytes else []
-    owners = ", ".join(f"{owner} {format_bytes(size)}" for owner, size in (*row.owners, *on_host))
-    return (*map(html.escape, row.cells), html.escape(owners))
+def _owners(rows: Sequence[FitRow]) -> str:
+    lines = []
+    for row in rows:
+        on_host = [("on the host", row.host_bytes)] if row.host_bytes else []
+        owned = (f"{owner} {format_bytes(size)}" for owner, size in (*row.owners, *on_host))
+        lines.append((*row.cells[:3], ", ".join(owned)))
+    return "\n".join(aligned((("length", "way", "largest batch", ""), *lines), numbers=(0, 2)))

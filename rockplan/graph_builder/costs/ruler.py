@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import gc
 import os
-from collections import Counter
 from collections.abc import Callable, Iterator
-from itertools import accumulate
-from operator import sub
 from typing import Any, NamedTuple
 
 import torch
@@ -20,12 +17,9 @@ from torch.autograd.profiler import profile, record_function
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.recorded.specs import CUDA_GRANULE_BYTES
-from rockplan.values.profile import MeasuredTimeline
 
 # Set before the first profiler session: otherwise each one writes two lines to stderr.
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")
-
-_STEP = "rockplan step"
 
 
 class LiveBytes(NamedTuple):
@@ -50,53 +44,6 @@ def peak_live_bytes(
     gc.collect()
     device = torch.device(device)
     return _cuda_peak(step, device) if device.type == "cuda" else _cpu_peak(step)
-
-
-def measured_timeline(
-    step: Callable[[], object],
-    warmup: int = 2,
-    *,
-    repeats: int = 5,
-    device: torch.device | str = "cpu",
-) -> MeasuredTimeline:
-    """Return live bytes over time of one `step()` on CPU, relative to its start, as
-    `peak_live_bytes` counts them (same `step`, same `warmup`); the last entry is the end of the
-    step.
-
-    Each interval is the shortest of `repeats` steps that allocate alike: other work on the machine
-    stretches some interval of any step, but seldom the same one each time.
-    Raises InvalidInput for another device: there `torch.cuda.memory._record_memory_history` records
-    what PyTorch's own viewer shows.
-    """
-    if torch.device(device).type != "cpu":
-        raise InvalidInput(
-            f"the memory of {device} cannot be followed over time here; measure its peak with "
-            "rockplan.peak_live_bytes, or record it with torch.cuda.memory._record_memory_history"
-        )
-    for _ in range(warmup):
-        step()
-    timelines = [_recorded_timeline(step) for _ in range(repeats)]
-    ((live_bytes, _),) = Counter(f.live_bytes for f in timelines).most_common(1)
-    alike = [f.times_ns for f in timelines if f.live_bytes == live_bytes]
-    intervals = (map(sub, times[1:], times) for times in alike)
-    shortest = map(min, zip(*intervals, strict=True))
-    return MeasuredTimeline(tuple(accumulate(shortest, initial=0)), live_bytes)
-
-
-def _recorded_timeline(step: Callable[[], object]) -> MeasuredTimeline:
-    gc.collect()
-    with (
-        profiled() as session,
-        record_function(_STEP),
-    ):
-        step()
-    (whole,) = [e for e in profiler_events(session) if e.name() == _STEP]
-    times_ns, live_bytes = [0], [0]
-    for time_ns, change in memory_events(session):
-        times_ns.append(max(time_ns - whole.start_ns(), 0))
-        live_bytes.append(live_bytes[-1] + change)
-    times_ns.append(max(whole.end_ns() - whole.start_ns(), times_ns[-1]))
-    return MeasuredTimeline(tuple(times_ns), (*live_bytes, live_bytes[-1]))
 
 
 def profiled() -> profile:
