@@ -150,14 +150,11 @@ Row = dict[str, Any]
 
 def row_of(name: str) -> Row:
     words = f"rockplan fit benchmarks.fit_real:{name} --time-limit 300 {COMMANDS[name]}"
-    row: Row = {"name": name, "command": words, "where": where()}
     with tempfile.TemporaryDirectory() as folder:
-        for which in ("cold", "warm"):
-            row |= _asked(words, folder, which)
-    return row
+        return {"name": name, "command": words, "where": where(), **_asked(words, folder)}
 
 
-def _asked(words: str, folder: str, which: str) -> Row:
+def _asked(words: str, folder: str) -> Row:
     arguments = [sys.executable, "-m", *shlex.split(words)]
     caches = {"ROCKPLAN_CACHE_DIR": folder, "TORCHINDUCTOR_CACHE_DIR": f"{folder}/kernels"}
     environment = {**os.environ, **caches}
@@ -168,23 +165,21 @@ def _asked(words: str, folder: str, which: str) -> Row:
         asked.returncode = os.waitstatus_to_exitcode(status)
     assert asked.returncode == 0, said
     seconds = round(usage.ru_utime + usage.ru_stime, 1)
-    print(f"{which}: {seconds} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{said}", flush=True)
-    return {"said": said, f"{which}_s": seconds, f"{which}_gib": round(usage.ru_maxrss / 2**20, 2)}
+    print(f"{seconds} s, {usage.ru_maxrss / 2**20:.1f} GiB\n{said}", flush=True)
+    return {"said": said, "cold_s": seconds, "cold_gib": round(usage.ru_maxrss / 2**20, 2)}
 
 
 def table(rows: list[Row]) -> str:
     lines = [
         "CPU time of the whole command, imports and the model among it, and the most memory that "
-        "it had: at first, and with the answer on disk. Each row and its answer are of the "
-        "commit named with it: fit has changed since the earlier ones, which were not run again.",
+        "it had. Each row and its answer are of the commit named with it: fit has changed since "
+        "the earlier ones, which were not run again.",
         "",
-        "| model | cold | memory | warm | where |",
-        "|---|---|---|---|---|",
+        "| model | time | memory | where |",
+        "|---|---|---|---|",
     ]
     lines += (
-        f"| {row['name']} | {row['cold_s']} s | {_said(row, 'cold_gib', 'GiB')} | "
-        f"{_said(row, 'warm_s', 's')} | "
-        f"{row['where']} |"
+        f"| {row['name']} | {row['cold_s']} s | {_said(row, 'cold_gib', 'GiB')} | {row['where']} |"
         for row in rows
     )
     for row in rows:

@@ -54,8 +54,8 @@ class Options:
     bit, and raise CheckFailed if they differ; needs the memory of both. If the original differs
     from run to run, CheckFailed if the planned module does not, else a warning. With `compile` the
     original is the same kernels without re-executions, and eager has to be near (docs/compiled.md).
-    cache: keep profiles, options of blocks, plans and answers of `fit` on disk (ROCKPLAN_CACHE_DIR,
-    else the platform's cache folder), so that planning again measures and solves nothing.
+    cache: keep profiles, options of blocks and plans on disk (ROCKPLAN_CACHE_DIR, else the
+    platform's cache folder), so that planning again measures and solves nothing.
     bound_time_limit_s: seconds that integer programs may spend on raising the lower bound of the
     certificate, within time_limit_s, after the search; none if the relaxation is enough. The plan
     does not depend on it.

@@ -20,7 +20,6 @@ from rockplan.store import documents
 from rockplan.store.cache import KINDS, Cache
 from rockplan.store.documents import dump_family, dump_profile, parse_family, parse_profile
 from rockplan.store.plan_file import dump_plans, parse_plans
-from rockplan.will_it_fit.answer import Fit
 from tests.cache_worker import KEY, hammer
 from tests.planning import WITHOUT_SEARCH, hearing
 
@@ -57,7 +56,7 @@ def rewrite(path: Path, change: dict[str, Any]) -> None:
 
 def test_the_second_plan_measures_and_solves_nothing(folder: Path) -> None:
     first = make_plan()
-    assert {p.parent.name for p in entries(folder)} == {*KINDS} - {"answer"}
+    assert {p.parent.name for p in entries(folder)} == {*KINDS}
     with hearing() as stages:
         assert make_plan() == first
     assert stages <= WITHOUT_SEARCH
@@ -437,22 +436,12 @@ def test_several_processes_write_the_same_entries_at_once(tmp_path: Path) -> Non
     assert not any(entry.problem for entry in Cache(tmp_path).entries())
 
 
-def test_an_answer_to_something_else_is_set_aside(folder: Path) -> None:
-    cache, key = Cache(folder), {"device": "t4"}
-    cache.put_answer(key, "17")
-    assert cache.answer(key, int) == 17 and cache.answer({"device": "l4"}, int) is None
-    with pytest.warns(UserWarning, match="set aside"):
-        assert cache.answer(key, Fit.from_json) is None
-    assert cache.answer(key, int) is None
-
-
 # Looking after it
 
 
 def test_entries_say_their_inputs_and_their_faults(folder: Path) -> None:
     make_plan()
     cache = Cache(folder)
-    cache.put_answer({"device": "t4"}, "said")
     assert {e.kind for e in cache.entries()} == set(KINDS)
     assert not any(e.problem for e in cache.entries())
     (plan,) = (e for e in cache.entries() if e.kind == "plan")

@@ -155,7 +155,7 @@ SPELLINGS = {
     "fit": (
         "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
         " --grad-scaler --host --html --in-backward --inference --json --keep-gradients --length"
-        " --link --near --no-cache --only-loss --optimizer --remedies --shard --tile --time-limit"
+        " --link --near --only-loss --optimizer --remedies --shard --tile --time-limit"
     ),
     "kinds": (
         "--autocast --budget --compile --json --near --no-cache --only-loss --optimizer --steps"

@@ -9,10 +9,7 @@ import gc
 import itertools
 import json
 import logging
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -49,7 +46,6 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 from rockplan.will_it_fit import question
-from rockplan.will_it_fit.answer_key import answer_key
 from rockplan.will_it_fit.captured_sizes import (
     OpenCall,
     PricedCall,
@@ -872,132 +868,6 @@ def test_the_page_prints_what_it_shows(capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out == shown
 
 
-class Switched(torch.nn.Module):
-    """Goes another way for long sequences, where an attribute says from when on."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.settings = {"most": most}
-        self.inner = torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.inner(x)
-        return (x.exp() if x.shape[1] > self.settings["most"] else x.exp().cos()).sum()
-
-
-def test_an_answer_is_kept_for_its_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second time one small capture is all; of a model that is another at other sizes, or an
-    optimizer of the caller's, it is worked out anew."""
-    captured: list[object] = []
-    own = question.priced_call
-
-    def counted(*call: Any) -> PricedCall:
-        captured.append(call)
-        return own(*call)
-
-    monkeypatch.setattr(question, "priced_call", counted)
-    x = torch.zeros(2, 8, 64)
-
-    def captures(most: int = 64, **asked: Any) -> tuple[int, rockplan.Fit]:
-        captured.clear()
-        usual = {"device": "600MiB", "sizes": {0: (2, 64), 1: (8, 128)}, "options": QUICK}
-        found = rockplan.fit(Switched(most), x, **{**usual, **asked})
-        return len(captured), found
-
-    (many, first), (one, second) = captures(), captures()
-    assert many > one == 1
-    assert first == second and str(first) == str(second)
-    for asked in (
-        {"most": 32},
-        {"sizes": {0: (2, 65), 1: (8, 128)}},
-        {"device": "601MiB"},
-        {"optimizer": "sgd"},
-        {"optimizer": torch.optim.AdamW},
-        {"optimizer": torch.optim.AdamW},
-    ):
-        assert captures(**asked)[0] > 1, asked
-    monkeypatch.setattr(Switched, "forward", lambda self, x: self.inner(x).sum())
-    assert captures()[0] > 1
-    everything = replace(QUICK, cache=False)
-    assert captures(options=everything)[0] > 1
-
-
-def kept_to(most: int) -> Callable[[torch.Tensor], torch.Tensor]:
-    return lambda x: x[:, :most]
-
-
-def without_constants(x: torch.Tensor) -> torch.Tensor:
-    return x[:, :8]
-
-
-def with_other_constants(x: torch.Tensor) -> torch.Tensor:
-    return x[:, :9]
-
-
-class Cutting:
-    def __init__(self, most: int) -> None:
-        self._most = most
-
-    def cut(self, x: torch.Tensor) -> torch.Tensor:
-        return x[:, : self._most]
-
-
-@dataclasses.dataclass
-class Settings:
-    _most: int
-
-
-KEYS: dict[str, tuple[object, object]] = {
-    "number": (8, 9),
-    "container": ([8], [9]),
-    "closure": (kept_to(8), kept_to(9)),
-    "constant": (without_constants, with_other_constants),
-    "inner constant": (lambda x: [y for y in x if y > 8], lambda x: [y for y in x if y > 9]),
-    "default": (lambda x, most=8: x[:, :most], lambda x, most=9: x[:, :most]),
-    "keyword default": (lambda x, *, most=8: x[:, :most], lambda x, *, most=9: x[:, :most]),
-    "partial": (functools.partial(torch.clamp, max=8), functools.partial(torch.clamp, max=9)),
-    "method": (Cutting(8).cut, Cutting(9).cut),
-    "private number of a configuration": (Settings(8), Settings(9)),
-}
-
-
-@pytest.mark.parametrize("name", [*KEYS])
-@pytest.mark.parametrize("attribute", ["most", "_most"])
-def test_what_a_module_holds_is_in_its_key(name: str, attribute: str) -> None:
-    def key(value: object) -> dict[str, str]:
-        model = torch.nn.Linear(2, 2)
-        setattr(model, attribute, value)
-        return answer_key(model, torch.empty(2, 2), "graph")
-
-    one, other = KEYS[name]
-    assert key(one) == key(one) != key(other)
-
-
-KEY = """
-import testing, torch
-from rockplan.will_it_fit.answer_key import answer_key
-from testing import models
-
-torch.manual_seed(0)
-case = models.llama(layers=1, width=16, batch=2, length=16)
-key = answer_key(case.model, (case.args, case.kwargs), case.model.config.vocab_size, device="t4")
-print(sorted(key.items()))
-"""
-
-
-def test_another_process_has_the_same_key(capsys: pytest.CaptureFixture[str]) -> None:
-    """With other hashes. Configurations of transformers keep a hash of their own."""
-    exec(KEY, {})
-    other = subprocess.run(
-        [sys.executable, "-c", KEY],
-        env={**os.environ, "PYTHONHASHSEED": "1"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert "'model'" in other.stdout and other.stdout == capsys.readouterr().out
-
-
 def test_a_batch_that_does_not_fit_is_accumulated() -> None:
     """In passes that fit where gradients are there already."""
     model, args, _ = mlp()
@@ -1057,7 +927,7 @@ def test_the_command_says_what_the_function_does(tmp_path: Path) -> None:
     file.write_text(LAYERS)
     scope: dict[str, Any] = {}
     exec(LAYERS, scope)
-    words = ["fit", f"{file}:make", "--gpu", "1GiB", "--json", "--time-limit", "1", "--no-cache"]
+    words = ["fit", f"{file}:make", "--gpu", "1GiB", "--json", "--time-limit", "1"]
 
     def row(batch: int, flags: list[str], **how: Any) -> object:
         result = CliRunner().invoke(app, [*words, "--batch", str(batch), *flags])

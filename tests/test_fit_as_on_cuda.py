@@ -128,7 +128,7 @@ def test_autocast_of_a_model_on_the_meta_device(tmp_path: Path) -> None:
         "    with torch.device('meta'):\n"
         "        return torch.nn.Linear(64, 64), torch.empty(8, 64)\n"
     )
-    words = ["fit", f"{file}:make", "--gpu", "h100-80", "--autocast", "bfloat16", "--no-cache"]
+    words = ["fit", f"{file}:make", "--gpu", "h100-80", "--autocast", "bfloat16"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "kept whole" in done.output

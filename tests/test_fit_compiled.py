@@ -177,7 +177,7 @@ def test_unknown_kernels_name_a_device_that_knows_them(
     with pytest.raises(InvalidInput, match=r"device=torch.device\('cpu'\) \(--gpu cpu\)"):
         rockplan.fit(model, x, "t4", options=options)
     found = rockplan.fit(model, x, CPU, options=options)
-    words = ["fit", "rockplan.examples:mlp", "--gpu", "cpu", "--compile", "--json", "--no-cache"]
+    words = ["fit", "rockplan.examples:mlp", "--gpu", "cpu", "--compile", "--json"]
     done = CliRunner().invoke(app, [*words, "--time-limit", "1"])
     assert rockplan.Fit.from_json(done.stdout).rows == found.rows
     assert found.rows[0].batch == len(x)

@@ -141,7 +141,7 @@ def test_the_command_pages(tmp_path: Path) -> None:
     """On a device in bytes, over a link that is given."""
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
-    words = ["fit", f"{file}:make", "--gpu", "14GiB", "--batch", "128000", "--no-cache"]
+    words = ["fit", f"{file}:make", "--gpu", "14GiB", "--batch", "128000"]
     paged = CliRunner().invoke(app, [*words, "--host", "64GiB", "--link", "100GB/s", "--json"])
     assert paged.exit_code == 0, paged.output
     row = rockplan.Fit.from_json(paged.stdout).rows[-1]

@@ -224,7 +224,7 @@ def test_what_several_processes_cannot_have_is_refused(how: dict[str, Any], said
 
 
 def test_the_command_says_the_same() -> None:
-    words = ["fit", "rockplan.examples:mlp", "--gpu", "1GiB", "--gpus", "4", "--no-cache"]
+    words = ["fit", "rockplan.examples:mlp", "--gpu", "1GiB", "--gpus", "4"]
     with torch.device("meta"):
         model, args, _ = mlp()
     for shard in ("fsdp2", "ddp"):

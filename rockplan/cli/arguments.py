@@ -161,7 +161,7 @@ def planning_options(given: Mapping[str, Any]) -> Options:
         raise InvalidInput("--near says how kernels are compiled; it needs --compile")
     named = {name: given[name] for name in ROWS if name in given}
     spelled = {
-        "cache": not given["no_cache"],
+        "cache": not given.get("no_cache"),
         "compile": "near" if given.get("near") else compiled,
         "sizes": _size_ranges(given.get("size") or ()),
         "numerics": "best" if given.get("best") else "eager",

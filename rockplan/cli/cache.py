@@ -90,7 +90,6 @@ def _facts(entry: Entry) -> list[str]:
         "profile": ("profile",),
         "options": ("block",),
         "plan": ("graph", "budget"),
-        "answer": ("device", "optimizer", "sizes"),
     }
     found = {name: entry.key.get(name, "?") for name in names[entry.kind]}
     of = ", ".join(f"{n} {fact[:12] if len(fact) == 64 else fact}" for n, fact in found.items())

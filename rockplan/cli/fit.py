@@ -23,9 +23,7 @@ LISTED = "list"
 """Given in place of a device: print the known devices."""
 
 
-@shared.planned_with(
-    "time_limit", "no_cache", "compiled", "near", "tile", "only_loss", "host", "link"
-)
+@shared.planned_with("time_limit", "compiled", "near", "tile", "only_loss", "host", "link")
 def fit(
     context: typer.Context,
     model: Annotated[

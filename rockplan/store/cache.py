@@ -1,4 +1,4 @@
-"""Cache: profiles, options of blocks, plans and answers on disk, so that nothing is computed twice.
+"""Cache: profiles, options of blocks and plans on disk, so that nothing is computed twice.
 
 One JSON document for each entry (`documents`), named by the digest of everything it depends on (its
 key); an entry of a profile is named by its content too, so that measurements of several processes
@@ -30,13 +30,12 @@ from rockplan.values.profile import Profile
 
 T = TypeVar("T")
 
-KINDS = ("profile", "options", "plan", "answer")
+KINDS = ("profile", "options", "plan")
 
 _PARSERS: dict[str, Callable[[str], object]] = {
     "profile": documents.parse_profile,
     "options": documents.parse_family,
     "plan": plan_file.parse_plans,
-    "answer": documents.parse_answer,
 }
 
 _NAME = r"[0-9a-f]{40}"
@@ -117,22 +116,6 @@ class Cache:
     def put_plan(self, key: Key, plan: Plan) -> None:
         self._write(self._path("plan", key), plan_file.dump_plans([plan], key))
 
-    def answer(self, key: Key, read: Callable[[str], T]) -> T | None:
-        """Return what `read` makes of the text stored under `key`. None, with a warning unless the
-        file is missing, if it cannot be used or `read` fails."""
-
-        def parse(text: str, key: Key) -> T:
-            answer = documents.parse_answer(text, key)
-            try:
-                return read(answer)
-            except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise PlanFormatError(f"an answer that says something else: {error!r}") from error
-
-        return self._read(self._path("answer", key), parse, key)
-
-    def put_answer(self, key: Key, answer: str) -> None:
-        self._write(self._path("answer", key), documents.dump_answer(answer, key))
-
     def entries(self) -> Iterator[Entry]:
         """Yield every file of the cache, read and checked as far as possible without its model."""
         for kind, path in self._files():
@@ -142,8 +125,8 @@ class Cache:
                 yield Entry(kind, path, status.st_size, status.st_mtime_ns, key, problem)
 
     def clear(self, kinds: Iterable[str] = KINDS) -> tuple[int, int]:
-        """Delete the cache's files of these kinds ("profile", "options", "plan", "answer"); other
-        files in the folder stay. Returns the number of files and their bytes."""
+        """Delete the cache's files of these kinds ("profile", "options", "plan"); other files in
+        the folder stay. Returns the number of files and their bytes."""
         chosen = set(kinds)
         count = size_bytes = 0
         for kind, path in list(self._files()):

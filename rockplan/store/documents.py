@@ -198,15 +198,3 @@ def parse_family(text: str, key: Key | None = None) -> OptionFamily:
 def _read_family(document: dict[str, Any]) -> OptionFamily:
     options = tuple(BlockOption(**read_fields(BlockOption, row)) for row in document["options"])
     return OptionFamily(options, **read_fields(OptionFamily, document))
-
-
-# Answers
-
-
-def dump_answer(answer: str, key: Key | None = None) -> str:
-    """Return the document of an answer, a text of any form."""
-    return dump("answer", {"answer": answer}, key)
-
-
-def parse_answer(text: str, key: Key | None = None) -> str:
-    return parse(text, "answer", lambda document: text_of(document["answer"]), key)

@@ -27,7 +27,6 @@ from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.shards import ALONE, GatheredGroup, Shards, gathered_bytes, unknown_to_fsdp2
 from rockplan.fitting.timeline import Timeline, passes_of, timeline_of
 from rockplan.fitting.training_step import TrainingStep
-from rockplan.graph_builder.costs.price import profile_key
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
 from rockplan.machine import available_bytes
 from rockplan.options import Options
@@ -39,13 +38,11 @@ from rockplan.values.copies import Host, paged, with_copies
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
-from rockplan.will_it_fit.answer_key import answer_key
 from rockplan.will_it_fit.captured_sizes import (
     Arguments,
     OpenCall,
     PricedCall,
     Size,
-    SizedCalls,
     open_call,
     priced_call,
     resized,
@@ -200,23 +197,6 @@ class FitQuestion:
         """True if operations run here, to see what memory they take: those of the CPU, and with
         compiled kernels of any device at hand."""
         return self.on.is_cpu or bool(self.on.at_hand and self.options.compile)
-
-    def key(self, calls: SizedCalls) -> dict[str, str]:
-        """Return all that the answer depends on, by name, as its key in the cache. calls: those to
-        examine, of which the small one stands for the model's graph."""
-        return answer_key(
-            self.given,
-            self.arguments,
-            calls.small.graph,
-            device=self.on,
-            optimizer=self.optimizer,
-            step=self.step,
-            host=self.host,
-            shards=self.shards,
-            sizes=(calls.least, calls.most, calls.lengths),
-            options=self.options,
-            machine=profile_key(calls.small.graph) if self.is_tried else "",
-        )
 
     def whole(self, size: Size) -> PricedCall:
         return self.call(size, replace(self.options, tile=False))

@@ -33,7 +33,6 @@ from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
-from rockplan.search.problem import cache_of
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, in_eager_order
@@ -157,8 +156,6 @@ def fit(
         raise InvalidInput(f"{name} {why}")
     shards.refuse_unknown_to_fsdp2(model, blocks)
     batches, lengths = _ranges((args, kwargs), sizes or {})
-    # Not cached for an optimizer of the caller's: it may be another one the next time.
-    cache = cache_of(options) if optimizer is None or isinstance(optimizer, str) else None
     host = _host(options, on)
     left_out = [*not_for_several(Shards(2), step, options)]
     options = replace(options, cache=False, host=None, link=None)
@@ -169,11 +166,7 @@ def fit(
     question = question if host is None else question.paging_to(host)
     record = None if question.is_tried else question.recorded
     calls = SizedCalls(question.whole, *batches, lengths, record)
-    key = question.key(calls) if cache else {}
-    if not (cache and (answer := cache.answer(key, Fit.from_json))):
-        answer = _answer(question, calls)
-        if cache and not question.untried:  # with more memory left another time they are tried
-            cache.put_answer(key, answer.to_json())
+    answer = _answer(question, calls)
     if not inference:
         return answer
     own = question.unpaged or question
