@@ -1,9 +1,9 @@
 """The pictures of docs/usage.md and docs/explain.md: a small decoder planned under 40 %.
 
-Compares the plan with PyTorch's checkpointing, draws docs/memory.svg, docs/schedule.svg,
-docs/frontier.svg and docs/blocks.svg, writes report.html to a folder if one is named, and prints
-the explanation of the plan.
-Command: python -m benchmarks.pictures [FOLDER]        (needs matplotlib, and Graphviz's dot)
+Compares the plan with PyTorch's checkpointing, draws docs/memory.svg, docs/schedule.svg and
+docs/frontier.svg, writes report.html to a folder if one is named, and prints the explanation of the
+plan.
+Command: python -m benchmarks.pictures [FOLDER]        (needs matplotlib)
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ def main() -> None:
     (DOCS / "schedule.svg").write_bytes(rockplan.draw_schedule(planned.plan))
     frontier = rockplan.draw_curve([*series, plan_series(planned.plan)])
     (DOCS / "frontier.svg").write_bytes(frontier)
-    blocks = rockplan.draw_graph(planned.plan)
-    (DOCS / f"blocks{blocks.suffix}").write_bytes(blocks.data)
     for name in sys.argv[1:2]:
         page = rockplan.html_report(planned.plan, title="transformer", series=series)
         (Path(name) / "report.html").write_text(page, encoding="utf-8")

@@ -575,35 +575,14 @@ def test_an_interrupt_leaves_nothing_half_written(
 SIGNALLED = """
 import os, signal, threading
 from rockplan import examples
-class Dropping:
-    def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000): pass
-def drop():
-    Dropping()
-class Turning:
-    def __set_name__(self, owner, name):
-        os.kill(os.getpid(), signal.SIGINT)
-        for _ in range(1000): pass
-def turn():
-    try:
-        type("Owner", (), {{"member": Turning()}})
-    except BaseException as error:
-        raise RuntimeError("as Python before 3.12 says of __set_name__") from error
 def make():
-    {how}
+    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
     return examples.transformer()
 """
-LATER = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
 
 
-@pytest.mark.parametrize(
-    "how",
-    [LATER, "drop()", "turn()"],
-    ids=["once", "dropped by Python", "turned into another error"],
-)
-def test_a_signal_ends_with_its_exit_code(own_folder: Path, how: str) -> None:
-    write(own_folder, "signalled.py", SIGNALLED.format(how=how))
+def test_a_signal_ends_with_its_exit_code(own_folder: Path) -> None:
+    write(own_folder, "signalled.py", SIGNALLED)
     running = process(
         "solve", f"{own_folder}/signalled.py:make", "--no-cache", stderr=subprocess.PIPE
     )
@@ -667,24 +646,16 @@ def plan_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-@pytest.mark.parametrize(
-    ("output", "begins"),
-    [
-        ("report.html", b"<!doctype html>"),
-        ("graph.dot", b"digraph"),
-    ],
-)
-def test_plot_a_plan_file(plan_file: Path, output: str, begins: bytes) -> None:
-    assert run("plot", str(plan_file), "-o", output) == f"written: {output}\n"
-    assert Path(output).read_bytes().lower().startswith(begins)
-    assert [p.name for p in Path.cwd().iterdir()] == [output]
+def test_plot_a_plan_file(plan_file: Path) -> None:
+    assert run("plot", str(plan_file), "-o", "report.html") == "written: report.html\n"
+    assert Path("report.html").read_text().startswith("<!doctype html>")
+    assert [p.name for p in Path.cwd().iterdir()] == ["report.html"]
 
 
-@pytest.mark.parametrize("ending", [".dot", ".html"])
-def test_plots_of_other_files_have_no_pictures(plan_file: Path, ending: str) -> None:
-    said = errors("plot", str(plan_file), "-o", f"plot{ending}", "--picture", "curve", code=2)
-    assert f"a {ending} file always holds the same" in " ".join(said.split())
-    assert not Path(f"plot{ending}").exists()
+def test_plots_of_pages_have_no_pictures(plan_file: Path) -> None:
+    said = errors("plot", str(plan_file), "-o", "plot.html", "--picture", "curve", code=2)
+    assert "a .html file always holds the same" in " ".join(said.split())
+    assert not Path("plot.html").exists()
 
 
 @pytest.mark.parametrize("picture", ["memory", "curve", "schedule"])
@@ -706,7 +677,7 @@ def test_plot_a_model_beside_what_was_measured(measure: str) -> None:
     assert {peer in curve for peer in peers} == {measure == "--measure"}
 
 
-@pytest.mark.parametrize("output", ["plan", "plan.gif", "plan.json", "absent/plan.svg"])
+@pytest.mark.parametrize("output", ["plan", "plan.gif", "plan.json", "plan.dot", "absent/plan.svg"])
 def test_plot_refuses_other_files(plan_file: Path, output: str) -> None:
     assert output in errors("plot", str(plan_file), "-o", output, code=ExitCode.USAGE)
     assert "--budget" in errors("plot", str(plan_file), "-b", "1MB", code=ExitCode.USAGE)

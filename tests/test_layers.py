@@ -31,7 +31,6 @@ LIBRARIES = {
         "integrations",
     },
     "highspy": {"ilp"},
-    "graphviz": {"reports"},
     "matplotlib": {"reports"},
     "numpy": {"oracles", "ilp", "dp", "graph_builder", "python_state", "search"},
     "networkx": {"graph_builder"},

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from rockplan.oracles.simulate import simulate
 from rockplan.python_state import trees
-from rockplan.reports.listing import schedule_listing
 from rockplan.runtime.program import build_program
 from rockplan.values.block import Block
 from rockplan.values.graph import Takeover
@@ -46,20 +45,6 @@ SCHEDULE_TEXT = """
 7  backward  compute  3
 8  backward  free     5
 9  backward  free     6
-"""
-
-LISTING_TEXT = """
-                                                    during  after
-0  forward   compute    (root)/mul                    64 B   64 B
-1  forward   compute    act/gelu                     128 B  128 B
-2  forward   free       (root)/mul                   128 B   64 B
-3  backward  recompute  (root)/mul                   192 B  192 B
-4  backward  compute    act/backward/gelu_backward   272 B  256 B
-5  backward  free       (root)/mul                   256 B  192 B
-6  backward  free       g_y                          192 B  128 B
-7  backward  compute    (root)/backward/mul          192 B  192 B
-8  backward  free       act/backward/gelu_backward   192 B  128 B
-9  backward  hand over  (root)/backward/mul          128 B   64 B
 """
 
 BLOCK_TEXT = """
@@ -121,10 +106,6 @@ def test_a_graph_without_nodes_is_its_first_line() -> None:
 
 def test_a_schedule_is_a_line_an_event() -> None:
     assert str(SCHEDULE) == SCHEDULE_TEXT.strip()
-
-
-def test_schedules_with_graphs_have_names_and_bytes() -> None:
-    assert schedule_listing(GRAPH, SCHEDULE) == LISTING_TEXT.strip("\n")
 
 
 def test_a_block_is_its_place_and_its_problem() -> None:

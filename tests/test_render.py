@@ -8,7 +8,6 @@ import importlib.util
 import random
 import re
 from html.parser import HTMLParser
-from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -20,7 +19,7 @@ import rockplan
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.oracles.simulate import simulate
 from rockplan.reports.explain import explanation_text
-from rockplan.reports.pictures import Series, curve_series, graph_dot, plan_series
+from rockplan.reports.pictures import Series, curve_series, plan_series
 from rockplan.reports.timeline import (
     block_rows,
     eager_timeline,
@@ -65,7 +64,7 @@ def plan(planned: Any) -> Plan:
 
 
 def test_planned_modules_are_drawn_as_their_plans(planned: Any, plan: Plan) -> None:
-    kinds = (rockplan.draw_memory, rockplan.draw_schedule, rockplan.draw_graph)
+    kinds = (rockplan.draw_memory, rockplan.draw_schedule)
     for show in (rockplan.explain, rockplan.html_report):
         assert show(planned) == show(plan)
     for draw in kinds:
@@ -148,26 +147,6 @@ def test_without_matplotlib_the_error_says_what_to_install(
         rockplan.draw_schedule(plan)
     page = rockplan.html_report(plan)
     assert page.count("rockplan[plot]") == 3 and "</html>" in page and "<img" not in page
-
-
-def test_dot_is_understood_and_has_every_block(plan: Plan) -> None:
-    source = graph_dot(plan)
-    nodes = set(re.findall(r"^\s*(b\d+) \[", source, re.M))
-    edges = re.findall(r"^\s*(b\d+) -> (b\d+)", source, re.M)
-    assert len(nodes) == len(plan.blocks)
-    assert edges and all(end in nodes for edge in edges for end in edge)
-    drawn = rockplan.draw_graph(plan)
-    if drawn.suffix == ".svg":  # the program `dot` is installed, and read it
-        assert ElementTree.fromstring(drawn.data).tag.endswith("svg") and not drawn.note
-
-
-def test_without_dot_there_is_text_and_a_line(
-    plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    drawn = rockplan.draw_graph(plan)
-    assert drawn.suffix == ".dot" and drawn.data.decode() == graph_dot(plan)
-    assert "not installed" in drawn.note and "\n" not in drawn.note
 
 
 class Page(HTMLParser):

@@ -29,7 +29,6 @@ class PictureKind(StrEnum):
     MEMORY = "memory"
     CURVE = "curve"
     SCHEDULE = "schedule"
-    GRAPH = "graph"
 
 
 @shared.planned_with("time_limit", "no_cache")
@@ -43,8 +42,7 @@ def plot(
             "--output",
             "-o",
             metavar="FILE",
-            help=".html: a report in one file; .svg, .png: a picture; .dot: the graph for "
-            "Graphviz.",
+            help=".html: a report in one file; .svg, .png: a picture.",
         ),
     ] = "rockplan.html",
     picture: Annotated[
@@ -85,14 +83,15 @@ def plot(
             with shared.under_autocast(subject, autocast):
                 options = shared.planning_options(context.params)
                 plan, series = _planned(subject, budget, has_curve, measure, options)
-        path, note = _draw(plan, series, Path(output), chosen)
-    print(f"written: {path}{note and f' ({note})'}")
+        path = Path(output)
+        write_whole(path, _drawn(plan, series, path, chosen))
+    print(f"written: {path}")
 
 
 _PICTURE_ENDINGS = (".svg", ".png")
 """Endings of files that hold one picture."""
 
-_ENDINGS = (".html", *_PICTURE_ENDINGS, ".dot")
+_ENDINGS = (".html", *_PICTURE_ENDINGS)
 
 _ROUNDS = 2
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
@@ -120,26 +119,15 @@ def _planned(
     return plan, (curve, *measured_series(compared))
 
 
-def _draw(plan: Plan, series: Lines, path: Path, picture: PictureKind) -> tuple[Path, str]:
-    note = ""
-    content: str | bytes
-    match path.suffix.lower():
-        case ".html":
-            content = html.html_report(plan, title=path.stem, series=series)
-        case ".dot":
-            content = pictures.graph_dot(plan)
-        case suffix:
-            kind: pictures.Format = "png" if suffix == ".png" else "svg"
-            match picture:
-                case PictureKind.MEMORY:
-                    content = pictures.draw_memory(plan, format=kind)
-                case PictureKind.CURVE:
-                    marked = (*series, pictures.plan_series(plan))
-                    content = pictures.draw_curve(marked, format=kind)
-                case PictureKind.SCHEDULE:
-                    content = pictures.draw_schedule(plan, format=kind)
-                case PictureKind.GRAPH:
-                    drawn = pictures.draw_graph(plan, format=kind)
-                    content, note, path = drawn.data, drawn.note, path.with_suffix(drawn.suffix)
-    write_whole(path, content)
-    return path, note
+def _drawn(plan: Plan, series: Lines, path: Path, picture: PictureKind) -> str | bytes:
+    suffix = path.suffix.lower()
+    if suffix == ".html":
+        return html.html_report(plan, title=path.stem, series=series)
+    kind: pictures.Format = "png" if suffix == ".png" else "svg"
+    match picture:
+        case PictureKind.MEMORY:
+            return pictures.draw_memory(plan, format=kind)
+        case PictureKind.CURVE:
+            return pictures.draw_curve((*series, pictures.plan_series(plan)), format=kind)
+        case PictureKind.SCHEDULE:
+            return pictures.draw_schedule(plan, format=kind)

@@ -1,8 +1,6 @@
-"""Listing: a schedule event by event, with names and live bytes; compiled kernels by operators; the
-passes that made a graph, and the stages of a search.
+"""Listing: compiled kernels by operators; the passes that made a graph, and the stages of a search.
 
-takes: a priced CDGraph and a legal Schedule of it, or a Plan. returns: text. guarantees: bytes are
-those of `simulate`.
+takes: a priced CDGraph and a legal Schedule of it, or a Plan. returns: text.
 """
 
 from __future__ import annotations
@@ -11,34 +9,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from rockplan.oracles.lifetimes import taken_over
-from rockplan.oracles.simulate import timeline
 from rockplan.values.columns import aligned
 from rockplan.values.graph import CDGraph, Kernel
-from rockplan.values.names import activation_names, operation_names
 from rockplan.values.plan import PassTrace, Plan, format_bytes
-from rockplan.values.schedule import Compute, Free, Schedule
-
-
-def schedule_listing(graph: CDGraph, schedule: Schedule) -> str:
-    """Return the schedule as text, a line for each event: position, phase, what happens to which
-    operation or storage, bytes alive while it runs and after it."""
-    nodes, storages = operation_names(graph), activation_names(graph)
-    executed: set[int] = set()
-    rows = [("", "", "", "", "during", "after")]
-    for position, (event, cost) in enumerate(
-        zip(schedule.events, timeline(graph, schedule), strict=True)
-    ):
-        if isinstance(event, Free):
-            verb = "hand over" if event.data in graph.handed else "free"
-            name = storages[event.data]
-        else:
-            verb = "recompute" if event.node in executed else "compute"
-            name = nodes[event.node]
-            executed.add(event.node)
-        phase = "forward" if position < schedule.forward_length else "backward"
-        live = (f"{cost.during_bytes} B", f"{cost.after_bytes} B")
-        rows.append((str(position), phase, verb, name, *live))
-    return "\n".join(aligned(rows, numbers=(0, 4, 5)))
+from rockplan.values.schedule import Compute, Schedule
 
 
 def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:

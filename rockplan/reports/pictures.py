@@ -1,9 +1,9 @@
-"""Pictures of plans: memory over time, the curve, the schedule, the graph.
+"""Pictures of plans: memory over time, the curve, the schedule.
 
 takes: values (Plan, Curve). returns: the bytes of a picture, 'svg' or 'png'.
-Functions: draw_memory, draw_curve, draw_schedule, draw_graph, graph_dot. guarantees: the same
-values give the same bytes under the same version of matplotlib; labels are in MiB; colours are
-those of Okabe and Ito, which colour-blind readers can tell apart.
+Functions: draw_memory, draw_curve, draw_schedule. guarantees: the same values give the same bytes
+under the same version of matplotlib; labels are in MiB; colours are those of Okabe and Ito, which
+colour-blind readers can tell apart.
 
 matplotlib is an extra (`pip install 'rockplan[plot]'`) and is imported when a picture is drawn.
 """
@@ -16,15 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-import graphviz
-
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.reports import timeline as timelines
 from rockplan.reports.timeline import CALLER, OTHERS
 from rockplan.values.curve import Curve
-from rockplan.values.graph import producers
-from rockplan.values.plan import Plan, format_bytes, plan_in, recomputations
-from rockplan.values.schedule import kept_data
+from rockplan.values.plan import Plan, format_bytes, plan_in
 
 Format = Literal["svg", "png"]
 
@@ -34,7 +30,6 @@ _MANY_POINTS = 12
 """Lines with more points than this have small marks."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
-FILLS = ("#BFDDF2", "#FBE3B0", "#B9E4D6", "#EFD3E2", "#D5ECFA", "#F6C9B0", "#FAF5B8", "#E2E2E2")
 RUN_LABELS = {
     "forward": "forward",
     "again": "forward again",
@@ -64,16 +59,6 @@ class Series:
     name: str
     points: tuple[tuple[int, float, str], ...]
     connected: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Picture:
-    """A drawn picture. data: the file's content; suffix: '.svg', '.png' or '.dot'; note: a remark
-    for the reader about how it was made, '' for none."""
-
-    data: bytes
-    suffix: str
-    note: str = ""
 
 
 def curve_series(curve: Curve, name: str = "rockplan (predicted)") -> Series:
@@ -225,66 +210,6 @@ def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     entries.append(("activations alive (bytes)", KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
-
-
-def graph_dot(plan: Plan) -> str:
-    """Return the graph of `plan` in the language of Graphviz: blocks, those of a kind in one
-    colour, with what they keep and recompute."""
-    drawing = graphviz.Digraph("rockplan")
-    drawing.attr(rankdir="TB", bgcolor="white", fontname="Helvetica")
-    drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
-    drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
-    kinds = {digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in plan.blocks))}
-    kept = kept_data(plan.graph, plan.schedule)
-    again = recomputations(plan)
-    for index, (block, title) in enumerate(
-        zip(plan.blocks, timelines.block_titles(plan), strict=True)
-    ):
-        nodes = [plan.graph.nodes[n] for n in block.forward]
-        size_bytes = sum(
-            plan.graph.data[d].size_bytes for n in nodes for d in n.writes if d in kept
-        )
-        repeated = sum(n in again for n in block.forward)
-        label = (
-            f"{title}\n{len(block.forward)} forward, {len(block.backward)} backward\n"
-            f"keeps {format_bytes(size_bytes)}, runs {repeated} again"
-        )
-        fill = FILLS[kinds[block.digest] % len(FILLS)]
-        drawing.node(f"b{index}", label, fillcolor=fill)
-    for (source, target), size_bytes in sorted(_crossing_bytes(plan).items()):
-        drawing.edge(f"b{source}", f"b{target}", label=format_bytes(size_bytes))
-    return str(drawing.source)
-
-
-def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
-    """(Block that makes, block that reads in its forward) -> bytes; blocks by position in the
-    plan."""
-    block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
-    made_by = producers(plan.graph)
-    crossing: dict[tuple[int, int], set[int]] = {}
-    for node in plan.graph.forward:
-        for data in node.reads:
-            source = block_of.get(made_by.get(data, -1))
-            target = block_of.get(node.index)
-            if source is not None and target is not None and source != target:
-                crossing.setdefault((source, target), set()).add(data)
-    sizes = {d.index: d.size_bytes for d in plan.graph.data}
-    return {edge: sum(sizes[d] for d in storages) for edge, storages in crossing.items()}
-
-
-def draw_graph(plan: object, *, format: Format = "svg") -> Picture:
-    """Draw the graph of a Plan or a planned module by Graphviz's program `dot`; if that is missing,
-    return its DOT text, with a note that says so."""
-    source = graph_dot(plan_in(plan))
-    try:
-        drawn = graphviz.Source(source).pipe(format=format)
-    except graphviz.ExecutableNotFound:
-        note = (
-            "Graphviz's program 'dot' is not installed, so this is DOT text: draw it with "
-            "'dot -Tsvg' where it is (Debian: apt install graphviz)"
-        )
-        return Picture(source.encode(), ".dot", note)
-    return Picture(bytes(drawn), f".{format}")
 
 
 def new_figure(width: float, height: float) -> Any:
