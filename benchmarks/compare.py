@@ -237,7 +237,7 @@ def _remark(row: Row) -> str:
 def draw(name: str, found: Comparison) -> None:
     """Peak against time: rockplan's budgets as predicted and as measured, and the others."""
     planned = [row for row in found.rows if row.predicted_peak_bytes is not None]
-    points = sorted((r.predicted_peak_bytes or 0, r.predicted_overhead or 0.0, "") for r in planned)
+    points = sorted((r.predicted_peak_bytes or 0, r.predicted_overhead or 0.0) for r in planned)
     predicted = Series("rockplan (predicted)", tuple(points), connected=True)
     rows = (replace(r, overhead=fastest(r, found.rows[0])) for r in found.rows if r.times_ns)
     series: Sequence[Series] = (predicted, *measured_series(replace(found, rows=tuple(rows))))

@@ -27,9 +27,8 @@ from rockplan.ilp.blocks.decode import (
     price,
     solve_stages,
 )
-from rockplan.ilp.blocks.families import option_family
 from rockplan.ilp.blocks.formulate import formulate
-from rockplan.ilp.blocks.pareto_search import Settings, search_corners
+from rockplan.ilp.blocks.pareto_search import Settings, option_family, search_corners
 from rockplan.ilp.blocks.stages import Stages, find_stages
 from rockplan.ilp.scaling import Units, in_units
 from rockplan.oracles.simulate import simulate

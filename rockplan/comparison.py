@@ -168,12 +168,12 @@ def compare(
 def measured_series(comparison: Comparison) -> tuple[Series, ...]:
     """Return the measurements as series for `rockplan.draw_curve`: rockplan's budgets, as a line if
     there are several, and a mark for each other variant that ran."""
-    ours: list[tuple[int, float, str]] = []
+    ours: list[tuple[int, float]] = []
     others: list[Series] = []
     for row in comparison.rows:
         if row.peak_bytes is None or row.overhead is None:
             continue
-        point = (row.peak_bytes, row.overhead, "")
+        point = (row.peak_bytes, row.overhead)
         if row.budget_bytes is None:
             others.append(Series(f"{row.name} (measured)", (point,)))
         else:

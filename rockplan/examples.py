@@ -5,8 +5,6 @@ A factory takes nothing and returns (model, sample_input) or (model, args, kwarg
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import nn
 
@@ -81,11 +79,6 @@ def transformer() -> tuple[nn.Module, torch.Tensor]:
     """Four layers of a decoder, 4 x 128 tokens; training mode, dropout on."""
     torch.manual_seed(0)
     return Transformer(4, 64, 4, 256).train(), torch.randint(0, 256, (4, 128))
-
-
-def batches() -> Iterator[torch.Tensor]:
-    """Yield batches for `transformer`, of three lengths."""
-    yield from (torch.randint(0, 256, (4, length)) for length in (128, 128, 96, 64))
 
 
 def mlp() -> tuple[nn.Module, tuple[torch.Tensor], dict[str, object]]:

@@ -66,7 +66,7 @@ def test_another_budget_measures_nothing_and_solves_no_block(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first = make_plan()
-    monkeypatch.setattr("rockplan.ilp.blocks.families.option_family", None)
+    monkeypatch.setattr("rockplan.ilp.blocks.pareto_search.option_family", None)
     with hearing() as stages:
         other = make_plan("min")
     assert "measuring times" not in stages

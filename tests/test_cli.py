@@ -157,10 +157,6 @@ SPELLINGS = {
         " --grad-scaler --host --html --in-backward --inference --json --keep-gradients --length"
         " --link --near --only-loss --optimizer --remedies --shard --tile --time-limit"
     ),
-    "kinds": (
-        "--autocast --budget --compile --json --near --no-cache --only-loss --optimizer --steps"
-        " --tile --time-limit -b"
-    ),
     "plot": (
         "--autocast --budget --measure --no-cache --no-measure --output --picture"
         " --time-limit -b -o"

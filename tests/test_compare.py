@@ -87,7 +87,7 @@ def test_what_was_measured_is_drawn(found: rockplan.Comparison) -> None:
         if row.peak_bytes is None:
             assert name == "rockplan" or name not in drawn
         else:
-            assert (row.peak_bytes, row.overhead, "") in drawn[name]
+            assert (row.peak_bytes, row.overhead) in drawn[name]
     assert len(drawn["rockplan"]) == 1 and not any(s.connected for s in series)
 
 

@@ -14,8 +14,7 @@ from rockplan.dp.chain_solver import ChainSolver
 from rockplan.errors import IllegalSchedule, InvalidConstraint
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp.blocks.families import option_families
-from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.pareto_search import Settings, option_families
 from rockplan.oracles.constraints import constrain
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify

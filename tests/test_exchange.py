@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.bounds.pebbles import pebbled_peak_bytes
-from rockplan.ilp.blocks.decode import keep_all_orders
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search.local.exchange import (
@@ -23,6 +22,7 @@ from rockplan.search.local.exchange import (
 )
 from rockplan.search.local.greedy_eviction import thriftiest, within
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders, keep_all_order
 from rockplan.values.schedule import keep_all
 from testing.exhaustive import stage_schedules
 from testing.graphs import (
@@ -132,7 +132,7 @@ def test_room_is_made_or_nothing_is_returned() -> None:
                 made += 1
     assert made >= 20
     graph = mlp_block()
-    orders = keep_all_orders(graph)
+    orders = Orders(*keep_all_order(graph))
     assert fitted(graph, orders.forward, orders.backward, 1) is None
     least_bytes = simulate(graph, thriftiest(graph).schedule).peak_bytes
     assert fitted(graph, orders.forward, orders.backward, least_bytes * 6 // 5) is not None

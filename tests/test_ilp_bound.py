@@ -18,9 +18,8 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import roofline
 from rockplan.graph_builder.costs.price import price as price_with
 from rockplan.graph_builder.pipeline import lower
-from rockplan.ilp.blocks.decode import keep_all_orders, price, proven_ns
-from rockplan.ilp.blocks.families import option_family
-from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.decode import price, proven_ns
+from rockplan.ilp.blocks.pareto_search import Settings, option_family
 from rockplan.ilp.highs import SolverStatus, solve
 from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.ilp.whole_graph.program import program
@@ -29,6 +28,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search.local.exchange import pruned
 from rockplan.search.local.greedy_eviction import thriftiest
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders, keep_all_order
 from rockplan.values.schedule import keep_all
 from testing.exhaustive import Exhaustive
 from testing.graphs import (
@@ -160,7 +160,7 @@ def test_no_legal_schedule_has_a_smaller_peak() -> None:
         bound = peak_lower_bound_bytes(graph, time_limit_s=60)
         single = peak_lower_bound_bytes(graph, time_limit_s=0)
         assert single == max(Facts(graph).forced_bytes)
-        assert single <= bound <= price(graph, keep_all_orders(graph)).peak_bytes
+        assert single <= bound <= price(graph, Orders(*keep_all_order(graph))).peak_bytes
         below = Exhaustive(graph, bound - 1, None, is_free=True, in_order=True)
         assert below.fastest_ns() is None
         above_single += bound > single
@@ -198,6 +198,6 @@ def test_the_bound_knows_of_generator_states() -> None:
 
 def test_without_need_the_bound_is_keep_all() -> None:
     problem = mlp_block()
-    enough = price(problem, keep_all_orders(problem)).peak_bytes
+    enough = price(problem, Orders(*keep_all_order(problem))).peak_bytes
     assert lower_bound_ns(problem, enough // 2, time_limit_s=0.0) == problem.time_ns
     assert lower_bound_ns(problem, enough, time_limit_s=60) == problem.time_ns

@@ -15,9 +15,13 @@ from hypothesis import strategies as st
 
 from benchmarks.family_gap import gap_ns
 from rockplan.ilp.blocks import pareto_search
-from rockplan.ilp.blocks.decode import keep_all_orders, price
-from rockplan.ilp.blocks.families import option_families, option_family
-from rockplan.ilp.blocks.pareto_search import Settings, search_corners
+from rockplan.ilp.blocks.decode import price
+from rockplan.ilp.blocks.pareto_search import (
+    Settings,
+    option_families,
+    option_family,
+    search_corners,
+)
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.scaling import in_units
 from rockplan.oracles.graph_view import GraphView
@@ -25,6 +29,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption
 from rockplan.values.graph import CDGraph, DataKind
+from rockplan.values.order import Orders, keep_all_order
 from rockplan.values.schedule import with_frees
 from testing.exhaustive import stage_schedules
 from testing.graphs import (
@@ -97,7 +102,7 @@ def test_every_corner_is_within_what_is_proven() -> None:
     for graph in small_graphs(25):
         family = option_family(graph)
         points = listing(graph)
-        saved_range = price(graph, keep_all_orders(graph)).saved_bytes
+        saved_range = price(graph, Orders(*keep_all_order(graph))).saved_bytes
         slack = max(int(Settings().delta * saved_range), 1) - 1
         proven_ns = gap_ns(search_corners(graph, Settings()))
         assert proven_ns is not None
@@ -141,14 +146,14 @@ def test_options_are_legal_priced_and_undominated(graph: CDGraph) -> None:
         assert not any(all(map(operator.le, other, option.needs)) for other in others)
     fastest = family.options[0]
     assert fastest.time_ns == graph.time_ns
-    assert fastest.saved_bytes <= price(graph, keep_all_orders(graph)).saved_bytes
+    assert fastest.saved_bytes <= price(graph, Orders(*keep_all_order(graph))).saved_bytes
 
 
 @pytest.mark.parametrize("problem", [mlp_block(), attention_block()], ids=["mlp", "attention"])
 def test_transformer_blocks(problem: CDGraph) -> None:
     """Keep-all, nothing saved at all, and peaks below keep-all's; faster options save more."""
     family = option_family(problem, settings=Settings(effort=12_000))
-    everything = price(problem, keep_all_orders(problem))
+    everything = price(problem, Orders(*keep_all_order(problem)))
     assert family.options[0] == everything
     assert min(o.saved_bytes for o in family.options) <= in_units(problem).reserve_bytes
     assert min(o.peak_bytes for o in family.options) < 0.75 * everything.peak_bytes
@@ -178,7 +183,7 @@ def test_no_time_still_gives_options() -> None:
     assert family.solves == 0
     assert gap_ns(search_corners(problem, Settings(time_limit_s=0.0))) is None
     assert not family.is_complete
-    everything = price(problem, keep_all_orders(problem))
+    everything = price(problem, Orders(*keep_all_order(problem)))
     assert everything in family.options
     assert min(o.saved_bytes for o in family.options) < 0.05 * everything.saved_bytes
     assert option_families([problem], settings=Settings(time_limit_s=0.0)) == (family,)
@@ -198,13 +203,13 @@ def test_a_block_without_backward_has_one_option() -> None:
     n_forward = len(graph.forward)
     alone = replace(graph, nodes=graph.nodes[:n_forward], held=())
     family = option_family(alone)
-    assert family.options == (price(alone, keep_all_orders(alone)),)
+    assert family.options == (price(alone, Orders(*keep_all_order(alone))),)
     assert gap_ns(search_corners(alone, Settings())) == 0
 
 
 SCRIPT = """
 from rockplan.ilp.blocks.pareto_search import Settings
-from rockplan.ilp.blocks.families import option_families
+from rockplan.ilp.blocks.pareto_search import option_families
 from testing.graphs import attention_block, mlp_block
 print(option_families([mlp_block(), attention_block()], settings=Settings(effort=3_000)))
 """

@@ -9,12 +9,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rockplan.ilp.blocks.decode import keep_all_orders, price, solve_stages
+from rockplan.ilp.blocks.decode import price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.values.graph import CDGraph, DataKind, DataNode
-from rockplan.values.order import without_idle
+from rockplan.values.order import Orders, keep_all_order, without_idle
 from testing.exhaustive import assert_agrees, exact_model, listing_bits
 from testing.graphs import (
     Ranges,
@@ -79,7 +79,7 @@ def test_solutions_stay_within_their_budgets(graph: CDGraph, peak: float, saved:
     model = exact_model(graph)
     if model is None:
         return
-    everything = price(graph, keep_all_orders(graph))
+    everything = price(graph, Orders(*keep_all_order(graph)))
     budgets = int(peak * everything.peak_bytes), int(saved * everything.saved_bytes)
     found = solve_stages(model, *budgets, time_limit_s=10, gap=0.0)
     if found.orders is not None:
@@ -117,7 +117,7 @@ def test_tiny_storages_fit_their_reserve() -> None:
 
 def test_idle_reexecutions_are_dropped() -> None:
     problem = mlp_block()
-    orders = keep_all_orders(problem)
+    orders = Orders(*keep_all_order(problem))
     backward = (0, 1, *orders.backward[:4], 5, *orders.backward[4:])
     idle = replace(orders, backward=backward)
     found = without_idle(problem, idle.forward, idle.backward)

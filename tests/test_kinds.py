@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from pathlib import Path
 
@@ -11,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
-from rockplan.cli import main
 from testing.training import QUICK
 
 
@@ -95,31 +93,3 @@ def test_errors_name_the_batch() -> None:
     assert "batch 1 of the loader" in "".join(caught.value.__notes__)
     with pytest.raises(rockplan.InvalidInput, match="at least 1"):
         rockplan.kinds(Net(), batches, steps=0)
-
-
-def test_the_command_says_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import torch\n"
-        "def model():\n"
-        "    net = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())\n"
-        "    return net, torch.randn(16, 8)\n"
-        "def batches():\n"
-        "    return [torch.randn(n, 8) for n in (16, 24, 20)]\n"
-        "def number():\n"
-        "    return 3\n"
-    )
-
-    def run(*arguments: str) -> int:
-        monkeypatch.setattr("sys.argv", ["rockplan", "kinds", f"{script}:model", *arguments])
-        with pytest.raises(SystemExit) as end:
-            main.main()
-        return int(end.value.code or 0)
-
-    assert run(f"{script}:batches", "-b", "min", "--json") == 0
-    rows = json.loads(capsys.readouterr().out)["each"]
-    assert [row["steps"] for row in rows] == [1, 2]
-    assert run(f"{script}:number") != 0
-    assert "return what yields batches" in capsys.readouterr().err

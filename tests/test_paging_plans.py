@@ -25,7 +25,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.pipeline import lower
-from rockplan.oracles.clock import trips
+from rockplan.oracles.clock import clock, trips
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.reports.timeline import block_rows, planned_timeline
@@ -36,7 +36,7 @@ from rockplan.search.local.placing import placed
 from rockplan.search.planning import plan_anew
 from rockplan.search.problem import host_of, problem_of
 from rockplan.values.copies import Host, HostLink, paged, with_copies, with_fetches, without_copies
-from rockplan.values.graph import CDGraph, readers, required
+from rockplan.values.graph import CDGraph, Queue, readers, required
 from rockplan.values.order import keep_all_order
 from rockplan.values.schedule import keep_all, with_frees
 from testing.graphs import gelu_of_product, random_graph
@@ -297,7 +297,8 @@ def test_pictures_and_words_know_what_pages() -> None:
     plan = rockplan.plan(model, x, "40%", options=options())
     drawn = planned_timeline(plan)
     assert drawn.time_ns == plan.time_ns and drawn.peak_bytes == plan.peak_bytes
-    assert len(drawn.copies) == sum(1 + trip.times_back for trip in plan.trips)
+    out, back = block_rows(plan)[len(plan.blocks) :]
+    assert len(out.runs) + len(back.runs) == sum(1 + trip.times_back for trip in plan.trips)
     explained = rockplan.explain(plan)
     assert explained.peak_bytes == plan.peak_bytes == sum(t.size_bytes for t in explained.tenants)
     assert not any("store" in again.name for again in explained.recomputations)
@@ -307,10 +308,10 @@ def test_pictures_and_words_know_what_pages() -> None:
 def test_schedules_have_rows_of_copies_each_way() -> None:
     model, x = network()
     plan = rockplan.plan(model, x, "40%", options=options())
-    copies = planned_timeline(plan).copies
+    copies = clock(plan.graph, plan.schedule).copies
     ways = {
-        "to the host": [(c.begins_ns, c.ends_ns) for c in copies if c.is_out],
-        "from the host": [(c.begins_ns, c.ends_ns) for c in copies if not c.is_out],
+        "to the host": [(c.begins_ns, c.ends_ns) for c in copies if c.queue is Queue.OUT],
+        "from the host": [(c.begins_ns, c.ends_ns) for c in copies if c.queue is Queue.IN],
     }
     assert all(ways.values())
     rows = [(row.name, row.runs) for row in block_rows(plan)[len(plan.blocks) :]]

@@ -18,8 +18,7 @@ from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InfeasibleBudget
 from rockplan.graph_builder.partition import partition
 from rockplan.ilp.blocks import pareto_search
-from rockplan.ilp.blocks.families import option_families
-from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.pareto_search import Settings, option_families
 from rockplan.oracles.constraints import with_room_for_loss
 from rockplan.oracles.simulate import simulate
 from rockplan.search import block_families, planning

@@ -104,7 +104,7 @@ def test_block_rows_keep_what_the_plan_keeps(plan: Plan) -> None:
 @pytest.mark.parametrize("format", ["svg", "png"])
 def test_pictures_are_pictures(plan: Plan, format: Any) -> None:
     pytest.importorskip("matplotlib")
-    series = [plan_series(plan), Series("line", ((1, 0.5, ""), (plan.peak_bytes, 0.0, "")), True)]
+    series = [plan_series(plan), Series("line", ((1, 0.5), (plan.peak_bytes, 0.0)), True)]
     for data in (
         rockplan.draw_memory(plan, format=format),
         rockplan.draw_schedule(plan, format=format),
@@ -172,7 +172,7 @@ class Page(HTMLParser):
 
 def test_the_page_is_whole_and_loads_nothing(plan: Plan) -> None:
     title = "</script><img src=x>"
-    series = [Series("<b>peer</b>", ((plan.peak_bytes, 0.3, ""),))]
+    series = [Series("<b>peer</b>", ((plan.peak_bytes, 0.3),))]
     text = rockplan.html_report(plan, title=title, series=series)
     page = Page()
     page.feed(text)

@@ -16,8 +16,7 @@ from pathlib import Path
 import pytest
 
 from rockplan.dp.chain_solver import ChainSolver
-from rockplan.ilp.blocks.families import option_family
-from rockplan.ilp.blocks.pareto_search import Settings
+from rockplan.ilp.blocks.pareto_search import Settings, option_family
 from rockplan.ilp.whole_graph.refine import proved_ns, refined
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.lifetimes import alive_at, lifetimes

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from rockplan.dp.chain_solver import stitch
 from rockplan.dp.links import Operation, RunForward, RunOption
-from rockplan.ilp.blocks.decode import keep_all_orders, price, solve_stages
+from rockplan.ilp.blocks.decode import price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
@@ -28,7 +28,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import Block, BlockOption, OptionFamily
 from rockplan.values.graph import CDGraph, Phase
-from rockplan.values.order import Orders
+from rockplan.values.order import Orders, keep_all_order
 from rockplan.values.schedule import Schedule, with_frees
 
 GRID = 20
@@ -50,7 +50,7 @@ def grid_family(problem: CDGraph, time_limit_s: float, gap: float) -> OptionFami
     """Distinct answers of the corners of the grid, keep-all among them."""
     units = in_units(problem)
     stages = find_stages(units)
-    orders = [keep_all_orders(problem)]
+    orders = [Orders(*keep_all_order(problem))]
     solves = 0
     if stages.stages:
         model = formulate(stages)
@@ -90,7 +90,7 @@ class _Answer:
 
 def _corners(problem: CDGraph) -> Iterator[Corner]:
     """From the loosest to the tightest."""
-    everything = price(problem, keep_all_orders(problem))
+    everything = price(problem, Orders(*keep_all_order(problem)))
     least = price(problem, seed_orders(problem)[-1]).peak_bytes
     most = max(everything.peak_bytes, least)
     output_bytes = everything.output_bytes

@@ -9,12 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rockplan.dp.chain_solver import ChainSolver
-from rockplan.ilp.blocks.decode import keep_all_orders, price
+from rockplan.ilp.blocks.decode import price
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph
 
 
 def rotor(graph: CDGraph, blocks: Sequence[Block]) -> ChainSolver:
     """A solver of the chain that asks no integer program."""
-    families = [OptionFamily((price(b.problem, keep_all_orders(b.problem)),), 0) for b in blocks]
+    families = [
+        OptionFamily((price(b.problem, Orders(*keep_all_order(b.problem))),), 0) for b in blocks
+    ]
     return ChainSolver(graph, blocks, families)

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.captures.first_call import after_a_first_call
 from rockplan.captures.parts import named_in_refusals
 from rockplan.captures.sizes import SizedCall, sized_calls
+from rockplan.captures.untouched import after_a_first_call
 from rockplan.codegen import rng_replay
 from rockplan.errors import CaptureError, InvalidInput, StoredByTheFirstCall
 from rockplan.graph_builder.capture import capture
@@ -204,7 +204,7 @@ def captured_call(
 ) -> CapturedCall:
     """Record one call of a module on fake tensors and lower it to graphs: one as it is, and, with
     Options(tile=True), one with its head in parts. is_asked: log why the head cannot be tiled.
-    may_run: the module may be called for real if its first call stores tables (`first_call`).
+    may_run: the module may be called for real if its first call stores tables (`untouched`).
     earlier: as for `capture`; sizes become symbols (`open_sizes`); kept: positions of leaves that
     are taken as if something read them; with_dead: what nobody needs is in the graph, too.
     Raises CaptureError, InvalidInput."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
-from rockplan.checkpointing.wrap import repeated_blocks
+from rockplan.checkpointing.wrap import has_parts, repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
 from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, around, refuse
 
@@ -67,14 +67,10 @@ def parts_beside(model: nn.Module, error: CaptureError) -> list[str]:
 
     def is_unaffected(path: str) -> bool:
         block = model.get_submodule(path)
-        return _has_parts(block) and all(type(m) is not kind for m in block.modules())
+        return has_parts(block) and all(type(m) is not kind for m in block.modules())
 
     blocks = [path for path in repeated_blocks(model) if is_unaffected(path)]
     return blocks or [*_largest(model, is_unaffected)]
-
-
-def _has_parts(module: nn.Module) -> bool:
-    return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def _largest(model: nn.Module, is_wanted: Callable[[str], bool], path: str = "") -> Iterator[str]:

@@ -2,7 +2,9 @@
 
 takes: a model and a call of it. guarantees: on exit the model's Python state, parameters, buffers
 and gradients, other tensors that the forward can reach, and random generators are as they were; no
-hook of the caller's on a tensor sees a gradient.
+hook of the caller's on a tensor sees a gradient. `after_a_first_call`: a module that stores tables
+in its first call (rotary tables, masks: tensors that constants alone decide) gets them before it is
+recorded; the original made them, and they stay where eager has them after its first call.
 
 Only tensors that are written to are copied: parameters have no second copy meanwhile, except those
 that a first run was seen to write to (codebooks, momentum encoders).
@@ -23,10 +25,13 @@ from torch.autograd.grad_mode import _unsafe_preserve_version_counter
 from rockplan.codegen.rng_replay import cuda_devices
 from rockplan.graph_builder.tracing.writes import copied_on_write
 from rockplan.python_state import trees
+from rockplan.python_state.elements import Access, Element, same_elements
 from rockplan.python_state.hooks import hooks_aside
 from rockplan.python_state.memory import Content, content_of, gradients_aside, is_copyable, put_back
 from rockplan.python_state.sharding import unsharded_gradients_aside
 from rockplan.python_state.walk import Root, Walk, is_generator, walk_of
+from rockplan.runtime.planned_state import original_forward
+from rockplan.runtime.program import ModuleCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,3 +94,52 @@ def _draws_restored(devices: list[int], walk: Walk) -> Iterator[None]:
     generators = Walk(Root("", value) for value in walk.objects if is_generator(type(value)))
     with torch.random.fork_rng(devices), generators.restored():
         yield
+
+
+@contextlib.contextmanager
+def after_a_first_call(call: ModuleCall, refusal: Exception) -> Iterator[None]:
+    """Call the module for real, and run the `with` block with what its first call left (tables in
+    caches) in place. It is taken away again only if the block raises. Raises `refusal` if the call
+    fails, or if a second one returns other values."""
+    walk = walk_of(call.module, original_forward(call.module), call.args, call.kwargs)
+    left = _left_by_a_call(walk, call)
+    if left is None:
+        raise refusal
+    try:
+        for owner, row, elements in left:
+            row.write(owner, elements)
+        yield
+    except BaseException:
+        walk.restore()
+        raise
+
+
+_Left = list[tuple[Any, Access, list[Element]]]
+"""(object, how it is written, its elements after the first call) of each that the call changed"""
+
+
+def _left_by_a_call(walk: Walk, call: ModuleCall) -> _Left | None:
+    """Call the module for real twice, and leave everything as it was. Returns what the first call
+    changed; None if a call fails or the second one has other results."""
+    forward, args, kwargs = original_forward(call.module), call.args, call.kwargs
+    with untouched(call.module, args, kwargs) as run, torch.no_grad():
+        try:
+            with run.draws_restored():
+                first = trees.tree_leaves(forward(*args, **kwargs))
+            run.put_back()
+            left: _Left = []
+            for n, (owner, row, before) in walk.holders():
+                now = row.read(owner)
+                if not walk.root_of(n).is_callers and not same_elements(now, before):
+                    left.append((owner, row, now))
+            with run.draws_restored():
+                second = trees.tree_leaves(forward(*args, **kwargs))
+            return left if _are_equal(first, second) else None
+        except Exception:  # an error of the call itself: a training step will raise it, too
+            return None
+
+
+def _are_equal(first: list[Any], second: list[Any]) -> bool:
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, torch.Tensor)]
+    is_equal = (isinstance(b, torch.Tensor) and torch.equal(a, b) for a, b in pairs)
+    return bool(pairs) and len(first) == len(second) and all(is_equal)

@@ -55,7 +55,7 @@ def _repeated(model: nn.Module, may_be_containers: bool) -> tuple[str, ...]:
         layers = {
             name: child
             for name, child in container.named_children()
-            if _has_parts(child) and (may_be_containers or not _is_container(child))
+            if has_parts(child) and (may_be_containers or not _is_container(child))
         }
         count = Counter(map(class_of, layers.values()))
         repeated = (name for name, child in layers.items() if count[class_of(child)] > 1)
@@ -83,7 +83,8 @@ def _is_container(module: nn.Module) -> bool:
     return isinstance(module, nn.Sequential) or not is_callable(module)
 
 
-def _has_parts(module: nn.Module) -> bool:
+def has_parts(module: nn.Module) -> bool:
+    """True if the module has submodules and parameters."""
     return next(module.children(), None) is not None and has_parameters(module)
 
 

@@ -41,9 +41,10 @@ class Subject:
 
 
 def make_subject(name: str) -> Subject:
-    """Return the model and sample that the factory `name` makes, as `made_by` finds it. Raises
-    InvalidInput, with an exception of the factory as its cause."""
-    made = made_by(name)
+    """Import and call the factory that `name` ('module:factory' or 'file.py:factory') names; return
+    the model and sample that it makes. Raises InvalidInput, with an exception of the factory as its
+    cause."""
+    made = _made_by(name)
     if not isinstance(made, tuple) or len(made) not in (2, 3):
         what = f"{len(made)} values" if isinstance(made, tuple) else f"a {type(made).__name__}"
         raise InvalidInput(f"{name} returned {what}; {_RESULT}")
@@ -58,9 +59,7 @@ def make_subject(name: str) -> Subject:
     return Subject(name, model, tuple(args), kwargs)
 
 
-def made_by(name: str) -> object:
-    """Import and call the factory that `name` ('module:factory' or 'file.py:factory') names, and
-    return what it makes. Raises InvalidInput, with an exception of the factory as its cause."""
+def _made_by(name: str) -> object:
     module_name, colon, path = name.rpartition(":")
     if not (module_name and colon and path):
         raise InvalidInput(f"{name!r} does not name a model; {_FORM}")

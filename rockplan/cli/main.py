@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from rockplan.cli import blocks, cache, compare, facts, fit, kinds, plot, profile, show, solve
+from rockplan.cli import blocks, cache, compare, facts, fit, plot, profile, show, solve
 from rockplan.cli.ending import EXIT_CODES, ExitCode
 
 app = typer.Typer(
@@ -33,7 +33,6 @@ app.command(epilog=profile.EXAMPLE)(profile.profile)
 app.command(epilog=fit.EXAMPLE)(fit.fit)
 app.command(epilog=solve.EXAMPLE)(solve.solve)
 app.command(epilog=blocks.EXAMPLE)(blocks.blocks)
-app.command(epilog=kinds.EXAMPLE)(kinds.kinds)
 app.command(epilog=show.EXAMPLE)(show.show)
 app.command(epilog=compare.EXAMPLE)(compare.compare)
 app.command(epilog=plot.EXAMPLE)(plot.plot)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -11,15 +11,12 @@ import rockplan
 from rockplan.cli import arguments as shared
 from rockplan.cli import display
 from rockplan.cli.ending import end_with_errors, ending
-from rockplan.cli.factory import Subject, make_subject
+from rockplan.cli.factory import make_subject
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.options import Options
 from rockplan.reports.listing import passes_trace, search_trace
 from rockplan.reports.progress_bars import waiting
 from rockplan.values.plan import Plan
-
-if TYPE_CHECKING:
-    from rockplan.captures.sizes import SizedCall
 
 EXAMPLE = "Example: rockplan solve rockplan.examples:mlp -b 60% -b min"
 
@@ -87,7 +84,11 @@ def solve(
         options = shared.planning_options(context.params)
         with shared.under_autocast(subject, autocast):
             if options.sizes:
-                typer.echo(f"rockplan: planned for {_largest(subject, options)}", err=True)
+                from rockplan.captures.captured_calls import arguments, largest_call
+
+                args, kwargs = arguments(**subject.call)
+                largest = largest_call(subject.model, args, kwargs, options)
+                typer.echo(f"rockplan: planned for {largest}", err=True)
             curve = None if budget else rockplan.pareto(**subject.call, options=options)
             trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}
             plans = _plans(budget, options, subject.call | trained) if budget else ()
@@ -116,13 +117,6 @@ def solve(
                 print(f"\npasses\n{passes_trace(plan.passes)}")
                 print(f"\nsearch for {asked}\n{search_trace(plan)}")
     end_with_errors(plans)
-
-
-def _largest(subject: Subject, options: Options) -> SizedCall:
-    from rockplan.captures.captured_calls import arguments, largest_call
-
-    args, kwargs = arguments(**subject.call)
-    return largest_call(subject.model, args, kwargs, options)
 
 
 def _plans(

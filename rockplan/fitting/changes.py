@@ -118,16 +118,12 @@ def replayed_steps(
 
 
 def usage(
-    held: Iterable[int],
-    changes: Iterable[MemoryChange],
-    *,
-    expandable: bool = False,
-    capacity_bytes: int | None = None,
+    held: Iterable[int], changes: Iterable[MemoryChange], *, expandable: bool = False
 ) -> Usage:
     """Return what PyTorch's caching allocator reserves for `changes`. held: bytes of each storage
-    that exists before, allocated one by one. Other arguments as for `replay`."""
+    that exists before, allocated one by one; expandable: as for `replay`."""
     existing = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
-    return replay((*existing, *(change.request for change in changes)), expandable, capacity_bytes)
+    return replay((*existing, *(change.request for change in changes)), expandable)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:

@@ -52,23 +52,23 @@ def group_colours(groups: Sequence[str]) -> dict[str, str]:
 class Series:
     """One line or marker of the memory-time curve.
 
-    points: (peak bytes, time over eager: 0.05 is 5 %), each with a label or ''. connected: draw
-    a line through them.
+    points: (peak bytes, time over eager: 0.05 is 5 %). connected: draw a line through them.
     """
 
     name: str
-    points: tuple[tuple[int, float, str], ...]
+    points: tuple[tuple[int, float], ...]
     connected: bool = False
 
 
-def curve_series(curve: Curve, name: str = "rockplan (predicted)") -> Series:
+def curve_series(curve: Curve) -> Series:
     """Return the line of a curve from `rockplan.pareto`."""
-    return Series(name, tuple((p.peak_bytes, p.overhead, "") for p in curve.points), connected=True)
+    points = tuple((p.peak_bytes, p.overhead) for p in curve.points)
+    return Series("rockplan (predicted)", points, connected=True)
 
 
-def plan_series(plan: Plan, name: str = "this plan (predicted)") -> Series:
+def plan_series(plan: Plan) -> Series:
     """Return the mark of one plan."""
-    return Series(name, ((plan.peak_bytes, plan.overhead, ""),))
+    return Series("this plan (predicted)", ((plan.peak_bytes, plan.overhead),))
 
 
 def draw_memory(plan: object, *, format: Format = "svg") -> bytes:
@@ -135,16 +135,14 @@ def draw_curve(series: Sequence[Series], *, title: str = "", format: Format = "s
     axis = figure.subplots()
     markers = iter(_MARKERS * len(series))
     for number, series_points in enumerate(series):
-        x = [peak_bytes / _MIB for peak_bytes, _, _ in series_points.points]
-        y = [100 * overhead for _, overhead, _ in series_points.points]
+        x = [peak_bytes / _MIB for peak_bytes, _ in series_points.points]
+        y = [100 * overhead for _, overhead in series_points.points]
         style = "o-" if series_points.connected else next(markers)
         size = 3 if len(x) > _MANY_POINTS else 7
         look = {"markersize": size, "color": COLOURS[number % len(COLOURS)]}
         if not series_points.connected:
             look |= {"markeredgecolor": "black", "markeredgewidth": 0.6}
         axis.plot(x, y, style, label=series_points.name, zorder=2 + number, **look)
-        for (_, _, label), at in zip(series_points.points, zip(x, y, strict=True), strict=True):
-            axis.annotate(label, at, xytext=(5, 5), textcoords="offset points", fontsize=8)
     axis.set_xlabel("peak of activation memory, MiB")
     axis.set_ylabel("time over eager, %")
     axis.set_xlim(left=0)

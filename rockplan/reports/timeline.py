@@ -13,7 +13,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.oracles.clock import clock
-from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager
@@ -54,15 +53,6 @@ class Stay:
 
 
 @dataclass(frozen=True, slots=True)
-class Moving:
-    """A copy to the host (is_out) or from it, which runs beside the computations."""
-
-    is_out: bool
-    begins_ns: int
-    ends_ns: int
-
-
-@dataclass(frozen=True, slots=True)
 class MemoryTimeline:
     """Predicted memory over one step; backward_ns: when the backward phase starts."""
 
@@ -72,7 +62,6 @@ class MemoryTimeline:
     stays: tuple[Stay, ...]
     backward_ns: int
     time_ns: int
-    copies: tuple[Moving, ...] = ()
 
     @property
     def peak_bytes(self) -> int:
@@ -115,16 +104,6 @@ def timeline_of(graph: CDGraph, schedule: Schedule, name: str) -> MemoryTimeline
         stays=stays,
         backward_ns=moments[forward].start_ns if forward < len(moments) else total_ns,
         time_ns=total_ns,
-        copies=_copies(graph, schedule),
-    )
-
-
-def _copies(graph: CDGraph, schedule: Schedule) -> tuple[Moving, ...]:
-    if not view_of(graph).has_copies:
-        return ()
-    return tuple(
-        Moving(copy.queue is Queue.OUT, copy.begins_ns, copy.ends_ns)
-        for copy in clock(graph, schedule).copies
     )
 
 
@@ -243,7 +222,6 @@ class BlockRow:
     """
 
     name: str
-    digest: str
     runs: tuple[tuple[int, int, str], ...]
     alive: tuple[tuple[int, int], ...]
     saved_bytes: int
@@ -265,26 +243,19 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
     rows = (
         BlockRow(
             name=title,
-            digest=block.digest,
             runs=tuple(_runs(predicted, block_of, index)),
             alive=tuple(_alive_steps(own[index], predicted)),
             saved_bytes=sum(s.size_bytes for s in own[index] if s.first < boundary <= s.last),
         )
         for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
     )
-    copies = (
-        BlockRow(
-            name=name,
-            digest="",
-            runs=tuple(
-                (c.begins_ns, c.ends_ns, "copy") for c in predicted.copies if c.is_out is is_out
-            ),
-            alive=(),
-            saved_bytes=0,
-        )
-        for name, is_out in (("to the host", True), ("from the host", False))
-    )
-    return (*rows, *(copies if predicted.copies else ()))
+    copies = clock(plan.graph, plan.schedule).copies
+    ways = {"to the host": Queue.OUT, "from the host": Queue.IN} if copies else {}
+    runs = {
+        name: tuple((c.begins_ns, c.ends_ns, "copy") for c in copies if c.queue is queue)
+        for name, queue in ways.items()
+    }
+    return (*rows, *(BlockRow(name, own_runs, (), 0) for name, own_runs in runs.items()))
 
 
 def block_titles(plan: Plan) -> tuple[str, ...]:

@@ -13,9 +13,8 @@ from pathlib import Path
 
 from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.partition import partition
-from rockplan.ilp.blocks.families import option_families
 from rockplan.ilp.blocks.formulate import entries, formulate
-from rockplan.ilp.blocks.pareto_search import MAX_ENTRIES, Settings
+from rockplan.ilp.blocks.pareto_search import MAX_ENTRIES, Settings, option_families
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import UNLIMITED, in_units
 from rockplan.oracles.constraints import with_room_for_loss

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
+from rockplan.values.block import undominated
 from rockplan.values.plan import Certificate, Status, format_bytes
 
 
@@ -30,11 +31,8 @@ class CurvePoint:
 
 def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
     """Return the Pareto-optimal points by ascending peak: each is faster than all before it."""
-    undominated: list[CurvePoint] = []
-    for point in sorted(points, key=lambda p: (p.peak_bytes, p.time_ns)):
-        if not undominated or point.time_ns < undominated[-1].time_ns:
-            undominated.append(point)
-    return tuple(undominated)
+    ranked = sorted(points, key=lambda p: (p.peak_bytes, p.time_ns))
+    return undominated(ranked, lambda p: (p.peak_bytes, p.time_ns))
 
 
 def best_of(curves: Sequence[Curve]) -> Curve:

@@ -24,7 +24,7 @@ _TEXT = (
 )
 
 
-def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
+def fit_page(fit: Fit) -> str:
     """Return a self-contained HTML page of an answer: for each length a drawing of bytes over
     batch, and who owns the memory. Without matplotlib, what to install
     stands in place of drawings."""
@@ -41,7 +41,7 @@ def fit_page(fit: Fit, *, title: str = "Will it fit") -> str:
         section("Bytes and batch", _TEXT, *drawings),
         section("Who has the bytes at the peak", "", preformatted(_owners(fit.rows))),
     )
-    return page(title, sections)
+    return page("Will it fit", sections)
 
 
 def _drawing(name: str, rows: Sequence[FitRow], usable_bytes: int) -> bytes:

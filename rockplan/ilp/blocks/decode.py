@@ -22,7 +22,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.values.block import BlockOption, undominated
 from rockplan.values.graph import CDGraph
-from rockplan.values.order import Orders, keep_all_order, without_idle
+from rockplan.values.order import Orders, without_idle
 from rockplan.values.schedule import with_frees
 
 
@@ -116,12 +116,6 @@ def price(problem: CDGraph, orders: Orders) -> BlockOption:
         backward_peak_bytes=simulation.backward_peak_bytes,
         time_ns=simulation.time_ns,
     )
-
-
-def keep_all_orders(problem: CDGraph) -> Orders:
-    """Return the orders in which every node runs once, and again only if its results must be
-    dropped between the phases."""
-    return Orders(*keep_all_order(problem))
 
 
 def pareto(options: Sequence[BlockOption]) -> tuple[BlockOption, ...]:

@@ -8,6 +8,9 @@ corner is at most `Settings.eps` and `gap` slower than the best schedule of the 
 delta less (tiny storages aside, see `scaling`), unless effort or time ended the search before. The
 same answers on every run unless the time limit strikes.
 
+`option_families` makes of the answers the options of blocks: keep-all is among them, none dominates
+another, and each is legal (`verify`) and priced by `simulate`.
+
 ParetoSearch: the schedule found at a corner (P, S) is the best one for every tighter corner that it
 fits, and its time bounds every tighter corner from below. So a sweep at one peak starts without a
 limit on saved bytes; each corner is answered by a known schedule if that is within eps of the
@@ -19,17 +22,21 @@ peaks follow, the extremes and the middle first, as long as the effort lasts.
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 
-from rockplan.ilp.blocks.decode import price, solve_stages
+from rockplan.ilp.blocks.decode import pareto, price, solve_stages
 from rockplan.ilp.blocks.formulate import StageModel, entries, formulate
 from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.highs import SolverStatus
 from rockplan.ilp.pulp_models import HIGHS
 from rockplan.ilp.scaling import UNLIMITED, Units, in_units
+from rockplan.values.block import OptionFamily
 from rockplan.values.graph import CDGraph
 from rockplan.values.order import Orders
+from rockplan.values.progress import report
 
 SOLVE_EFFORT = 300
 """Effort of setting up one solve (0.03 s), in iterations of the simplex method (10,000 a
@@ -275,3 +282,42 @@ def _answer(search: ParetoSearch, corner: Corner) -> Answer | None:
         search.solve(corner, search.settings.gap)
         best = search.best(corner)
     return best
+
+
+THREADS = 2
+"""Problems solved at once: HiGHS runs without Python's lock, on one thread each."""
+
+
+def option_family(problem: CDGraph, *, settings: Settings = Settings()) -> OptionFamily:
+    """Return the Pareto options of one block, fastest first."""
+    search = search_corners(problem, settings)
+    options = pareto([price(problem, answer.orders) for answer in search.answers])
+    return OptionFamily(options, search.solves, is_complete=not search.is_cut)
+
+
+def option_families(
+    problems: Sequence[CDGraph], *, settings: Settings = Settings()
+) -> tuple[OptionFamily, ...]:
+    """Return for each block (its graph) the family of its options, in the order of `problems`.
+    Blocks are solved in THREADS threads, small ones first; `settings.time_limit_s` is for all of
+    them, and each gets an equal share of what is left when it begins. Reports progress."""
+    order = sorted(range(len(problems)), key=lambda k: len(problems[k].nodes))
+    deadline = clock_s(settings.solver) + settings.time_limit_s
+
+    def solve_one(position: int) -> OptionFamily:
+        waiting = len(order) - position
+        remaining_s = max(deadline - clock_s(settings.solver), 0.0)
+        own = replace(settings, time_limit_s=remaining_s * min(1.0, THREADS / waiting))
+        return option_family(problems[order[position]], settings=own)
+
+    families: dict[int, OptionFamily] = {}
+    report("solving blocks", 0, len(order))
+    threads = ThreadPoolExecutor(max_workers=THREADS)
+    try:
+        for k, family in zip(order, threads.map(solve_one, range(len(order))), strict=True):
+            families[k] = family
+            report("solving blocks", len(families), len(order))
+    finally:
+        # An interrupt does not wait for the solver.
+        threads.shutdown(wait=False, cancel_futures=True)
+    return tuple(families[k] for k in range(len(problems)))

@@ -9,10 +9,9 @@ from __future__ import annotations
 import math
 import time
 
-from rockplan.ilp.blocks.decode import keep_all_orders
 from rockplan.oracles.graph_view import GraphView
 from rockplan.values.graph import CDGraph, DataKind
-from rockplan.values.order import BackwardPhase, Orders, without_idle
+from rockplan.values.order import BackwardPhase, Orders, keep_all_order, without_idle
 
 PREFIXES = 16
 """Sets of dropped storages that are tried between keep-all and keep-nothing."""
@@ -52,7 +51,7 @@ def seed_orders(problem: CDGraph, deadline: float = math.inf) -> list[Orders]:
         orders.append(_orders(problem, phase.nodes))
         if time.process_time() >= deadline:
             break
-    return list(dict.fromkeys([keep_all_orders(problem), *reversed(orders)]))
+    return list(dict.fromkeys([Orders(*keep_all_order(problem)), *reversed(orders)]))
 
 
 def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
@@ -66,7 +65,7 @@ def _forgetting(view: GraphView, dropped: frozenset[int]) -> list[Orders]:
 
 
 def _orders(problem: CDGraph, backward: list[int]) -> Orders:
-    return Orders(*without_idle(problem, keep_all_orders(problem).forward, backward))
+    return Orders(*without_idle(problem, keep_all_order(problem)[0], backward))
 
 
 def _phase(view: GraphView, dropped: frozenset[int]) -> BackwardPhase:
