@@ -12,6 +12,7 @@ from rockplan.dp.chain_solver import ChainSolver
 from rockplan.ilp.blocks.decode import price
 from rockplan.values.block import Block, OptionFamily
 from rockplan.values.graph import CDGraph
+from rockplan.values.order import Orders, keep_all_order
 
 
 def rotor(graph: CDGraph, blocks: Sequence[Block]) -> ChainSolver:

@@ -9,15 +9,13 @@ from __future__ import annotations
 
 import base64
 import html
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 from rockplan.errors import MissingLibrary
 from rockplan.reports import pictures
 from rockplan.reports.explain import explain_plan, explanation_text
 from rockplan.values.plan import plan_in
-
-_ALL = 1_000_000
-"""Rows of a table: no step has as many."""
 
 
 def html_report(
@@ -33,7 +31,7 @@ def html_report(
     shown = plan_in(plan)
     marked = (*series, pictures.plan_series(shown))
     explained, everything = (
-        preformatted(explanation_text(explain_plan(shown, unplanned=unplanned), _ALL))
+        preformatted(explanation_text(explain_plan(shown, unplanned=unplanned), sys.maxsize))
         for unplanned in (False, True)
     )
     sections = (
