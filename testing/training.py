@@ -61,7 +61,7 @@ def assert_same_tensor(a: torch.Tensor | None, b: torch.Tensor | None, what: str
             )
 
 
-def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: int = 5) -> None:
+def train_side_by_side(case: Case, planned: nn.Module, eager: nn.Module, steps: int = 3) -> None:
     """`steps` optimizer steps of both from the same seeds; every result, gradient, parameter,
     buffer and generator state must be the same bit for bit."""
     planned_optimizer = torch.optim.AdamW(planned.parameters(), lr=1e-3)

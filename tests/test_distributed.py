@@ -1,5 +1,6 @@
-"""Processes of gloo: planned modules do what originals do, wrapped for data parallelism, where
-forwards exchange data, as stages of pipelines, and in parallel over tensors."""
+"""Processes of gloo: planned modules and blocks do what originals do, wrapped for data parallelism,
+where forwards exchange data, as stages of pipelines, in parallel over tensors, and under
+fully_shard, where a model that is sharded first needs what is promised."""
 
 from __future__ import annotations
 
@@ -15,9 +16,13 @@ def test_wrapped_modules_exchanges_and_pipelines(compilers: Path, tmp_path: Path
     on_processes(2, tmp_path, *(f"tests.{part}_worker" for part in parts))
 
 
-@pytest.mark.parametrize("processes", [2, 4])
-def test_tensor_parallel(processes: int, tmp_path: Path) -> None:
-    on_processes(processes, tmp_path, "tests.tensor_parallel_worker")
+def test_blocks_and_tensor_parallel(tmp_path: Path) -> None:
+    on_processes(2, tmp_path, "tests.blocks_worker", "tests.tensor_parallel_worker")
+
+
+@pytest.mark.parametrize("part", ["blocks", "tensor_parallel"])
+def test_four_processes(part: str, tmp_path: Path) -> None:
+    on_processes(4, tmp_path, f"tests.{part}_worker")
 
 
 def test_processes_that_plan_together(tmp_path: Path) -> None:

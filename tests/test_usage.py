@@ -1626,14 +1626,14 @@ def test_another_thread_leaves_a_module_amid_capture() -> None:
     class Elsewhere(nn.Module):
         def forward(self) -> None:
             entered.set()
-            release.wait(60)
+            release.wait(600)
 
     elsewhere = Elsewhere()
     # Without a hook of its own it would not look for others at its end.
     elsewhere.register_forward_hook(lambda *_: None)
     thread = threading.Thread(target=elsewhere)
     thread.start()
-    assert entered.wait(60)
+    assert entered.wait(600)
 
     class Net(nn.Module):
         def __init__(self) -> None:
