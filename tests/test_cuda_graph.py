@@ -292,8 +292,7 @@ def test_gradients_that_are_alive_keep_their_memory(said: Any) -> None:
         planned(rows()).backward()  # adds up
         planned(rows()).backward()
         assert count[0] == 0 and weight.grad.data_ptr() == place
-    planned.zero_grad(set_to_none=False)
-    with replays() as count:
+        planned.zero_grad(set_to_none=False)
         planned(rows()).backward()
         assert count[0] == 0
     kept = weight.grad[0]  # a part is enough
@@ -302,6 +301,21 @@ def test_gradients_that_are_alive_keep_their_memory(said: Any) -> None:
     del kept
     assert step(planned) == 2
     assert said() == [captured._GRADIENTS]
+
+
+def test_gradients_that_add_up_are_copies_from_then_on() -> None:
+    planned = recorded(planned_loss())
+    (of,) = planned._rockplan.pool.recorded
+    weight, own = planned.layers[0][0].weight, {g.data_ptr() for s in of._gradients for g in s}
+    counts = []
+    for _ in range(3):
+        with replays() as count:
+            for _ in range(3):
+                planned(rows()).backward()
+        counts.append(count[0])
+        assert (weight.grad.data_ptr() in own) == (len(counts) == 1)
+        planned.zero_grad()
+    assert counts == [2, 6, 6]
 
 
 def test_gradients_of_autograd_grad_keep_their_memory() -> None:

@@ -96,12 +96,14 @@ def _why_not(op: str, takes_mask: bool) -> str:
 
 class GraphPool:
     """The graphs of one planned module, and the memory that they share. lock: held while a replay
-    begins; stream: of the last replay, for which the next one waits."""
+    begins; stream: of the last replay, for which the next one waits; copies_gradients: some were
+    alive when the next forward began, so that later ones are copied out."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.handle: Any = None
         self.stream: Any = None
+        self.copies_gradients = False
         self._kinds: weakref.WeakKeyDictionary[Any, tuple[_KindOfCall, Executable]]
         self._kinds = weakref.WeakKeyDictionary()
         self._said: set[str] = set()
@@ -164,15 +166,19 @@ class _KindOfCall:
                 pool.stream = stream
                 return self.recorded.forward(frame)
         pool.say(why)
+        pool.copies_gradients |= why == _GRADIENTS
         return self._code.functions.forward(frame)
 
     def _backward(self, number: int, frame: Frame) -> tuple[torch.Tensor | None, ...]:
         if _IN_FLIGHT in frame.saved:
             assert self.recorded is not None
-            return self.recorded.backward(number, frame)
-        gradients = self._code.functions.backward[number](frame)
+            gradients, pool = self.recorded.backward(number, frame), self._pool()
+            if pool is None or not pool.copies_gradients:
+                return gradients
+            return tuple(g if g is None else g.clone() for g in gradients)
+        made = self._code.functions.backward[number](frame)
         self._is_warm |= number + 1 == len(self._code.targets)
-        return gradients
+        return made
 
     def _first(self, frame: Frame) -> tuple[torch.Tensor, ...]:
         """Run the code, whose kernels are loaded and tuned then, and note how far from the
@@ -300,11 +306,7 @@ class _Graphs:
         first = len(interface.parameters) + len(interface.buffers)
         self._inputs = range(first, first + len(interface.inputs))
         self._addresses, self._flags = [t.data_ptr() for t in residents[:first]], _flags()
-        changed = {interface.residents.index(value) for value in interface.mutated}
-        self._changed = [residents[i] for i in changed]
-        storages = {t.untyped_storage()._cdata for t in self._changed}
-        if any(residents[i].untyped_storage()._cdata in storages for i in self._inputs):
-            raise RuntimeError("an argument shares memory with what the forward changes")
+        self._changed = [residents[interface.residents.index(v)] for v in interface.mutated]
         self._arguments = [_static(residents[i], residents[i].stride()) for i in self._inputs]
         residents[first : self._inputs.stop] = self._arguments
         self._offsets = offsets
@@ -329,9 +331,8 @@ class _Graphs:
         run.put_tangents(tuple(self._tangents))
         with self._backward.recording(pool, stream):
             self._gradients = _gradients(code, run)
-        if any(
-            name not in offsets for of in (self._forward, self._backward) for _, name in of.again
-        ):
+        again = {name for of in (self._forward, self._backward) for _, name in of.again}
+        if not again <= offsets.keys():
             raise RuntimeError("draws run again that the forward has made and let go of")
         self._watch([*residents, *self._tangents])
 
@@ -393,7 +394,8 @@ class _Graphs:
             for static, tangent in zip(self._tangents, frame.take_tangents(), strict=True):
                 _memory(static).copy_(_memory(tangent))
             self._backward.replay(self._begin, self._offsets)
-        gradients = tuple(g if g is None else _alias(g) for g in self._gradients[number])
+        # Slices run without views: these are none, either, and autograd takes them as they are.
+        gradients = tuple(g if g is None else g.detach() for g in self._gradients[number])
         if number + 1 == len(self._gradients):
             frame.saved.clear()
         return gradients
@@ -401,8 +403,8 @@ class _Graphs:
 
 _WAITING = "one before it has not had its backward pass, and it would write over what that one kept"
 _GRADIENTS = (
-    "gradients of one before it are alive, where it would write: call zero_grad before the "
-    "forward, and not with set_to_none=False"
+    "gradients of one before it are alive, where it would write. Later ones are copied out, which "
+    "zero_grad before the forward, as it is by default, makes unnecessary"
 )
 _RESULTS = (
     f"a result of one before it, of more than {COPIED_BYTES >> 10} KiB, is alive, where it would "
