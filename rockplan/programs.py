@@ -12,7 +12,7 @@ import functools
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, Literal
@@ -23,13 +23,14 @@ from torch import nn
 from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
 from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of, waits_of
-from rockplan.captures.open_sizes import may_be_open, unfused, with_open_sizes
+from rockplan.captures.open_sizes import unfused, with_open_sizes
 from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
 from rockplan.fitting.reserved import with_pool, with_reserved
 from rockplan.graph_builder.costs.open_workspaces import with_open_workspaces
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.operators.symbols import are_for
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
@@ -43,6 +44,7 @@ from rockplan.runtime import planned_state
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.guards import opened_key, without_unread
 from rockplan.runtime.planned_module import kind_of_call
+from rockplan.runtime.planned_state import TRIES, TriedSizes
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
@@ -59,7 +61,7 @@ from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
 from rockplan.values.released import WORTH, releasable
 from rockplan.values.schedule import keep_all
-from rockplan.values.sizes import resized
+from rockplan.values.sizes import Place, resized
 
 _LOGGER = logging.getLogger("rockplan")
 
@@ -276,16 +278,17 @@ def with_sizes_open(
     """Return the captured call for calls of other sizes too, if one that the module has a program
     for differs from it in sizes alone; else `source`. What cannot be open is remembered, and said
     once for each kind of call. adjusted: as for `with_open_sizes`."""
-    if not (
-        may_be_open(options) and isinstance(call.module, planned_state.HasPlans)
-    ) or _is_of_backward(call):
-        return source
-    if source.earlier_workspaces:  # they are open
+    # Code for a head in parts is for one number of rows; a program with such workspaces is open.
+    is_one = options.tile or source.earlier_workspaces or _is_of_backward(call)
+    if is_one or not isinstance(call.module, planned_state.HasPlans):
         return source
     state = call.module._rockplan
-    key = kind_of_call(call.args, call.kwargs, source.run.unread)
-    for known in _alike_but_for_sizes(state, source, key):
-        kind = opened_key(key)
+    kind = opened_key(kind_of_call(call.args, call.kwargs, source.run.unread))
+    tried = state.tried.setdefault(kind, TriedSizes())
+    most = TRIES * (1 + len(state.programs.get(kind, ())))
+    for known, places in _alike_but_for_sizes(state, source, kind):
+        if tried.count >= most:
+            break
         try:
             return with_open_sizes(call, source, known, options, adjusted)
         except StaticSizes as error:
@@ -293,51 +296,43 @@ def with_sizes_open(
         except Exception as error:  # symbols are PyTorch's own: what is static runs all the same
             first_line = str(error).partition("\n")[0]
             reason = StaticSizes(f"with symbols the recording fails: {first_line}")
-        if kind in state.programs:  # which are for other sizes: this one is a constant
-            reason = StaticSizes(str(reason), is_of_pair=True)
-        places, tries = state.static.get(kind, (frozenset(), 0))
-        most = _most_tries(state, kind)
-        tries = tries + (not reason.fixed) if reason.is_of_pair else most
-        state.static[kind] = places.union(reason.fixed), tries
-        if reason.fixed or tries == most:
-            # All blocks of a model would say so.
-            is_said = reason.is_of_pair or str(reason) in state.warned
-            state.warned.add(str(reason))
-            level = logging.INFO if is_said else logging.WARNING
-            _LOGGER.log(level, "sizes of such calls are planned each by itself: %s", reason)
+        tried.fixed.update((place, places[place]) for place in reason.fixed)
+        tried.ranges += reason.ranges
+        # With open ones, which are for other sizes, this one may be a constant.
+        tried.count += 1 if reason.is_of_pair or most > TRIES else TRIES
+        # All blocks of a model would say so.
+        is_said = reason.is_of_pair or str(reason) in state.warned
+        state.warned.add(str(reason))
+        level = logging.INFO if is_said else logging.WARNING
+        what = "sizes of such calls are each" if tried.count >= most else "this size is"
+        _LOGGER.log(level, "%s planned by itself: %s", what, reason)
+        if not (reason.fixed or reason.ranges):
+            break
     return source
 
 
-TRIES = 3
-"""Pairs of calls that are compared for each program of such calls that there is, and before there
-is one, if what speaks against them is their sizes."""
-
-
 def _alike_but_for_sizes(
-    state: planned_state.PlannedState, source: CapturedCall, key: Any
-) -> Iterator[PlannedProgram]:
-    """Of kind `key` but for sizes, the latest first, as long as nothing speaks against leaving
-    these sizes open."""
-    kind = opened_key(key)
-    now = source.lowered.interface.call_in(source.lowered.graph)
+    state: planned_state.PlannedState, source: CapturedCall, kind: Any
+) -> Iterator[tuple[PlannedProgram, Mapping[Place, object]]]:
+    """Of a kind without sizes, the latest first, with the sizes of `source` in which they differ,
+    as long as nothing speaks against leaving these open: of calls that the same recording would
+    be for, where one is known."""
+    now, tried = source.lowered.interface.call_in(source.lowered.graph), state.tried[kind]
     alike = (
-        bound
+        bound.program
         for other, bounds in reversed([*state.programs.items()])
         if other[1][:1] != ("open",)
         and opened_key(without_unread(other, source.run.unread)) == kind
         for bound in reversed(bounds)
         if bound.signature.holds()
     )
-    for program in (bound.program for bound in alike):
-        static, tries = state.static.get(kind, (frozenset(), 0))
-        places = now.differing(program.interface.call_in(program.plan.graph))
-        may_be = places and all(places.values()) and static.isdisjoint(places)
-        if may_be and tries < _most_tries(state, kind):
-            yield program
-
-
-def _most_tries(state: planned_state.PlannedState, kind: Any) -> int:
-    return TRIES * (1 + len(state.programs.get(kind, ())))
+    for program in alike:
+        then = program.interface.call_in(program.plan.graph)
+        places, near = now.differing(then), [one for one in tried.ranges if are_for(one, now)]
+        is_near = not near or any(are_for(one, then) for one in near)
+        may_be = None not in places.values() and tried.fixed.isdisjoint(places.items())
+        if places and may_be and is_near:
+            yield program, places
 
 
 def _new_program(

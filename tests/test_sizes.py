@@ -344,6 +344,92 @@ def test_what_decides_by_a_size_stays_right(name: str) -> None:
     assert any(opened) is (name in SEEN)
 
 
+# What is another program at some sizes, and the sizes in the order of calls.
+SPECIAL: dict[str, tuple[Callable[[Tensor, int], Tensor], Sequence[int]]] = {
+    "chunks": (lambda h, n: in_chunks(h), (6, 20, 40, 55, 30, 25, 44, 36, 60, 50, 18)),
+    "full chunks": (lambda h, n: in_chunks(h), (6, 16, 32, 20, 25, 30, 18, 21)),
+    "a sample of full chunks": (lambda h, n: in_chunks(h), (32, 20, 25, 30, 18, 21)),
+    "a size that is another": (lambda h, n: h * 2 if n == h.shape[1] else h, (12, 8, 9, 20, 31)),
+    "a sample that is another": (lambda h, n: h * 2 if n == h.shape[1] else h, (8, 9, 20, 31, 7)),
+    "a window": (lambda h, n: h[-20:], (12, 30, 13, 20, 40, 15, 25, 18, 33)),
+    "the sum of a window": (lambda h, n: h[-20:].sum(), (30, 20, 40, 25)),
+    "padding": (lambda h, n: padded(h) if n % 8 else h * 2, (16, 24, 9, 12, 15, 32, 40, 48, 7)),
+}
+
+
+def in_chunks(h: Tensor) -> Tensor:
+    return sum(h[i : i + 16].logsumexp(-1).sum() for i in range(0, h.shape[0], 16)) + h.sum()
+
+
+def padded(h: Tensor) -> Tensor:
+    return nn.functional.pad(h, (0, 0, 0, 8 - h.shape[0] % 8))
+
+
+@pytest.mark.parametrize("name", SPECIAL)
+def test_special_sizes_leave_others_open(name: str) -> None:
+    treat, sizes = SPECIAL[name]
+    torch.manual_seed(0)
+    model = Treats(treat)
+    eager = copy.deepcopy(model)
+    sample = {"x": torch.randn(sizes[0], 8)}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    captured = []
+    for size in sizes[1:]:
+        case = case_of(model, {"x": torch.randn(size, 8)})
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        train_side_by_side(case, planned, eager, steps=1)
+    assert not any(captured[-2:]), captured
+
+
+RESAMPLED = [("linear", 1), ("nearest-exact", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
+
+
+@pytest.mark.parametrize(("mode", "dimensions"), RESAMPLED)
+def test_resampling_to_one_size_leaves_others_open(mode: str, dimensions: int) -> None:
+    class Resampled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.layer(x).mT[(None,) * (dimensions - 1)]
+            return nn.functional.interpolate(h, (8, 8, 20)[-dimensions:], mode=mode).square().mean()
+
+    torch.manual_seed(0)
+    model = Resampled()
+    eager = copy.deepcopy(model)
+    sample = {"x": torch.randn(8, 12, 8)}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    captured = []
+    for rows in (9, 31, 20, 7):
+        case = case_of(model, {"x": torch.randn(8, rows, 8)})
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        train_side_by_side(case, planned, eager, steps=1)
+    assert captured == [True, False, False, False]
+
+
+def test_results_overlap_at_some_sizes() -> None:
+    class Parts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            h = self.layer(x)
+            return h[:-3], h[20:]
+
+    torch.manual_seed(0)
+    planned: Any = rockplan.solve(Parts(), torch.randn(21, 8), "100%", options=OPTIONS)
+    for size in (22, 23, 40, 22):
+        first, last = planned(torch.randn(size, 8))
+        last.mul_(2)
+        if size < 40:
+            first.sum().backward()
+        else:
+            with pytest.raises(rockplan.BackwardError, match="share memory"):
+                first.sum().backward()
+
+
 # What Python does with a number that it reads from values.
 COUNTS: dict[str, tuple[Callable[[Tensor, Any], Tensor], bool]] = {
     "a factor": (lambda h, n: h * n, True),

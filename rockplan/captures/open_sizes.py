@@ -10,14 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from functools import partial
-from typing import TypeVar
 
 from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.graph_builder.fusion.in_place import may_hold
 from rockplan.graph_builder.fusion.kinds import static_kernel
 from rockplan.graph_builder.lowering.lower import Lowered
-from rockplan.graph_builder.operators.symbols import function_of
+from rockplan.graph_builder.operators.symbols import are_for, function_of
 from rockplan.graph_builder.pipeline import lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
@@ -36,11 +34,6 @@ from rockplan.values.graph import (
 )
 from rockplan.values.interface import Interface
 from rockplan.values.sizes import resized, text_of, texts_in
-
-
-def may_be_open(options: Options) -> bool:
-    """Return whether calls of other sizes can run the same code under these options."""
-    return not options.tile
 
 
 def unfused(options: Options) -> Options:
@@ -65,7 +58,7 @@ def with_open_sizes(
     if source.run.kernels:
         source = captured_call(call, plain, is_asked=False)
     opened = captured_call(call, plain, is_asked=False, earlier=earlier)
-    _compare(_run_differences, opened.run, source.run, "this call")
+    _refuse(_run_differences(opened.run, source.run), "this call")
     names = opened.run.sizes.names
     at = tuple(symbol.of(earlier) for symbol in opened.run.sizes.symbols)
     lowered = _fused(opened, at, options) if options.compile else opened.lowered
@@ -73,10 +66,9 @@ def with_open_sizes(
     graph, interface = lowered.graph, lowered.interface
     texts = texts_in((graph, interface))
     numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
-    here = interface.sizes_in(graph)
-    if not all(all(function_of(names, interface.sizes.guards)(sizes)) for sizes in (at, here)):
+    if not all(are_for(interface.sizes, one) for one in (interface.call_in(graph), earlier)):
         message = "the forward decides by these sizes, and otherwise than for the call before"
-        raise StaticSizes(message, is_of_pair=True)
+        raise StaticSizes(message, ranges=(interface.sizes,))
     alike = lowered
     if unread > known.interface.unread:  # it was planned before this was known
         kept = unread - known.interface.unread
@@ -85,7 +77,7 @@ def with_open_sizes(
         alike = replace(alike, graph=adjusted(alike.graph))
     then = resized((_static(in_eager_order(alike.graph)), alike.interface), numbers)
     planned = (in_eager_order(planned_graph), known.interface)
-    _compare(partial(_program_differences, unread), then, planned, "the call before")
+    _refuse(_program_differences(unread, then, planned), "the call before")
     workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)
     nodes = _with_takeovers_of_all_sizes(graph)
     lowered = replace(lowered, graph=replace(graph, nodes=nodes))
@@ -121,13 +113,7 @@ def _static(graph: CDGraph) -> CDGraph:
     return replace(graph, nodes=tuple(nodes))
 
 
-_Form = TypeVar("_Form")
-
-
-def _compare(
-    differences: Callable[[_Form, _Form], Sequence[str]], opened: _Form, static: _Form, which: str
-) -> None:
-    different = differences(opened, static)
+def _refuse(different: Sequence[str], which: str) -> None:
     if different:
         message = f"with the sizes of {which} it is not its program: {different[0]}"
         raise StaticSizes(message, is_of_pair=True)
@@ -135,16 +121,8 @@ def _compare(
 
 def _run_differences(opened: Capture, static: Capture) -> list[str]:
     """List in what two recorded runs differ; offsets of arguments do not count."""
-    of_constants = [g for g in opened.guards if not g.is_of_sizes]
-    pairs = {
-        "guards": (tuple(of_constants), static.guards),
-        **{
-            name: (getattr(opened, name), getattr(static, name))
-            for name in ("parameters", "buffers", "inputs", "numbers", "outputs", "gradients")
-        },
-        "questions": (opened.questions, static.questions),
-    }
-    found = [name for name, (a, b) in pairs.items() if a != b]
+    opened = replace(opened, guards=tuple(g for g in opened.guards if not g.is_of_sizes))
+    found = [name for name in _OF_A_RUN if getattr(opened, name) != getattr(static, name)]
     for number, (a, b) in enumerate(zip(opened.calls, static.calls, strict=False)):
         if a != b:
             found.append(f"call {number}, {a.call.op} in place of {b.call.op} at {b.source}")
@@ -163,6 +141,12 @@ def _run_differences(opened: Capture, static: Capture) -> list[str]:
             found.append(f"value {number}, {spec} in place of {other.spec}")
             break
     return found
+
+
+_OF_A_RUN = (
+    *("guards", "parameters", "buffers", "inputs", "numbers", "outputs", "gradients"),
+    "questions",
+)
 
 
 def _program_differences(

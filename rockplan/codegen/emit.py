@@ -39,7 +39,7 @@ from rockplan.values.graph import (
 )
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
-from rockplan.values.sizes import Real, Size
+from rockplan.values.sizes import Real, Size, as_text
 
 _INDENT = "    "
 
@@ -474,7 +474,7 @@ class _Emitter:
             if len(refs(step)) != 1:
                 break
             source = refs(step)[0].index
-            if values[source].spec == spec and not is_own:
+            if as_text(values[source].spec) == as_text(spec) and not is_own:
                 self._need(source)
                 self._line(f"{self._name(value)} = {self._name(source)}")
                 self._live[data].append(value)

@@ -62,6 +62,7 @@ class Executable:
         HostMemoryError as `build`."""
         return replace(
             self,
+            relations=resized(self.relations, numbers),
             pattern=resized(self.pattern, numbers),
             again=lambda: self.again().at(sizes, numbers),
             layout=self.layout and self.layout.at(numbers),

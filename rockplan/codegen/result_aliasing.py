@@ -11,6 +11,7 @@ kept alive, and modules whose results are unrelated pay nothing.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,19 +24,24 @@ from rockplan.values.graph import CDGraph, TensorSpec
 from rockplan.values.interface import Interface
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Relations:
     """How the results of a module are related, each given by its position among the leaves.
 
     results: those that are tensors, in order; apart: for results that require a gradient, (result,
     results that it is directly computed from), the latter listed first; made_from: (result, all
-    results that it is computed from); overlapping: pairs with gradient that share elements.
+    results that it is computed from); shared: pairs with gradient in one storage, with what
+    describes them; overlapping: those of them that share elements.
     """
 
     results: tuple[int, ...]
     apart: tuple[tuple[int, tuple[int, ...]], ...]
     made_from: tuple[tuple[int, tuple[int, ...]], ...]
-    overlapping: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int, TensorSpec, TensorSpec], ...]
+
+    @functools.cached_property
+    def overlapping(self) -> tuple[tuple[int, int], ...]:
+        return tuple((i, j) for i, j, a, b in self.shared if not _are_apart(a, b))
 
 
 def relations(graph: CDGraph, interface: Interface) -> Relations:
@@ -46,10 +52,10 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
         for i, leaf in enumerate(interface.outputs)
         if leaf.value is not None and leaf.first == i and leaf.requires_grad
     }
-    overlapping = tuple(
-        (i, j)
+    shared = tuple(
+        (i, j, values[i].spec, values[j].spec)
         for i, j in itertools.combinations(values, 2)
-        if values[i].data == values[j].data and not _are_apart(values[i].spec, values[j].spec)
+        if values[i].data == values[j].data
     )
     made_from = {i: interface.outputs[i].made_from for i in values}
     in_order = sorted(values, key=lambda i: len(made_from[i]))
@@ -57,7 +63,7 @@ def relations(graph: CDGraph, interface: Interface) -> Relations:
     for made in in_order if len(values) > 1 else ():
         beyond = {i for between in made_from[made] for i in made_from[between]}
         apart.append((made, tuple(i for i in made_from[made] if i not in beyond)))
-    return Relations(interface.results, tuple(apart), tuple(made_from.items()), overlapping)
+    return Relations(interface.results, tuple(apart), tuple(made_from.items()), shared)
 
 
 def _are_apart(a: TensorSpec, b: TensorSpec) -> bool:

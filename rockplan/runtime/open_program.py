@@ -69,7 +69,8 @@ class OpenProgram:
         eager = as_eager(without_copies(graph))
         kept = peak_rows(eager, keep_all(eager), in_flight)
         values = (graph.values[o.tangent].spec for o in interface.outputs if o.tangent is not None)
-        run = texts_in((interface.outputs, tuple(values)))
+        leaves = (graph.values[o.value].spec for o in interface.outputs if o.value is not None)
+        run = texts_in((interface.outputs, tuple(values), tuple(leaves)))
         return cls(
             graph,
             interface,

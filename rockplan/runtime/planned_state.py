@@ -20,7 +20,7 @@ from rockplan.runtime.program import MakeProgram, OnRefused, PlannedProgram
 from rockplan.runtime.watch import Watch
 from rockplan.values.interface import Precedent
 from rockplan.values.plan import Plan
-from rockplan.values.sizes import Place
+from rockplan.values.sizes import Place, Sizes
 
 # One thread plans at a time: meanwhile tensors of the module and functions of libraries are
 # replaced, and random generators draw.
@@ -56,13 +56,29 @@ class PlanSettings:
 
 
 @dataclass(slots=True)
+class TriedSizes:
+    """What spoke against one program for calls that differ in sizes alone. fixed: sizes of which a
+    recording made constants; ranges: of recordings, each of which the other call was not in; count:
+    of pairs of calls between which something did."""
+
+    fixed: set[tuple[Place, object]] = field(default_factory=set)
+    ranges: list[Sizes] = field(default_factory=list)
+    count: int = 0
+
+
+TRIES = 6
+"""Pairs of calls that are tried for each program of such calls that there is, and before there is
+one. (With as many ranges of sizes two calls are in one of them before.)"""
+
+
+@dataclass(slots=True)
 class PlannedState:
     """What a planned module carries besides the original's attributes.
 
     programs: key of a kind of call (`kind_of_call`) -> its programs, the preferred one last; those
     for many sizes under the key without sizes (`opened_key`). chosen: key of a kind of call -> (one
-    of these, itself at the sizes of the kind), for those that were called last; static: keys
-    without sizes -> (places of sizes that no program leaves open, pairs of calls tried in vain).
+    of these, itself at the sizes of the kind), for those that were called last; tried: keys
+    without sizes -> why calls of other sizes were not open.
     infeasible: keys of calls that no plan within the budget is for, with the module as it was (they
     run the original: `on_infeasible`); count: plans made for it, and for the module that it is a
     copy of; unread, read: structure of the arguments -> positions of leaves that nothing looks at
@@ -80,7 +96,7 @@ class PlannedState:
     programs: dict[Any, list[BoundProgram]] = field(default_factory=dict)
     infeasible: dict[Any, list[ModuleSignature]] = field(default_factory=dict)
     chosen: dict[Any, tuple[BoundProgram, BoundProgram]] = field(default_factory=dict)
-    static: dict[Any, tuple[frozenset[Place], int]] = field(default_factory=dict)
+    tried: dict[Any, TriedSizes] = field(default_factory=dict)
     unread: dict[Any, frozenset[int]] = field(default_factory=dict)
     read: dict[Any, frozenset[int]] = field(default_factory=dict)
     precedent: Precedent | None = None

@@ -13,39 +13,31 @@ import math
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal, Self, TypeGuard
 
 
-class Size(int):
-    """An integer of the captured call. text: Python expression of the symbols of its `Sizes`."""
-
+class _OfCall:
     text: str
 
-    def __new__(cls, number: int, text: str) -> Size:
-        made = super().__new__(cls, number)
+    def __new__(cls, number: float, text: str) -> Self:
+        made = super().__new__(cls, number)  # type: ignore[call-arg]
         made.text = text
         return made
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Size, (self.plain, self.text)
+        return type(self), (self.real, self.text)  # type: ignore[attr-defined]
+
+
+class Size(_OfCall, int):
+    """An integer of the captured call. text: Python expression of the symbols of its `Sizes`."""
 
     @property
     def plain(self) -> int:
         return int(self)
 
 
-class Real(float):
+class Real(_OfCall, float):
     """A floating-point number of the captured call, as `Size`."""
-
-    text: str
-
-    def __new__(cls, number: float, text: str) -> Real:
-        made = super().__new__(cls, number)
-        made.text = text
-        return made
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Real, (self.plain, self.text)
 
     @property
     def plain(self) -> float:
@@ -75,8 +67,8 @@ class CallSizes:
         numbers = {i: n for i, n in self.numbers.items() if i not in unread}
         return CallSizes(layouts, numbers, self.read)
 
-    def differing(self, other: CallSizes) -> dict[Place, bool]:
-        """Return place -> whether it may be a symbol, where sizes of another call differ."""
+    def differing(self, other: CallSizes) -> dict[Place, int | float | None]:
+        """Return place -> size, None if it may not be a symbol, where another call differs."""
         pairs: list[tuple[Place, Any, Any]] = []
         for position, layout in self.layouts.items():
             for axis, own, others in zip(_AXES, layout, other.layouts[position], strict=True):
@@ -85,7 +77,8 @@ class CallSizes:
         pairs += (((i, "number", 0), n, other.numbers.get(i, n)) for i, n in self.numbers.items())
         read = enumerate(zip(self.read, other.read, strict=False))
         pairs += (((i, "count", 0), a, b) for i, (a, b) in read if is_count(a) and is_count(b))
-        return {place: is_usual(a) and is_usual(b) for place, a, b in pairs if a != b}
+        differing = ((place, a, is_usual(a) and is_usual(b)) for place, a, b in pairs if a != b)
+        return {place: size if may_be else None for place, size, may_be in differing}
 
 
 _AXES = "shape", "stride"
@@ -214,6 +207,12 @@ def resized(value: Any, known: Mapping[str, int | float]) -> Any:
         return Real(float(known[one.text]), one.text)
 
     return exchanged(value, number)
+
+
+def as_text(value: Any) -> Any:
+    """Return nested tuples and dataclasses with its expression in place of each Size and Real:
+    equal ones are equal at all sizes."""
+    return exchanged(value, operator.attrgetter("text"))
 
 
 def exchanged(value: Any, number: Callable[[Any], Any]) -> Any:

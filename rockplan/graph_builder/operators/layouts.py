@@ -53,9 +53,10 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return None  # as the real call does; it may have no rule for fake tensors
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
-    if rule is ShapeRule.INPUT_SIZE and not all(map(_is_static, tensors((args, kwargs)))):
-        sizes: Any = given(operator, "input_size", args, kwargs)  # the rule takes no symbols
-        return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
+    if rule is ShapeRule.INPUT_SIZE:
+        sizes: Any = given(operator, "input_size", args, kwargs)
+        if not are_known(sizes):  # the rule takes no symbols
+            return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
     result = operator(*args, **kwargs)
     if rule is ShapeRule.STORAGE_AS_LARGE:
         # If the argument repeats elements, so that the result has other strides, only elements are

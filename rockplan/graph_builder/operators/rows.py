@@ -342,7 +342,10 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten.upsample_nearest3d_backward.default aten.upsample_linear1d_backward.default "
         "aten.upsample_bilinear2d_backward.default aten.upsample_bicubic2d_backward.default "
         "aten.upsample_trilinear3d_backward.default "
+        "aten._upsample_nearest_exact1d_backward.default "
         "aten._upsample_nearest_exact2d_backward.default "
+        "aten._upsample_nearest_exact3d_backward.default "
+        "aten._upsample_bicubic2d_aa_backward.default "
         "aten._upsample_bilinear2d_aa_backward.default",
         shape_rule=ShapeRule.INPUT_SIZE,
     ),

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 from torch.utils._sympy.value_ranges import ValueRanges
 
-from rockplan.values.sizes import LEAST, MOST, Real, Size, exchanged
+from rockplan.values.sizes import LEAST, MOST, CallSizes, Real, Size, Sizes, exchanged
 
 _PRINTER = PythonPrinter()
 
@@ -117,6 +117,13 @@ def function_of(names: Iterable[str], texts: Iterable[str]) -> Callable[[tuple[i
     lines += [f"    {listed}= sizes"] if listed else []
     lines += [f"    return ({''.join(f'{text}, ' for text in texts)})"]
     return loaded(lines, "evaluate")
+
+
+def are_for(sizes: Sizes, call: CallSizes) -> bool:
+    """Return whether a program for many sizes is for those of a call of its kind."""
+    if any(s.axis == "count" and s.position >= len(call.read) for s in sizes.symbols):
+        return False
+    return all(function_of(sizes.names, sizes.guards)(tuple(s.of(call) for s in sizes.symbols)))
 
 
 def loaded(lines: Iterable[str], name: str) -> Callable[..., Any]:

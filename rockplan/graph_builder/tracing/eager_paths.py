@@ -269,7 +269,8 @@ def _upsample(original: Any, recording: RecordingAccess) -> Any:
 _UPSAMPLES = (
     *("upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d", "upsample_linear1d"),
     *("upsample_bilinear2d", "upsample_bicubic2d", "upsample_trilinear3d"),
-    "_upsample_nearest_exact2d",
+    *("_upsample_nearest_exact1d", "_upsample_nearest_exact2d", "_upsample_nearest_exact3d"),
+    *("_upsample_bilinear2d_aa", "_upsample_bicubic2d_aa"),
 )
 
 PATCHES: tuple[Patch, ...] = (

@@ -36,15 +36,20 @@ from rockplan.values.sizes import (
 
 
 class StaticSizes(CaptureError):
-    """The sizes in which two calls differ cannot be left open. fixed: those that the forward makes
-    constants; is_of_pair: other sizes may be open."""
+    """The sizes in which two calls differ cannot be left open. fixed: those of this call that the
+    forward makes constants; ranges: of sizes that this one is recorded for, but not the other;
+    is_of_pair: other sizes may be open."""
 
     def __init__(
-        self, message: str, fixed: tuple[Place, ...] = (), is_of_pair: bool = False
+        self,
+        message: str,
+        fixed: tuple[Place, ...] = (),
+        ranges: tuple[Sizes, ...] = (),
+        is_of_pair: bool = False,
     ) -> None:
         super().__init__(message)
-        self.fixed = fixed
-        self.is_of_pair = is_of_pair or bool(fixed)
+        self.fixed, self.ranges = fixed, ranges
+        self.is_of_pair = is_of_pair or bool(fixed or ranges)
 
 
 class FreeSizes:
