@@ -441,9 +441,46 @@ def packed(**settings: Any) -> Any:
     )
 
 
+def pairs_of_sentences(**settings: Any) -> Any:
+    """The trainer of sentence-transformers: one BERT on both texts of each pair, every batch padded
+    to its longest, the loss of pairs among all of the batch."""
+    import datasets
+    import sentence_transformers as library
+    import transformers
+    from sentence_transformers.sentence_transformer import losses, modules
+
+    from testing import trainers
+
+    config = transformers.BertConfig(
+        vocab_size=128,
+        hidden_size=64,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+    )
+    folder = f"{settings['output_dir']}/model"
+    transformers.BertModel(config, add_pooling_layer=False).save_pretrained(folder)
+    trainers.make_tokenizer().save_pretrained(folder)
+    read = modules.Transformer(folder)
+    model = library.SentenceTransformer(modules=[read, modules.Pooling(64)], device="cpu").train()
+    rng = random.Random(0)
+    count = settings["max_steps"] * settings["per_device_train_batch_size"]
+
+    def texts() -> list[str]:
+        return [" ".join(rng.choices(trainers.WORDS, k=padded(rng, 1))) for _ in range(count)]
+
+    return library.SentenceTransformerTrainer(
+        model=model,
+        args=library.SentenceTransformerTrainingArguments(**settings),
+        train_dataset=datasets.Dataset.from_dict({"anchor": texts(), "positive": texts()}),
+        loss=losses.MultipleNegativesRankingLoss(model),
+    )
+
+
 TRAINERS: dict[str, Callable[..., Any]] = {
     "Trainer, LoRA, padded to the longest": with_lora,
     "TRL, packing": packed,
+    "sentence-transformers, two towers": pairs_of_sentences,
 }
 
 
@@ -536,6 +573,22 @@ def measured(name: str, steps: int) -> Row:
     )
 
 
+class Collated:
+    """A collator that notes the sizes of its batches."""
+
+    def __init__(self, collate: Any, sizes: list[tuple[int, ...]]) -> None:
+        self._collate, self._sizes = collate, sizes
+
+    def __call__(self, rows: Any) -> Any:
+        batch = self._collate(rows)
+        ids = (t for name, t in batch.items() if name.endswith("input_ids"))
+        self._sizes.append(tuple(n for t in ids for n in t.shape))
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collate, name)
+
+
 def trained(name: str, steps: int) -> Row:
     """Train twice from one seed in this process: as it is, and planned in place."""
     import transformers
@@ -577,14 +630,7 @@ def trained(name: str, steps: int) -> Row:
                 save_strategy="no",
                 bf16=False,
             )
-            collate = trainer.data_collator
-
-            def collated(rows: Any, collate: Any = collate, clock: Any = clock) -> Any:
-                batch = collate(rows)
-                clock.sizes.append(tuple(batch["input_ids"].shape))
-                return batch
-
-            trainer.data_collator = collated
+            trainer.data_collator = Collated(trainer.data_collator, clock.sizes)
             trainer.add_callback(clock)
             if is_planned:
                 trainer.add_callback(RockplanCallback("100%", rockplan.Options(cache=False)))

@@ -81,7 +81,7 @@ def examined(case: Any, dimension: int) -> str:
     logger.removeHandler(handler)
     if not any(captured[2:]):
         return "open"
-    why = [text.partition("each by itself: ")[2] for text in said if "each by itself" in text]
+    why = [text.partition("by itself: ")[2] for text in said if "planned by itself" in text]
     return f"static: {why[-1] if why else 'other programs, which are not for all of these sizes'}"
 
 
