@@ -68,7 +68,11 @@ def sized_calls(
     leaves, spec = trees.tree_flatten((args, kwargs))
     given = named_arguments(forward, args, kwargs)
     names = [f"{name}{path}" for name, a in given for path, _ in trees.named_leaves(a)]
-    tensors = {n: t for n, t in zip(names, leaves, strict=True) if _has_strides(t)}
+    tensors = {
+        n: t
+        for n, t in zip(names, leaves, strict=True)
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested
+    }
     varying = _varying(ranges, tensors)
     calls: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
     for which in ("largest size", "sample", "smallest size"):
@@ -82,10 +86,6 @@ def sized_calls(
         rows = tuple(shapes.items())
         calls.setdefault(rows, SizedCall(own_args, own_kwargs, which, rows))
     return tuple(calls.values())
-
-
-def _has_strides(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and not leaf.is_nested
 
 
 def _varying(

@@ -68,9 +68,8 @@ class OpenProgram:
         rows, names = peak_rows(graph, schedule, in_flight), interface.sizes.names
         eager = as_eager(without_copies(graph))
         kept = peak_rows(eager, keep_all(eager), in_flight)
-        values = (graph.values[o.tangent].spec for o in interface.outputs if o.tangent is not None)
-        leaves = (graph.values[o.value].spec for o in interface.outputs if o.value is not None)
-        run = texts_in((interface.outputs, tuple(values), tuple(leaves)))
+        values = (v for o in interface.outputs for v in (o.tangent, o.value) if v is not None)
+        run = texts_in((interface.outputs, tuple(graph.values[v].spec for v in values)))
         return cls(
             graph,
             interface,

@@ -67,8 +67,7 @@ class TriedSizes:
 
 
 TRIES = 6
-"""Pairs of calls that are tried for each program of such calls that there is, and before there is
-one. (With as many ranges of sizes two calls are in one of them before.)"""
+"""Pairs of calls that are tried in vain for each program of such calls that there is, and before."""
 
 
 @dataclass(slots=True)

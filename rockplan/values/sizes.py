@@ -167,27 +167,13 @@ def texts_in(value: object) -> dict[str, Size | Real]:
     """Return the expressions in nested tuples and dataclasses, each once, in order, with their
     numbers."""
     found: dict[str, Size | Real] = {}
-    _collect(value, found)
+
+    def noted(one: Size | Real) -> Size | Real:
+        found[one.text] = one
+        return one
+
+    exchanged(value, noted)
     return found
-
-
-def _collect(value: object, found: dict[str, Size | Real]) -> None:
-    if isinstance(value, Size | Real):
-        found[value.text] = value
-    elif isinstance(value, tuple):
-        for item in value:
-            if item.__class__ is not int and item.__class__ is not str:
-                _collect(item, found)
-    elif is_dataclass(value) and not isinstance(value, type):
-        for name in _names_of(value.__class__):
-            _collect(getattr(value, name), found)
-
-
-@functools.cache
-def _names_of(kind: Any) -> tuple[str, ...]:
-    """None of a class that keeps the sizes it was made for."""
-    is_open = not getattr(kind, "keeps_sizes", False)
-    return tuple(field.name for field in fields(kind)) if is_open else ()
 
 
 def at_sizes(number: int, known: Mapping[str, int | float] | None) -> int:
@@ -231,6 +217,13 @@ def exchanged(value: Any, number: Callable[[Any], Any]) -> Any:
                 changed[name] = after
         return replace(value, **changed) if changed else value
     return value
+
+
+@functools.cache
+def _names_of(kind: Any) -> tuple[str, ...]:
+    """None of a class that keeps the sizes it was made for."""
+    is_open = not getattr(kind, "keeps_sizes", False)
+    return tuple(field.name for field in fields(kind)) if is_open else ()
 
 
 def _may_hold(value: object) -> bool:
