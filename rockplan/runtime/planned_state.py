@@ -67,7 +67,7 @@ class TriedSizes:
 
 
 TRIES = 6
-"""Pairs of calls that are tried in vain for each program of such calls that there is, and before."""
+"""Pairs of calls that are tried in vain for each program of such calls, and before there is one."""
 
 
 @dataclass(slots=True)
