@@ -17,7 +17,7 @@ WORKERS ?= auto
 # What a machine with a GPU, PyTorch, transformers, typer and rich may lack, for its Python.
 WHEELS_FOR ?= 3.12
 WHEEL_PLATFORMS := manylinux_2_28_x86_64 manylinux_2_27_x86_64 manylinux2014_x86_64
-WHEELS := "highspy>=1.10,<1.16" "pulp>=3.3,<4" platformdirs liger-kernel \
+WHEELS := "highspy>=1.10,<1.16" "pulp>=3.3,<4" graphviz platformdirs liger-kernel \
 	pytest pytest-timeout pytest-xdist hypothesis pluggy iniconfig packaging pygments execnet sortedcontainers
 
 # With a build of PyTorch for CUDA 13, of 7 GB, for the stand-in; CUDA_VENV=... takes another one.

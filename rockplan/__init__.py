@@ -52,7 +52,7 @@ if TYPE_CHECKING:
     from rockplan.log_probs import token_log_probs
     from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
-    from rockplan.reports.pictures import draw_curve, draw_memory, draw_schedule
+    from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
     from rockplan.runtime.planned_state import code_of, plan_of
     from rockplan.will_it_fit.answer import Fit
     from rockplan.will_it_fit.what_fits import fit
@@ -64,7 +64,7 @@ _NAMES = {
     "fitting.training_step": "TrainingStep",
     "blocks.solve": "blocks_of restore_blocks solve_blocks",
     "runtime.planned_state": "code_of plan_of",
-    "reports.pictures": "draw_curve draw_memory draw_schedule",
+    "reports.pictures": "draw_curve draw_graph draw_memory draw_schedule",
     "explanations": "explain",
     "will_it_fit.what_fits": "fit",
     "reports.html": "html_report",
@@ -115,6 +115,7 @@ __all__ = [
     "code_of",
     "compare",
     "draw_curve",
+    "draw_graph",
     "draw_memory",
     "draw_schedule",
     "explain",

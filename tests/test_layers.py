@@ -31,6 +31,7 @@ LIBRARIES = {
         "integrations",
     },
     "highspy": {"ilp"},
+    "graphviz": {"reports"},
     "matplotlib": {"reports"},
     "numpy": {"oracles", "ilp", "dp", "graph_builder", "python_state", "search"},
     "networkx": {"graph_builder"},

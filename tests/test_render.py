@@ -8,6 +8,7 @@ import importlib.util
 import random
 import re
 from html.parser import HTMLParser
+from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
@@ -147,6 +148,22 @@ def test_without_matplotlib_the_error_says_what_to_install(
         rockplan.draw_schedule(plan)
     page = rockplan.html_report(plan)
     assert page.count("rockplan[plot]") == 3 and "</html>" in page and "<img" not in page
+
+
+def test_dot_has_every_block_and_edge(plan: Plan) -> None:
+    source = rockplan.draw_graph(plan, format="dot").decode()
+    nodes = set(re.findall(r"^\s*(b\d+) \[", source, re.M))
+    edges = re.findall(r"^\s*(b\d+) -> (b\d+)", source, re.M)
+    assert len(nodes) == len(plan.blocks)
+    assert edges and all(end in nodes for edge in edges for end in edge)
+
+
+def test_without_dot_the_error_says_what_to_do(
+    plan: Plan, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(MissingLibrary, match="format='dot' gives its text"):
+        rockplan.draw_graph(plan)
 
 
 class Page(HTMLParser):

@@ -29,6 +29,7 @@ class PictureKind(StrEnum):
     MEMORY = "memory"
     CURVE = "curve"
     SCHEDULE = "schedule"
+    GRAPH = "graph"
 
 
 @shared.planned_with("time_limit", "no_cache")
@@ -42,7 +43,8 @@ def plot(
             "--output",
             "-o",
             metavar="FILE",
-            help=".html: a report in one file; .svg, .png: a picture.",
+            help=".html: a report in one file; .svg, .png: a picture; .dot: the graph for "
+            "Graphviz.",
         ),
     ] = "rockplan.html",
     picture: Annotated[
@@ -91,7 +93,7 @@ def plot(
 _PICTURE_ENDINGS = (".svg", ".png")
 """Endings of files that hold one picture."""
 
-_ENDINGS = (".html", *_PICTURE_ENDINGS)
+_ENDINGS = (".html", *_PICTURE_ENDINGS, ".dot")
 
 _ROUNDS = 2
 """Rounds of the comparison on the curve: a mark in a picture needs fewer than a table."""
@@ -123,6 +125,8 @@ def _drawn(plan: Plan, series: Lines, path: Path, picture: PictureKind) -> str |
     suffix = path.suffix.lower()
     if suffix == ".html":
         return html.html_report(plan, title=path.stem, series=series)
+    if suffix == ".dot":
+        return pictures.draw_graph(plan, format="dot")
     kind: pictures.Format = "png" if suffix == ".png" else "svg"
     match picture:
         case PictureKind.MEMORY:
@@ -131,3 +135,5 @@ def _drawn(plan: Plan, series: Lines, path: Path, picture: PictureKind) -> str |
             return pictures.draw_curve((*series, pictures.plan_series(plan)), format=kind)
         case PictureKind.SCHEDULE:
             return pictures.draw_schedule(plan, format=kind)
+        case PictureKind.GRAPH:
+            return pictures.draw_graph(plan, format=kind)

@@ -1,9 +1,9 @@
-"""Pictures of plans: memory over time, the curve, the schedule.
+"""Pictures of plans: memory over time, the curve, the schedule, the graph of blocks.
 
 takes: values (Plan, Curve). returns: the bytes of a picture, 'svg' or 'png'.
-Functions: draw_memory, draw_curve, draw_schedule. guarantees: the same values give the same bytes
-under the same version of matplotlib; labels are in MiB; colours are those of Okabe and Ito, which
-colour-blind readers can tell apart.
+Functions: draw_memory, draw_curve, draw_schedule, draw_graph. guarantees: the same values give the
+same bytes under the same version of matplotlib; labels are in MiB; colours are those of Okabe and
+Ito, which colour-blind readers can tell apart.
 
 matplotlib is an extra (`pip install 'rockplan[plot]'`) and is imported when a picture is drawn.
 """
@@ -16,10 +16,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import graphviz
+
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.reports import timeline as timelines
 from rockplan.reports.timeline import CALLER, OTHERS
 from rockplan.values.curve import Curve
+from rockplan.values.graph import producers
 from rockplan.values.plan import Plan, format_bytes, plan_in
 
 Format = Literal["svg", "png"]
@@ -30,6 +33,7 @@ _MANY_POINTS = 12
 """Lines with more points than this have small marks."""
 
 COLOURS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442")
+FILLS = ("#BFDDF2", "#FBE3B0", "#B9E4D6", "#EFD3E2", "#D5ECFA", "#F6C9B0", "#FAF5B8", "#E2E2E2")
 RUN_LABELS = {
     "forward": "forward",
     "again": "forward again",
@@ -208,6 +212,51 @@ def _legend_of_runs(figure: Any, rows: Sequence[timelines.BlockRow]) -> None:
     entries.append(("activations alive (bytes)", KEPT_COLOUR))
     handles = [patches.Patch(color=colour, label=label) for label, colour in entries]
     figure.legend(handles=handles, loc="outside lower center", ncols=4, fontsize=8)
+
+
+def draw_graph(plan: object, *, format: Literal["svg", "png", "dot"] = "svg") -> bytes:
+    """Draw the graph of a Plan or a planned module: blocks, those of a kind in one colour, what
+    each keeps, and the bytes that go from one to the other in forward. 'dot': the text for
+    Graphviz. Raises MissingLibrary for 'svg' and 'png' without Graphviz's program dot."""
+    drawn_plan = plan_in(plan)
+    drawing = graphviz.Digraph("rockplan")
+    drawing.attr("node", shape="box", style="filled,rounded", fontname="Helvetica", fontsize="10")
+    drawing.attr("edge", fontname="Helvetica", fontsize="9", color="#606060")
+    kinds = {
+        digest: i for i, digest in enumerate(dict.fromkeys(b.digest for b in drawn_plan.blocks))
+    }
+    rows = timelines.block_rows(drawn_plan)
+    for index, (block, row) in enumerate(zip(drawn_plan.blocks, rows, strict=True)):
+        counts = f"{len(block.forward)} forward, {len(block.backward)} backward"
+        label = f"{row.name}\n{counts}\nkeeps {format_bytes(row.saved_bytes)}"
+        drawing.node(f"b{index}", label, fillcolor=FILLS[kinds[block.digest] % len(FILLS)])
+    for (source, target), size_bytes in sorted(_crossing_bytes(drawn_plan).items()):
+        drawing.edge(f"b{source}", f"b{target}", label=format_bytes(size_bytes))
+    if format == "dot":
+        return str(drawing.source).encode()
+    try:
+        return bytes(drawing.pipe(format=format))
+    except graphviz.ExecutableNotFound as error:
+        raise MissingLibrary(
+            "pictures of graphs need Graphviz's program 'dot' (Debian: apt install graphviz); "
+            "format='dot' gives its text, to be drawn where it is"
+        ) from error
+
+
+def _crossing_bytes(plan: Plan) -> dict[tuple[int, int], int]:
+    """(Block that makes, block that reads in its forward) -> bytes; blocks by position in the
+    plan."""
+    block_of = {n: i for i, b in enumerate(plan.blocks) for n in b.forward}
+    made_by = producers(plan.graph)
+    crossing: dict[tuple[int, int], set[int]] = {}
+    for node in plan.graph.forward:
+        for data in node.reads:
+            source = block_of.get(made_by.get(data, -1))
+            target = block_of.get(node.index)
+            if source is not None and target is not None and source != target:
+                crossing.setdefault((source, target), set()).add(data)
+    sizes = {d.index: d.size_bytes for d in plan.graph.data}
+    return {edge: sum(sizes[d] for d in storages) for edge, storages in crossing.items()}
 
 
 def new_figure(width: float, height: float) -> Any:
