@@ -255,6 +255,22 @@ def test_proofs_of_one_order_hold_in_no_other() -> None:
     assert in_place.order == () and in_place.bound_ns == graph.time_ns
 
 
+def test_relaxations_prove_the_schedules_they_lead_to() -> None:
+    """Where the incumbent had another order of first executions before, too."""
+    in_place = 0
+    for seed in range(40):
+        graph = branched(random.Random(seed), 3)
+        low = simulate(graph, thriftiest(graph).schedule).peak_bytes
+        goal = Goal(graph, (), low)
+        slow = replace(Incumbent(bound_ns=graph.time_ns), order=(1, 0))
+        relaxed = stages.relax(goal, slow, QUICK)
+        if relaxed.schedule is not None and relaxed.order == ():
+            assert relaxed.relaxation is not None
+            assert graph.time_ns <= relaxed.bound_ns <= relaxed.time_ns
+            in_place += relaxed.bound_ns > graph.time_ns
+    assert in_place >= 4
+
+
 def test_proofs_of_a_plan_hold_in_its_order() -> None:
     """Whichever stage moved its first executions, and whether or not the last one ran."""
     moved = 0

@@ -43,21 +43,20 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     relaxation = refined(goal.graph, goal.budget_bytes, deadline=_half_way(limits))
     if relaxation is None:
         return incumbent
-    if not incumbent.order:
-        bound_ns = max(incumbent.bound_ns, relaxation.bound_ns)
-        incumbent = replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
-    orders = relaxation.orders
-    if orders is None:
+    if (orders := relaxation.orders) is not None:
+        schedule = fitted(
+            goal.graph,
+            orders.forward,
+            orders.backward,
+            goal.budget_bytes,
+            deadline=limits.deadline,
+            limits=limits.exchange,
+        )
+        incumbent = incumbent.improved(goal, schedule)
+    if incumbent.order:
         return incumbent
-    schedule = fitted(
-        goal.graph,
-        orders.forward,
-        orders.backward,
-        goal.budget_bytes,
-        deadline=limits.deadline,
-        limits=limits.exchange,
-    )
-    return incumbent.improved(goal, schedule)
+    bound_ns = max(incumbent.bound_ns, relaxation.bound_ns)
+    return replace(incumbent, relaxation=relaxation, bound_ns=bound_ns)
 
 
 def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
