@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 import types
@@ -9,14 +10,18 @@ from typing import Any, NoReturn
 
 import pytest
 import torch
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import rockplan
 from rockplan.graph_builder.foreign import flex_attention
 from rockplan.graph_builder.tracing.eager_paths import (
     PATCHES,
     WARNING_OF_COMPILED_MODULES,
 )
 from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess, patched
+from testing.training import assert_same_tensor
+from tests.following import OPTIONS
 
 ROWS = [*PATCHES, *flex_attention.PATCHES, WARNING_OF_COMPILED_MODULES]
 PRESENT = [row for row in ROWS if not isinstance(row.owner, str)]
@@ -87,6 +92,39 @@ def test_pooling_is_that_of_eager_execution() -> None:
         assert torch.max_pool1d(x.transpose(1, 2), 2).stride() != expected
         with patched([row]):
             assert torch.max_pool1d(x.transpose(1, 2), 2).stride() == expected
+
+
+class Copying(nn.Module):
+    """Copies what it keeps, in which tensors may be one or share memory."""
+
+    def __init__(self, *kept: Tensor) -> None:
+        super().__init__()
+        self.layer, self.state = nn.Linear(4, 4), {"scales": [*kept]}
+
+    def forward(self, x: Tensor) -> Tensor:
+        copied = copy.deepcopy(self.state)["scales"]
+        copied[0].mul_(2)
+        return sum(copied, self.layer(x))
+
+
+def test_copies_of_kept_tensors_are_recorded() -> None:
+    scale = torch.arange(4.0)
+    for kept in ([scale], [scale, scale], [scale, torch.ones(3, 4), torch.tensor(2.0)]):
+        model = Copying(*kept)
+        planned = rockplan.solve(model, torch.ones(3, 4), "100%", options=OPTIONS)
+        for x in torch.randn(2, 3, 4):
+            assert_same_tensor(planned(x), model(x), "result")
+        assert_same_tensor(scale, torch.arange(4.0), "kept")
+
+
+@pytest.mark.parametrize(
+    "other", [lambda t: t[:1], lambda t: t.view(1, 4), lambda t: t.expand(3, 4)]
+)
+def test_copies_that_share_memory_are_refused(other: Any) -> None:
+    scale = torch.arange(4.0)
+    for kept in ([scale, other(scale)], [other(scale), scale]):
+        with pytest.raises(rockplan.CaptureError, match="exchanges the storage"):
+            rockplan.solve(Copying(*kept), torch.ones(3, 4), "100%", options=OPTIONS)
 
 
 def test_files_that_are_loaded_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:

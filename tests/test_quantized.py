@@ -272,7 +272,7 @@ ROWS = [
     *(("torchao/int8", adapter, "Llama") for adapter in ("DoRA", "IA3")),
     *(
         (f"torchao/{kind} training", "none", "Llama")
-        for kind in ("float8", "int4 in", "int8 products", "BitNet")
+        for kind in ("float8", "int4 in", "int8 and int4 in", "int8 products", "BitNet")
     ),
 ]
 
@@ -296,6 +296,21 @@ def test_quantized_models_train_as_eager(scheme: str, adapter: str, model: str) 
 
     case = Case(scheme, made(), (), call, adapter_cases.loss_of)
     train_side_by_side(case, plan(case), made(), steps=2)
+
+
+@pytest.mark.parametrize("width", [64, 48])
+@pytest.mark.parametrize("name", ["EmbeddingNF4", "EmbeddingFP4", "Embedding8bit"])
+def test_quantized_embeddings_train_as_eager(name: str, width: int) -> None:
+    bitsandbytes = pytest.importorskip("bitsandbytes", reason="it is in no extra of this package")
+    torch.manual_seed(0)
+    embedding = getattr(bitsandbytes.nn, name)(100, width)
+    embedding.load_state_dict(nn.Embedding(100, width).state_dict())
+    layers = [nn.Sequential(nn.Linear(width, width), nn.Tanh()) for _ in range(3)]
+    model = nn.Sequential(embedding.to("cpu"), *layers)
+    eager = nn.Sequential(model[0], *copy.deepcopy(layers))
+    ids = torch.randint(0, 100, (4, 16))
+    case = Case(name, model, (ids,), {}, lambda r: r.square().mean())
+    train_side_by_side(case, plan(case), eager)
 
 
 def test_trainers_train_quantized_bases_as_eager(

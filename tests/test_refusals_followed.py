@@ -571,6 +571,28 @@ def test_what_keeps_a_tensor_is_planned_afterwards(where: str) -> None:
     assert_planned(*after_one_call((model, args)))
 
 
+class Keeping(nn.Linear):
+    """As a library's class may, which nobody can change: each call keeps a tensor."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.scale = x.detach().abs().amax(-1, keepdim=True)
+        return super().forward(x) / self.scale
+
+
+def test_a_copy_keeps_what_a_library_keeps() -> None:
+    model = nn.Sequential(Keeping(8, 8), nn.Tanh(), Keeping(8, 8))
+    with pytest.raises(rockplan.CaptureError, match="let a copy keep it") as refused:
+        rockplan.solve(model, X, "100%", options=OPTIONS)
+    before = Keeping.forward
+    advice = re.search(r"let a copy keep it \((.*named\))\)", str(refused.value))
+    assert advice is not None
+    try:
+        exec(advice[1], {"copy": copy, "Keeping": Keeping})
+        assert_planned(model, (X,), (X.flip(0),))
+    finally:
+        Keeping.forward = before  # type: ignore[method-assign]
+
+
 def test_a_refusal_after_a_first_call_leaves_nothing() -> None:
     model, args = with_state(counted_too, table=None, calls=0)
     with pytest.raises(rockplan.CaptureError, match="calls"):

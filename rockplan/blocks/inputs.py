@@ -103,7 +103,8 @@ def sample_run(
 
     with contextlib.ExitStack() as stack:
         for path, block in blocks.items():
-            stack.enter_context(_with_forward(block, noted(path, original_forward(block))))
+            noting = noted(path, original_forward(block))
+            stack.enter_context(patches.exchanged(block, "forward", noting))
         found = stack.enter_context(untouched(model, args, kwargs, loss))
         stack.callback(register_module_forward_pre_hook(lambda m, _: run.called.add(id(m))).remove)
         stack.callback(reshard, model)
@@ -129,18 +130,6 @@ def without_history(
         [leaf_like(x, x) if is_made else x for x, is_made in zip(leaves, made, strict=True)], spec
     )
     return detached
-
-
-@contextlib.contextmanager
-def _with_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    before = module.__dict__.get("forward")
-    module.__dict__["forward"] = forward
-    try:
-        yield
-    finally:
-        del module.__dict__["forward"]
-        if before is not None:
-            module.__dict__["forward"] = before
 
 
 @contextlib.contextmanager

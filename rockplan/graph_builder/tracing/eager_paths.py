@@ -165,12 +165,31 @@ class _CompiledLater:
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     def data_ptr(owner: Any) -> Any:
         # `Tensor.__deepcopy__` asks whether there is memory.
-        is_copied = sys._getframe(2).f_code is torch.Tensor.__deepcopy__.__code__
+        is_copied = sys._getframe(2).f_code is _COPIES
         if not is_copied and recording.is_active():
             recording.refuse(addresses.of_address(addresses.running()))
         return original(owner)
 
     return data_ptr
+
+
+_COPIES = torch.Tensor.__deepcopy__.__code__  # type: ignore[attr-defined]
+
+
+def _deepcopy(original: Any, recording: RecordingAccess) -> Any:
+    def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
+        is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
+        if not recording.is_active() or not is_plain or not tensor.is_contiguous():
+            return original(tensor, memo)
+        storage = tensor.untyped_storage()
+        is_known = id(tensor) in memo or storage._cdata in memo
+        if is_known or storage.nbytes() != tensor.nbytes:
+            return original(tensor, memo)
+        # Another tensor of this memory would share that of the copy.
+        memo[id(tensor)] = memo[storage._cdata] = tensor.clone()
+        return memo[id(tensor)]
+
+    return deepcopy
 
 
 def _moved(original: Any, recording: RecordingAccess) -> Any:
@@ -316,6 +335,12 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch.Tensor, "register_hook", _HOOK, "it would run while a forward is recorded alone"),
     Patch(torch.Tensor, "data_ptr", _data_ptr, _ADDRESS),
     Patch(torch.UntypedStorage, "data_ptr", _data_ptr, _ADDRESS),
+    Patch(
+        torch.Tensor,
+        "__deepcopy__",
+        _deepcopy,
+        "it gives a tensor other memory, which no operator has copied",
+    ),
     Patch(nn.Module, "_apply", _moved, "fake parameters are not moved as real ones are"),
     Patch(torch.Tensor, "data", _data, "no operator is called, so nothing would be recorded"),
     Patch(

@@ -85,9 +85,12 @@ def _facts(found: StateChange, is_tensor: bool) -> dict[str, Any]:
     if place.is_callers:
         facts["remedy"] = PUT_INTO_A_DICTIONARY[0].upper() + PUT_INTO_A_DICTIONARY[1:]
     elif is_tensor and place.text.removeprefix("self.").isidentifier():
+        run = f"{type(found.owner).__name__}.forward"
         facts["remedy"] = (
-            f"Return it, or update a registered buffer in place ({place.text}.copy_(...)). If only "
-            f"the first call does: {RUN_ONCE}; make tables of all sizes before"
+            f"Return it, or update a registered buffer in place ({place.text}.copy_(...)). Where a "
+            "library does, and nothing reads it after the call, let a copy keep it ("
+            f"{run} = lambda self, *args, run={run}, **named: run(copy.copy(self), *args, **named)"
+            f"). If only the first call does: {RUN_ONCE}; make tables of all sizes before"
         )
     return facts
 
