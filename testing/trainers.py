@@ -117,7 +117,12 @@ def supervised(model: Any, folder: Path, config: peft.LoraConfig | None = None) 
     )  # fmt: skip
 
 
-def preferred(model: Any, folder: Path, config: peft.LoraConfig | None = None) -> Any:
+def preferred(
+    model: Any,
+    folder: Path,
+    config: peft.LoraConfig | None = None,
+    kind: Any = trl.DPOTrainer,
+) -> Any:
     """Rows of chosen and rejected answers, of LENGTH tokens each."""
     chosen, rejected = texts(5, LENGTH - 9), texts(6, LENGTH - 9)
     data = datasets.Dataset.from_dict(
@@ -128,7 +133,24 @@ def preferred(model: Any, folder: Path, config: peft.LoraConfig | None = None) -
         }
     )
     arguments = trl.DPOConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
-    return trl.DPOTrainer(
+    return kind(
         model=model, args=arguments, train_dataset=data, processing_class=make_tokenizer(),
         peft_config=config, ref_model=None if config else make_llama(),
+    )  # fmt: skip
+
+
+def unpaired(
+    model: Any,
+    folder: Path,
+    config: peft.LoraConfig | None = None,
+    kind: Any = trl.KTOTrainer,
+) -> Any:
+    """Rows of answers that are wanted or not, of LENGTH tokens each."""
+    rows = {"prompt": texts(4, 8), "completion": [f" {t}" for t in texts(5, LENGTH - 9)]}
+    wanted = [number % 3 > 0 for number in range(3 * ROWS)]
+    arguments = trl.KTOConfig(**settings(folder), max_length=LENGTH, gradient_checkpointing=False)
+    return kind(
+        model=model, args=arguments, processing_class=make_tokenizer(), peft_config=config,
+        train_dataset=datasets.Dataset.from_dict({**rows, "label": wanted}),
+        ref_model=None if config else make_llama(),
     )  # fmt: skip

@@ -43,6 +43,7 @@ from testing.trainers import (
     supervised,
     texts,
     tokens,
+    unpaired,
 )
 from testing.training import assert_same_state
 
@@ -188,14 +189,19 @@ def test_trl(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     assert_same_state(trainer.model, expected.model, "trained")
 
 
-def test_rewards_without_logits_train_as_the_original(tmp_path: Path) -> None:
-    """The recipe of docs/usage.md."""
+RECIPES = {"Trainer": rewarded, "PreferenceTrainer": preferred, "UnpairedTrainer": unpaired}
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_losses_without_logits_train_as_the_original(name: str, tmp_path: Path) -> None:
+    """The recipes of docs/usage.md."""
     text = (Path(__file__).parent.parent / "docs" / "usage.md").read_text()
-    (recipe,) = re.findall(r"```python no-run\n(class Trainer\(trl.GRPO.*?)```", text, re.DOTALL)
-    names: dict[str, Any] = {"trl": trl, "rockplan": rockplan}
-    exec(recipe, names)
-    ours = rewarded(make_llama(), tmp_path, kind=names["Trainer"])
-    expected = rewarded(make_llama(), tmp_path)
+    names: dict[str, Any] = {"trl": trl, "rockplan": rockplan, "torch": torch}
+    for recipe in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL):
+        if "rockplan.token_log_probs(" in recipe:
+            exec(recipe, names)
+    ours = RECIPES[name](make_llama(), tmp_path, kind=names[name])
+    expected = RECIPES[name](make_llama(), tmp_path)
     blocks = planned(ours.model)
     torch.testing.assert_close(history(ours), history(expected), rtol=1e-4, atol=1e-5)
     assert all(block.plans for block in blocks)
