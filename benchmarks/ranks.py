@@ -7,6 +7,7 @@ those of one that plans alone while the others wait; and the CPU time of all, wh
 the machine does not change. On eight, steps with pipeline, data and tensor parallel at once.
 Then steps under `fully_shard` in each mode, sharded before they are planned; and the time that
 plans for several calls in flight take, beside the best plan of one call within the same budget.
+And blocks of a Llama of width 1024 within the peak of checkpointing, with and without a host.
 
     OMP_NUM_THREADS=1 python -m benchmarks.ranks [--counts 2 4 8] [--parts peak]
 
@@ -33,11 +34,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 import rockplan
 from benchmarks.timing import machine
 from rockplan.api import plan_each
+from rockplan.checkpointing.wrap import per_block
 from rockplan.search.in_flight import needed_bytes
+from testing import models
 from testing.blocks import Mixer, Stack, batch
 from testing.sharding import MODES, everywhere, in_mode, peaks, sharded
 from testing.tensor_parallel import Exchanges, Llama, sequence_parallel, tensor_parallel, words
@@ -174,6 +178,50 @@ def exchanging_step(model: Any, ids: torch.Tensor) -> tuple[list[torch.Tensor], 
     return [getattr(t, "_local_tensor", t).clone() for t in (loss, *gradients)], exchanges.calls
 
 
+def wide(is_sharded: bool, made: Callable[[nn.Module], nn.Module] = lambda model: model) -> Any:
+    """A Llama of width 1024, its blocks by `made`, with its call."""
+    torch.manual_seed(0)
+    case = models.llama(layers=4, width=1024, heads=16, vocabulary=1024, batch=1, length=512)
+    model: Any = made(case.model)
+    if is_sharded:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model, case.kwargs
+
+
+def paging_rows() -> Iterator[dict[str, Any]]:
+    """All blocks of each process, or parts of them."""
+    for is_sharded in (False, True):
+
+        def measured(model: Any, call: dict[str, Any]) -> list[int]:
+            def step() -> None:
+                model(**call).loss.backward()
+
+            step()
+            found = sorted(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(STEPS))
+            return [max(sizes) for sizes in zip(*everywhere(found), strict=True)]
+
+        budget_bytes = measured(*wide(is_sharded, per_block))[STEPS // 2]
+        eager, call = wide(is_sharded)
+        eager(**call).loss.backward()
+        for link in (None, "250MB/s"):
+            paging: dict[str, Any] = {} if link is None else {"host": "4GiB", "link": link}
+            model, _ = wide(is_sharded)
+            options = replace(OPTIONS, group=None if is_sharded else dist.group.WORLD, **paging)
+            row: dict[str, Any] = {"is_sharded": is_sharded, "link": link, "budget": budget_bytes}
+            rockplan.solve_blocks(model, (), budget_bytes, sample_kwargs=call, options=options)
+            plan = rockplan.blocks_of(model)
+            model(**call).loss.backward()
+            pairs = [*zip(model.parameters(), eager.parameters(), strict=True)]
+            parts = [[getattr(p.grad, "_local_tensor", p.grad) for p in pair] for pair in pairs]
+            row["equal"] = all(everywhere(all(torch.equal(*pair) for pair in parts)))
+            row |= {"predicted": plan.peak_bytes, "without": plan.least_peak_bytes}
+            row |= {"measured": measured(model, call), "overhead": plan.overhead}
+            yield {**row, "paged": plan.paged_bytes}
+
+
 def trainer_rows() -> Iterator[dict[str, Any]]:
     """Two of each dimension; `trainer_step` asserts that there is one plan for each stage."""
     options = replace(OPTIONS, time_limit_s=0.5)
@@ -230,6 +278,7 @@ PARTS: dict[str, tuple[Callable[[], Iterator[dict[str, Any]]], tuple[int, ...]]]
     "agreement": (agreement_rows, (2, 4)),
     "peak": (peak_rows, (2,)),
     "tensor": (tensor_rows, (2, 4)),
+    "paging": (paging_rows, (2,)),
     "trainer": (trainer_rows, (8,)),
     "gloo": (collective_rows, (2,)),
     "in flight": (in_flight_rows, (2,)),
@@ -312,6 +361,18 @@ def tensor_cells(row: dict[str, Any]) -> tuple[str, ...]:
     ours, once = row["collectives"]
     equal = "yes" if row["equal"] else "no"
     return (*cells, f"{row['overhead']:+.1%}", f"{ours} / {once}", str(row["plans"]), equal)
+
+
+def paging_cells(row: dict[str, Any]) -> tuple[str, ...]:
+    sizes = (row["budget"], row["predicted"], row["without"], *row["measured"])
+    return (
+        "parts" if row["is_sharded"] else "all",
+        row["link"] or "no host",
+        *(f"{size:,}" for size in sizes),
+        f"{row['overhead']:+.1%}",
+        f"{row['paged'] / 2**20:.0f}",
+        "yes" if row["equal"] else "no",
+    )
 
 
 def trainer_cells(row: dict[str, Any]) -> tuple[str, ...]:
@@ -403,6 +464,18 @@ def report() -> None:
             + ("least over predicted", "most over predicted", "time", "collectives", "plans")
             + ("equal",),
             map(tensor_cells, of("tensor")),
+        ),
+        "",
+        "Blocks of a Llama of width 1024 (four layers, 512 tokens, float32) within the peak of "
+        "`torch.utils.checkpoint` of each layer, on two processes that have all of them, or parts "
+        "(`fully_shard`), with and without a host: bytes as above, predicted also without what "
+        "collectives let go of late; predicted extra time of the blocks; MiB paged; are gradients "
+        f"equal to eager's bit for bit? {when('paging')}",
+        "",
+        *table(
+            ("each has", "link", "checkpointing", "predicted", "without", "least", "median")
+            + ("most", "time", "MiB paged", "equal"),
+            map(paging_cells, of("paging")),
         ),
         "",
         "Pipeline, data (FSDP2) and tensor parallel at once, two processes of each (1F1B, four "
