@@ -268,7 +268,7 @@ _calls: Counter[tuple[int, ...]] = Counter()
 def refuse_apart(graphs: Iterable[CDGraph], alike: Collection[int] = ()) -> None:
     """Raise InvalidInput if collectives of `graphs` may run again with other ranks than those that
     have the same plan (`alike`; (): this one alone), which would not call them as often."""
-    if not _has_others():
+    if not has_others():
         return
     again = (n for graph in graphs for n in graph.nodes if n.recomputable)
     calls = (c for n in again for c in n.calls if facts_of(c.op).effect is Effect.COMMUNICATES)
@@ -329,14 +329,15 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
             f"Options(group=...) is {group!r}; pass a process group that this process is in, such "
             "as torch.distributed.group.WORLD once init_process_group has been called"
         )
-    if not _has_others():
+    if not has_others():
         return ()
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     return _largest_of(p.device_mesh for p in model.parameters() if is_distributed(p))  # type: ignore[attr-defined]
 
 
-def _has_others() -> bool:
+def has_others() -> bool:
+    """True if processes exchange data."""
     return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,6 +259,27 @@ def test_what_cannot_be_put_together_is_refused() -> None:
         plan(case)
     case.model[2].base.weight.requires_grad_(False)  # type: ignore[index, union-attr]
     train_side_by_side(case, plan(case), copy.deepcopy(case.model))
+
+
+class Returning(Wrapped):
+    def __init__(self, result: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.result = result
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.adapter(x).tanh()
+        return h, self.result(Rounded.of(h.detach()))
+
+
+def test_wrappers_as_results_are_refused_by_place() -> None:
+    x = torch.randn(8, 16)
+    with pytest.raises(
+        rockplan.UnsupportedModel, match="leaf 1 of the .* is a Rounded, .*its parts"
+    ):
+        rockplan.solve(Returning(lambda made: made), x, "min", options=QUICK)
+    for result in (lambda made: (made.numbers, made.scale), lambda made: made * 1):
+        case = Case("returning", Returning(result), (x,), {}, lambda r: r[0].square().mean())
+        train_side_by_side(case, plan(case), copy.deepcopy(case.model))
 
 
 LIBRARIES = {"quanto": "optimum.quanto"} | {n: n for n in ("bitsandbytes", "torchao", "hqq")}

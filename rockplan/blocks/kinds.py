@@ -8,6 +8,7 @@ Each block is captured by itself: modules of one class may differ in anything th
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
 from collections.abc import Sequence
@@ -265,34 +266,30 @@ def _adapted(
 ) -> BoundedOption | None:
     """None if none fits the allowance and is fast enough; nothing is searched. (A trainer passes
     its layers a number that they do not read.)"""
-    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
+    limits = allowance.of(eager_option(problem.graph).saved_bytes)
     for program in known:
         schedule = carried_over(program.plan, problem.graph)
-        try:
+        with contextlib.suppress(IllegalSchedule):
             option = None if schedule is None else option_with(problem, schedule)
-        except IllegalSchedule:
-            continue
-        if option is None:
-            continue
-        most_ns = problem.graph.time_ns * (1 + program.plan.overhead + WORSE)
-        is_within = option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
-        if is_within and option.time_ns <= most_ns:
-            return option
+            most_ns = problem.graph.time_ns * (1 + program.plan.overhead + WORSE)
+            if (found := _fitting(option, limits)) and found.time_ns <= most_ns:
+                return found
     return None
+
+
+def _fitting(option: BoundedOption | None, limits: Limits) -> BoundedOption | None:
+    peak_bytes, saved_bytes = limits
+    is_within = option and option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
+    return option if is_within else None
 
 
 def within(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption | None:
     """Return the fastest option found within the allowance, None if none is."""
-    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
-
-    def fitting(option: BoundedOption | None) -> BoundedOption | None:
-        is_within = option and option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
-        return option if is_within else None
-
+    peak_bytes, saved_bytes = limits = allowance.of(eager_option(problem.graph).saved_bytes)
     return (
-        fitting(option_with(problem, keep_all(problem.graph)))
+        _fitting(option_with(problem, keep_all(problem.graph)), limits)
         or option_within(problem, saved_bytes, peak_bytes, options)
-        or fitting(option_with(problem, thriftiest(problem.graph, options)[0]))
+        or _fitting(option_with(problem, thriftiest(problem.graph, options)[0]), limits)
     )
 
 
@@ -300,8 +297,7 @@ def block_option(problem: Problem, allowance: Allowance, options: Options) -> Bo
     """Return the fastest option found within the allowance. If none fits, the smallest option found
     is returned with a warning where options or allowance say so; otherwise InfeasibleBudget is
     raised."""
-    found = within(problem, allowance, options)
-    if found is not None:
+    if found := within(problem, allowance, options):
         return found
     peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
     everything = option_with(problem, keep_all(problem.graph))

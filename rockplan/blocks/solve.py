@@ -14,10 +14,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 
-from rockplan.agreement import Agreement, agreement
+from rockplan.agreement import Agreement, agreement, has_others
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
 from rockplan.blocks.inputs import SampleRun, sample_run, without_history
@@ -196,8 +195,7 @@ def _plan_blocks(
         try:
             job.plan({path: named[path] for path in run.calls}, budget, left)
         except InfeasibleBudget as error:
-            is_alone = not (dist.is_available() and dist.is_initialized())
-            if loss is None and is_alone and options.on_infeasible != "original":
+            if loss is None and not has_others() and options.on_infeasible != "original":
                 error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
             raise
     if programs.plan is not None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -26,6 +25,7 @@ from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
 from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.hooks import is_foreign
+from rockplan.python_state.memory import is_copyable
 
 # Replacements
 
@@ -164,30 +164,22 @@ class _CompiledLater:
 
 def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
     def data_ptr(owner: Any) -> Any:
-        # `Tensor.__deepcopy__` asks whether there is memory.
-        is_copied = sys._getframe(2).f_code is _COPIES
-        if not is_copied and recording.is_active():
+        if recording.is_active():
             recording.refuse(addresses.of_address(addresses.running()))
         return original(owner)
 
     return data_ptr
 
 
-_COPIES = torch.Tensor.__deepcopy__.__code__  # type: ignore[attr-defined]
-
-
 def _deepcopy(original: Any, recording: RecordingAccess) -> Any:
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
-        is_plain = type(tensor) is torch.Tensor and not tensor.requires_grad and not vars(tensor)
-        if not recording.is_active() or not is_plain or not tensor.is_contiguous():
-            return original(tensor, memo)
-        storage = tensor.untyped_storage()
-        is_known = id(tensor) in memo or storage._cdata in memo
-        if is_known or storage.nbytes() != tensor.nbytes:
-            return original(tensor, memo)
-        # Another tensor of this memory would share that of the copy.
-        memo[id(tensor)] = memo[storage._cdata] = tensor.clone()
-        return memo[id(tensor)]
+        is_dense = type(tensor) is torch.Tensor and is_copyable(tensor) and tensor.is_contiguous()
+        if recording.is_active() and is_dense and not (tensor.requires_grad or vars(tensor)):
+            storage = tensor.untyped_storage()
+            # What shares memory shares that of the copy, too.
+            if storage._cdata not in memo and storage.nbytes() == tensor.nbytes:
+                return memo.setdefault(storage._cdata, tensor.clone())
+        return original(tensor, memo)
 
     return deepcopy
 
@@ -335,12 +327,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(torch.Tensor, "register_hook", _HOOK, "it would run while a forward is recorded alone"),
     Patch(torch.Tensor, "data_ptr", _data_ptr, _ADDRESS),
     Patch(torch.UntypedStorage, "data_ptr", _data_ptr, _ADDRESS),
-    Patch(
-        torch.Tensor,
-        "__deepcopy__",
-        _deepcopy,
-        "it gives a tensor other memory, which no operator has copied",
-    ),
+    Patch(torch.Tensor, "__deepcopy__", _deepcopy, "no operator copies its memory to another"),
     Patch(nn.Module, "_apply", _moved, "fake parameters are not moved as real ones are"),
     Patch(torch.Tensor, "data", _data, "no operator is called, so nothing would be recorded"),
     Patch(

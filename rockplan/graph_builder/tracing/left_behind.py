@@ -79,8 +79,8 @@ def refusal(
 
 def _facts(found: StateChange, is_tensor: bool) -> dict[str, Any]:
     place = found.place
-    who = f"in module '{place.module or '(root)'}': the forward" if place.module is not None else ""
-    facts = {"who": who or "the forward", "place": place.text}
+    who = "" if place.module is None else f"in module '{place.module or '(root)'}': "
+    facts = {"who": f"{who}the forward", "place": place.text}
     facts |= {"former": shown(found.former), "now": shown(found.now)}
     if place.is_callers:
         facts["remedy"] = PUT_INTO_A_DICTIONARY[0].upper() + PUT_INTO_A_DICTIONARY[1:]

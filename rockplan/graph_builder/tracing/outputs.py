@@ -18,6 +18,7 @@ from rockplan.graph_builder.tracing.recorder import Recorder, node_name, why_not
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state import distributed, trees
 from rockplan.python_state.given import GivenContainer, WithContents
+from rockplan.python_state.memory import is_wrapper
 from rockplan.values import interface as interfaces
 
 _RETURNED = (
@@ -37,7 +38,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
             raise NAMED[name].error(position=position, kind=type(leaf).__qualname__)
         return leaf
     is_foreign = leaf.requires_grad and not distributed.is_fake(leaf)
-    if is_foreign or distributed.is_distributed(leaf):
+    if is_foreign or is_wrapper(leaf):
         reason = why_not_planned(leaf, f"leaf {position} of the module's result")
         if reason is not None:
             raise UnsupportedModel(reason)

@@ -302,7 +302,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "would not ask",
         "of a parameter: have its class say what it consists of (`__tensor_flatten__`), and of a "
         "trained one how it is put together (`__tensor_unflatten__`), or freeze it; else use a "
-        "plain tensor (dequantize it, or pass `tensor.as_subclass(torch.Tensor)`)",
+        "plain tensor (dequantize it, or pass its parts or `tensor.as_subclass(torch.Tensor)`)",
         when=When.MODULE,
     ),
     Refusal(
