@@ -203,7 +203,7 @@ def paging_rows() -> Iterator[dict[str, Any]]:
             found = sorted(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(STEPS))
             return [max(sizes) for sizes in zip(*everywhere(found), strict=True)]
 
-        budget_bytes = measured(*wide(is_sharded, per_block))[STEPS // 2]
+        budget_bytes = measured(*wide(is_sharded, per_block))[-1]
         eager, call = wide(is_sharded)
         eager(**call).loss.backward()
         for link in (None, "250MB/s"):
@@ -211,7 +211,11 @@ def paging_rows() -> Iterator[dict[str, Any]]:
             model, _ = wide(is_sharded)
             options = replace(OPTIONS, group=None if is_sharded else dist.group.WORLD, **paging)
             row: dict[str, Any] = {"is_sharded": is_sharded, "link": link, "budget": budget_bytes}
-            rockplan.solve_blocks(model, (), budget_bytes, sample_kwargs=call, options=options)
+            try:
+                rockplan.solve_blocks(model, (), budget_bytes, sample_kwargs=call, options=options)
+            except rockplan.InfeasibleBudget as error:
+                yield {**row, "least": error.minimum_bytes}
+                continue
             plan = rockplan.blocks_of(model)
             model(**call).loss.backward()
             pairs = [*zip(model.parameters(), eager.parameters(), strict=True)]
@@ -311,6 +315,7 @@ def run_on(count: int, parts: list[str], run: dict[str, str]) -> Iterator[dict[s
         assert processes.stdout is not None
         for line in processes.stdout:
             if line.startswith("{"):
+                print(line, end="", file=sys.stderr)
                 yield {"processes": count, **run, **json.loads(line)}
     if processes.returncode:
         raise SystemExit(f"{count} processes failed")
@@ -364,11 +369,12 @@ def tensor_cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def paging_cells(row: dict[str, Any]) -> tuple[str, ...]:
-    sizes = (row["budget"], row["predicted"], row["without"], *row["measured"])
+    named = "parts" if row["is_sharded"] else "all", row["link"] or "no host", f"{row['budget']:,}"
+    if "least" in row:
+        return (*named, f"nothing fits below {row['least']:,}", "", "", "", "", "", "", "")
     return (
-        "parts" if row["is_sharded"] else "all",
-        row["link"] or "no host",
-        *(f"{size:,}" for size in sizes),
+        *named,
+        *(f"{size:,}" for size in (row["predicted"], row["without"], *row["measured"])),
         f"{row['overhead']:+.1%}",
         f"{row['paged'] / 2**20:.0f}",
         "yes" if row["equal"] else "no",
