@@ -303,7 +303,7 @@ def test_gradients_that_are_alive_keep_their_memory(said: Any) -> None:
     assert said() == [captured._GRADIENTS]
 
 
-def test_gradients_that_add_up_are_copies_from_then_on() -> None:
+def test_gradients_that_add_up_are_copied_after() -> None:
     planned = recorded(planned_loss())
     (of,) = planned._rockplan.pool.recorded
     weight, own = planned.layers[0][0].weight, {g.data_ptr() for s in of._gradients for g in s}
