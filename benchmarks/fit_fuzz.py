@@ -162,7 +162,7 @@ def outcome(seed: int) -> tuple[str, str]:
 
 
 def _changes(changes: Iterable[MemoryChange]) -> list[int]:
-    return [change.change_bytes for change in changes]
+    return [-c.size_bytes if c.is_free else c.size_bytes for c in changes]
 
 
 def _training(steps: Sequence[Sequence[int]]) -> tuple[int, int, int]:

@@ -25,10 +25,10 @@ from rockplan.checkpointing.wrap import per_block, repeated_blocks, sharing_copy
 from rockplan.fitting import ways
 from rockplan.fitting.changes import (
     REPLAYED_STEPS,
+    Changes,
     MemoryChange,
     peak_of,
     replayed_steps,
-    usage,
 )
 from rockplan.fitting.gpus import CONTEXT_BYTES, gpu
 from rockplan.fitting.optimizer import optimizer_steps
@@ -118,7 +118,7 @@ class Steps:
         changes = self.changes(way, optimizer)
         if self.device.type != "cuda":
             return {"allocated_predicted_bytes": peak_of(changes).size_bytes}
-        found = usage(self.held_bytes(), changes, expandable=self.is_expandable)
+        found = Changes(changes).usage(self.held_bytes(), expandable=self.is_expandable)
         return {
             "allocated_predicted_bytes": found.allocated_peak_bytes,
             "reserved_predicted_bytes": found.reserved_peak_bytes,

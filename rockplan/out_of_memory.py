@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from rockplan.fitting.as_on_cuda import autocast_dtype
-from rockplan.fitting.gpus import gpu
+from rockplan.fitting.gpus import gpu, others_bytes
 from rockplan.fitting.optimizer import Factory
 from rockplan.fitting.training_step import USUAL
 from rockplan.fitting.ways import kept_whole
@@ -142,9 +142,7 @@ def _told(call: _FailedCall, on: torch.device, frames: list[FrameType]) -> str:
     ways = fit(model, args, on, sample_kwargs=kwargs, optimizer=steps, options=OPTIONS)
     of_others = ""
     if on.type == "cuda":
-        free_bytes, all_bytes = torch.cuda.mem_get_info(on)
-        others_bytes = max(all_bytes - free_bytes - torch.cuda.memory_reserved(on), 0)
-        of_others = f" (of contexts and other processes are {format_bytes(others_bytes)} now)"
+        of_others = f" (others hold {format_bytes(others_bytes(on))} of it now)"
     return (
         f"rockplan: who owns what {type(call.module).__name__} needs beyond its parameters and "
         f"gradients, with everything kept:\n{explain_schedule(*kept_whole(whole.graph))}\n"

@@ -31,7 +31,7 @@ from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput, NothingToDifferentiate
 from rockplan.examples import mlp
-from rockplan.fitting.changes import Holding, MemoryChange, peak_of, usage
+from rockplan.fitting.changes import Changes, Holding, MemoryChange, peak_of
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.optimizer import NAMES, OptimizerSteps, optimizer_steps
 from rockplan.fitting.scheduled import first_gradients
@@ -131,7 +131,9 @@ def real_peaks(step: Callable[[], object], steps: int) -> list[tuple[int, int]]:
 
 
 def peaks(changes: tuple[MemoryChange, ...]) -> tuple[int, int]:
-    return peak_of(changes).size_bytes, sum(r.change_bytes for r in changes)
+    return peak_of(changes).size_bytes, sum(
+        -c.size_bytes if c.is_free else c.size_bytes for c in changes
+    )
 
 
 @pytest.mark.parametrize("clip_norm", [False, True])
@@ -456,7 +458,7 @@ def test_parameters_are_asked_for_one_by_one() -> None:
     held_bytes = sum(p.nbytes for p in model.parameters())
     found = rockplan.fit(model, x, "4GiB", optimizer=None, options=QUICK).rows[0]
     segments_bytes = 20 * (20 << 20)
-    allocated = usage([7 << 20] * 40, ())
+    allocated = Changes(()).usage([7 << 20] * 40)
     assert allocated.reserved_peak_bytes == segments_bytes > 1.42 * held_bytes
     # With as many gradients, in segments of the same size.
     assert found.reserved_bytes >= 2 * segments_bytes
@@ -480,7 +482,8 @@ def test_batches_fit_as_the_allocator_finds_memory() -> None:
         assert found.breakdown(row.way) == {**dict(row.owners), "context": context_bytes}
     assert "by a model: reserved" in found.notes[0]
     more = {0: (kept.batch + 1, kept.batch + 1)}
-    assert not rockplan.fit(model, x, "600MiB", sizes=more, options=QUICK).rows[0].batch
+    too_many = rockplan.fit(model, x, "600MiB", sizes=more, options=QUICK)
+    assert not too_many.rows[0].batch and f"asked for, {kept.batch + 1}:" in too_many.notes[-1]
     assert json.loads(found.to_json())["rows"][0]["batch"] == kept.batch
     assert dict(kept.owners)["parameters"] == sum(p.nbytes for p in model.parameters())
     assert x.is_meta and all(p.is_meta for p in model.parameters())

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
+import rockplan
+from rockplan.cli.ending import ExitCode
+from rockplan.cli.main import app
 from rockplan.errors import InvalidInput
+from rockplan.examples import mlp
 from rockplan.fitting.gpus import CONTEXT_BYTES, GPUS, Gpu, gpu, listing
 from rockplan.machine import total_bytes
 
@@ -91,6 +97,12 @@ def test_unknown_devices_are_told_the_list(given: object) -> None:
         gpu(given)
 
 
+@pytest.mark.parametrize("option", ["--gpu", "--device"])
+def test_a_device_is_an_option_by_either_name(option: str) -> None:
+    done = CliRunner().invoke(app, ["fit", option, "h1000"])
+    assert done.exit_code == ExitCode.USAGE and "'h1000' is not known" in done.output
+
+
 def test_what_means_more_than_one_is_said() -> None:
     with pytest.raises(InvalidInput, match="more than one: give one of a100-40, a100-80, bytes"):
         gpu("a100")
@@ -114,7 +126,24 @@ def test_a_device_at_hand_says_its_own_bytes(
     device = gpu(torch.device("cuda", 0))
     assert (device.name, device.memory_bytes, device.capability) == (name, 123 << 30, (9, 0))
     assert (device.tflops is not None) is has_row
-    assert device.at_hand == "cuda" and device == gpu("cuda") == gpu("cuda:0")
+    assert device.at_hand == "cuda:0" and device == gpu("cuda:0")
+    assert gpu("cuda:1") == replace(device, at_hand="cuda:1")
+
+
+@pytest.mark.parametrize(("others_gib", "is_said"), [(0, False), (20, True)])
+def test_what_others_hold_is_said(
+    others_gib: int, is_said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = {"cuda:1": ((80 - 10 - others_gib) << 30) - CONTEXT_BYTES}
+    found = SimpleNamespace(name="NVIDIA H100", total_memory=80 << 30, major=9, minor=0)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device], 80 << 30))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 10 << 30)
+    model, (x,), _ = mlp()
+    said = str(rockplan.fit(model, x, "cuda:1", sizes={0: (1, 2)})).replace("\n", " ")
+    assert ("others hold 20.00 GiB of cuda:1 now; '61440MiB' as" in said) is is_said
+    assert gpu("61440MiB").memory_bytes == 60 << 30
 
 
 def test_this_machines_cpu_has_no_caching_allocator() -> None:

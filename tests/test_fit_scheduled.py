@@ -12,8 +12,7 @@ from torch import nn
 
 import rockplan
 from rockplan.fitting import reserved
-from rockplan.fitting.allocator import replay
-from rockplan.fitting.changes import Holding, MemoryChange, peak_of
+from rockplan.fitting.changes import Changes, Holding, MemoryChange, peak_of
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.reserved import block_bytes
 from rockplan.fitting.scheduled import scheduled_changes
@@ -101,10 +100,10 @@ def test_reserved_is_at_least_the_promised_peak(expandable: bool) -> None:
     for seed in range(20):
         graph, schedule = graph_and_schedule(seed)
         changes = scheduled_changes(graph, schedule, {})
-        usage = replay((change.request for change in changes), expandable)
-        assert usage.reserved_peak_bytes >= usage.allocated_peak_bytes
-        assert usage.allocated_peak_bytes >= simulate(graph, schedule).peak_bytes
-        assert usage.allocated_bytes == 0
+        found = Changes(changes).usage((), expandable=expandable)
+        assert found.reserved_peak_bytes >= found.allocated_peak_bytes
+        assert found.allocated_peak_bytes >= simulate(graph, schedule).peak_bytes
+        assert found.allocated_bytes == 0
 
 
 def test_plans_say_what_the_devices_allocator_reserves(

@@ -33,7 +33,7 @@ LIBRARIES = {
     "highspy": {"ilp"},
     "graphviz": {"reports"},
     "matplotlib": {"reports"},
-    "numpy": {"oracles", "ilp", "dp", "graph_builder", "python_state", "search"},
+    "numpy": {"fitting", "oracles", "ilp", "dp", "graph_builder", "python_state", "search"},
     "networkx": {"graph_builder"},
     "pulp": {"ilp"},
 }

@@ -25,7 +25,7 @@ import torch
 import rockplan
 from benchmarks import gpu_fit, stand_in
 from benchmarks.gpu_table import table
-from rockplan.fitting.changes import Holding, MemoryChange, usage
+from rockplan.fitting.changes import Changes, Holding, MemoryChange
 from testing.gpu_cases import case_of
 
 NAMES = ("llama", "gpt2-large", "resnet-50")
@@ -55,7 +55,7 @@ def rows_of(name: str, is_expandable: bool) -> Iterator[Row]:
                 yield row | {"expandable": reserved_bytes(steps, optimizer, 0)}
                 continue
             held, asked = steps.held_bytes(), steps.changes("rockplan", optimizer)
-            exact = usage(held, asked, expandable=True)
+            exact = Changes(asked).usage(held, expandable=True)
             needed_bytes = exact.allocated_peak_bytes - sum(held)
             blocks = [needed_bytes * share // 100 for share in SHARES]
             said = [after_block(held, asked, block) for block in blocks]
@@ -63,7 +63,7 @@ def rows_of(name: str, is_expandable: bool) -> Iterator[Row]:
             yield row | {
                 "allocated_bytes": exact.allocated_peak_bytes,
                 "default": reserved_bytes(steps, optimizer, 0),
-                "default said": usage(held, asked).reserved_peak_bytes,
+                "default said": Changes(asked).usage(held).reserved_peak_bytes,
                 "block": reserved_bytes(steps, optimizer, blocks[0]),
                 "block said": said[0],
                 "best": reserved_bytes(steps, optimizer, best_bytes),
@@ -73,7 +73,7 @@ def rows_of(name: str, is_expandable: bool) -> Iterator[Row]:
 
 def after_block(held: list[int], asked: tuple[MemoryChange, ...], block_bytes: int) -> int:
     block = MemoryChange("block", block_bytes, Holding.CALLER)
-    return usage(held, (block, block.freed, *asked)).reserved_peak_bytes
+    return Changes((block, block.freed, *asked)).usage(held).reserved_peak_bytes
 
 
 def reserved_bytes(steps: gpu_fit.Steps, optimizer: str, block_bytes: int) -> int:

@@ -32,6 +32,8 @@ def fit(
     gpu: Annotated[
         str,
         typer.Option(
+            "--gpu",
+            "--device",
             metavar="NAME|BYTES",
             help="A name, 80GiB, cuda, cpu; several: the first that does; list for the names.",
         ),

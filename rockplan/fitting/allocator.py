@@ -13,11 +13,9 @@ Other streams, pools of graphs, and memory that libraries take from the driver a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
-
-from rockplan.values.sizes import at_sizes
 
 MIN_BLOCK_BYTES = 512
 """kMinBlockSize: sizes are multiples of this (`round_size`)."""
@@ -74,22 +72,20 @@ def replay(
     requests: Iterable[Request],
     expandable: bool = False,
     capacity_bytes: int | None = None,
-    known: Mapping[str, int | float] | None = None,
 ) -> Usage:
     """Serve `requests` in order by a model of PyTorch's caching allocator, which begins with no
     memory; return what it allocated and reserved. Stops at the first request that the device cannot
     serve (`failed_at` of the result).
 
     expandable: `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. capacity_bytes: of the device,
-    beside the context; None if it has enough. known: as for `values.sizes.at_sizes`, for sizes that
-    are expressions.
+    beside the context; None if it has enough.
     """
     allocator = CachingAllocator(expandable, capacity_bytes)
     failed_at = None
     for position, (key, size_bytes) in enumerate(requests):
         if size_bytes is None:
             allocator.free(key)
-        elif not allocator.allocate(key, at_sizes(size_bytes, known)):
+        elif not allocator.allocate(key, size_bytes):
             failed_at = position
             break
     return allocator.usage(failed_at)

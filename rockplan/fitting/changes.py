@@ -10,10 +10,13 @@ from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from itertools import chain
 from typing import NamedTuple
 
+import numpy as np
+
 from rockplan.fitting.allocator import Request, Usage, replay
-from rockplan.values.sizes import at_sizes
+from rockplan.values.sizes import at_sizes, text_of
 
 REPLAYED_STEPS = 3
 """Steps that are replayed: the first finds no segments, the third mostly takes no new ones."""
@@ -48,51 +51,71 @@ class MemoryChange(NamedTuple):
     is_free: bool = False
 
     @property
-    def change_bytes(self) -> int:
-        return -self.size_bytes if self.is_free else self.size_bytes
-
-    @property
     def freed(self) -> MemoryChange:
         """The free of what this allocates."""
         return MemoryChange(self.key, self.size_bytes, self.owner, is_free=True)
 
-    @property
-    def request(self) -> Request:
-        """The request to the caching allocator."""
-        return Request(self.key, None if self.is_free else self.size_bytes)
-
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The most bytes alive, the bytes of each owner then, and the number of changes before."""
+    """The most bytes alive, and the bytes of each owner then."""
 
     size_bytes: int
     owners: Mapping[Holding, int]
-    position: int
 
 
-def peak_of(
-    changes: Iterable[MemoryChange],
-    resident: Mapping[Holding, int] | None = None,
-    known: Mapping[str, int | float] | None = None,
-) -> Peak:
-    """Return the most bytes alive after any of the changes: how many, of which owners, after how
-    many changes. resident: owner -> bytes alive before the first change. known: as for
-    `values.sizes.at_sizes`, for changes of sizes that are expressions."""
-    alive = Counter(resident or {})
-    live_bytes = most_bytes = sum(alive.values())
-    position, so_far = 0, []
-    for _, size_bytes, owner, is_free in changes:
-        if type(size_bytes) is not int:
-            size_bytes = at_sizes(size_bytes, known)
-        change_bytes = -size_bytes if is_free else size_bytes
-        so_far.append((owner, change_bytes))
-        live_bytes += change_bytes
-        if live_bytes > most_bytes:
-            most_bytes, position = live_bytes, len(so_far)
-    for owner, change_bytes in so_far[:position]:
-        alive[owner] += change_bytes
-    return Peak(most_bytes, dict(alive), position)
+class Changes:
+    """Changes, of which many calls are asked that differ in sizes. known, in its methods: as for
+    `values.sizes.at_sizes`, where sizes are expressions."""
+
+    def __init__(self, changes: Iterable[MemoryChange]) -> None:
+        self._rows = [*changes]
+        places: dict[str, int] = {}
+        # Many sizes are equal, or follow from the same expression.
+        self._of = [places.setdefault(text_of(c.size_bytes), len(places)) for c in self._rows]
+        self._sizes = [
+            *{place: c.size_bytes for place, c in zip(self._of, self._rows, strict=True)}.values()
+        ]
+        owners = [c.owner for c in self._rows]
+        self._owned = {o: np.array([o is owner for owner in owners]) for o in dict.fromkeys(owners)}
+        self._signs = np.array([-1 if c.is_free else 1 for c in self._rows], dtype=np.int64)
+
+    def peak(
+        self, resident: Mapping[Holding, int], known: Mapping[str, int | float] | None = None
+    ) -> Peak:
+        """As `peak_of`."""
+        numbers = np.array([at_sizes(n, known) for n in self._sizes], dtype=np.int64)
+        changed_bytes = self._signs * numbers[self._of] if self._rows else self._signs
+        live_bytes = np.cumsum([sum(resident.values()), *changed_bytes])
+        position = int(live_bytes.argmax())
+        alive = Counter(resident)
+        for owner, is_owned in self._owned.items():
+            alive[owner] += int((changed_bytes * is_owned)[:position].sum())
+        return Peak(int(live_bytes[position]), dict(alive))
+
+    def usage(
+        self,
+        held: Iterable[int],
+        *,
+        expandable: bool = False,
+        capacity_bytes: int | None = None,
+        known: Mapping[str, int | float] | None = None,
+    ) -> Usage:
+        """Return what PyTorch's caching allocator reserves for them. held: bytes of each storage
+        that exists before, allocated one by one. Other arguments as for `replay`."""
+        numbers = [at_sizes(n, known) for n in self._sizes]
+        requests = (
+            Request(change.key, None if change.is_free else numbers[place])
+            for change, place in zip(self._rows, self._of, strict=True)
+        )
+        existing = (Request(("held", i), at_sizes(n, known)) for i, n in enumerate(held))
+        return replay(chain(existing, requests), expandable, capacity_bytes)
+
+
+def peak_of(changes: Iterable[MemoryChange], resident: Mapping[Holding, int] | None = None) -> Peak:
+    """Return the most bytes alive after any of the changes: how many, of which owners. resident:
+    owner -> bytes alive before the first change."""
+    return Changes(changes).peak(resident or {})
 
 
 def replayed_steps(
@@ -115,15 +138,6 @@ def replayed_steps(
             if before is not None:
                 changes.append(before.freed)
     return tuple(changes)
-
-
-def usage(
-    held: Iterable[int], changes: Iterable[MemoryChange], *, expandable: bool = False
-) -> Usage:
-    """Return what PyTorch's caching allocator reserves for `changes`. held: bytes of each storage
-    that exists before, allocated one by one; expandable: as for `replay`."""
-    existing = (Request(("held", number), size_bytes) for number, size_bytes in enumerate(held))
-    return replay((*existing, *(change.request for change in changes)), expandable)
 
 
 def left_alive(changes: Iterable[MemoryChange]) -> dict[Hashable, MemoryChange]:

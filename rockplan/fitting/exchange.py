@@ -103,7 +103,9 @@ def gathers(
     waiting = _open_ended(graph, paths, handed, blocks)
     for position, path, is_end in _turns(backward):
         if not is_end:
-            course.gather_in_backward(position, blocks[path])
+            key = course.fill(position, blocks[path])
+            course.copy_out(position, blocks[path])
+            course.let_go(position, key)
             if path in before:
                 course.fill(position, blocks[before[path]])
         elif path not in waiting:
@@ -112,7 +114,8 @@ def gathers(
         if not group.path or group.path in waiting:
             course.reduce(last, group)
     course.let_go(last, course.reduced)
-    course.let_go_of_gathered(last)
+    for key in [k for k, change in course.alive.items() if change.owner is Holding.GATHERED]:
+        course.let_go(last, key)
     for position, changes in sums_of_gradients(graph, schedule, interface).items():
         course.changes[position] += changes
     return course.changes
@@ -136,7 +139,7 @@ def sums_of_gradients(graph: CDGraph, schedule: Schedule, interface: Interface) 
 class _Course:
     """The changes so far. handed: name -> bytes of a gradient; adds: True if gradients are added to
     earlier ones; filled, reduced: keys of the buffers of the last gather in forward, and of the
-    gradients reduced last."""
+    gradients reduced last; alive: what is allocated."""
 
     transport: Transport
     handed: Mapping[str, int]
@@ -144,16 +147,16 @@ class _Course:
     changes: dict[int, list[MemoryChange]] = field(default_factory=lambda: defaultdict(list))
     filled: Hashable = None
     reduced: Hashable = None
-    _alive: dict[Hashable, MemoryChange] = field(default_factory=dict)
+    alive: dict[Hashable, MemoryChange] = field(default_factory=dict)
 
     def ask(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
-        if key not in self._alive:
-            self._alive[key] = MemoryChange(key, size_bytes, owner)
-            self.changes[position].append(self._alive[key])
+        if key not in self.alive:
+            self.alive[key] = MemoryChange(key, size_bytes, owner)
+            self.changes[position].append(self.alive[key])
 
     def let_go(self, position: int, key: Hashable) -> None:
-        if key in self._alive:
-            self.changes[position].append(self._alive.pop(key).freed)
+        if key in self.alive:
+            self.changes[position].append(self.alive.pop(key).freed)
 
     def use(self, position: int, key: Hashable, size_bytes: int, owner: Holding) -> None:
         self.ask(position, key, size_bytes, owner)
@@ -163,7 +166,7 @@ class _Course:
         """Returns the key of the buffer, which is allocated unless the parameters are there
         already."""
         key = ("gathered", group.path)
-        if ("whole", group.names[0]) not in self._alive and key not in self._alive:
+        if ("whole", group.names[0]) not in self.alive and key not in self.alive:
             size_bytes = group.bytes_of(group.names)
             self.ask(position, key, size_bytes, Holding.GATHERED)
             if self.transport.copies:
@@ -180,18 +183,9 @@ class _Course:
         self.copy_out(position, group)
         self.let_go(position, before)
 
-    def gather_in_backward(self, position: int, group: GatheredGroup) -> None:
-        key = self.fill(position, group)
-        self.copy_out(position, group)
-        self.let_go(position, key)
-
     def let_go_of_whole(self, position: int, group: GatheredGroup) -> None:
         for name in group.names:
             self.let_go(position, ("whole", name))
-
-    def let_go_of_gathered(self, position: int) -> None:
-        for key in [k for k, change in self._alive.items() if change.owner is Holding.GATHERED]:
-            self.let_go(position, key)
 
     def reduce(self, position: int, group: GatheredGroup) -> None:
         """Gradients are replaced by this process's parts of their sums; nothing if there are

@@ -50,7 +50,8 @@ class Gpu:
     (`total_memory`, and out-of-memory errors: "has a total capacity of"); drivers differ in what
     they keep, and a row has the least that was seen in such errors in public. capability: compute
     capability. bandwidth_gb_s: of its memory, 10^9 bytes a second; link_gb_s: to the host, one way.
-    source: of bandwidth, arithmetic and link. at_hand: its type, if it is of this machine.
+    source: of bandwidth, arithmetic and link. at_hand: "cpu", "cuda" or "cuda:1", if it is of this
+    machine.
     """
 
     name: str
@@ -174,7 +175,19 @@ def _cuda(device: Any) -> Gpu:
     rows = _named(found.name)
     row = rows[0] if len(rows) == 1 else Gpu(found.name, found.total_memory)
     capability = (found.major, found.minor)
-    return replace(row, memory_bytes=found.total_memory, capability=capability, at_hand="cuda")
+    return replace(row, memory_bytes=found.total_memory, capability=capability, at_hand=str(device))
+
+
+def others_bytes(device: object) -> int:
+    """Return how many bytes of a CUDA device of this machine are neither free nor of this process:
+    of other processes. 0 if there is none."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return 0
+    free_bytes, all_bytes = torch.cuda.mem_get_info(device)  # type: ignore[arg-type]
+    own_bytes = torch.cuda.memory_reserved(device) + CONTEXT_BYTES  # type: ignore[arg-type]
+    return max(all_bytes - free_bytes - own_bytes, 0)
 
 
 def _raise_unknown(device: object, rows: tuple[Gpu, ...]) -> Gpu:

@@ -15,7 +15,7 @@ from dataclasses import replace
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.fitting.changes import Holding, MemoryChange, peak_of, replayed_steps, usage
+from rockplan.fitting.changes import Changes, Holding, MemoryChange, peak_of, replayed_steps
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
 from rockplan.graph_builder.recorded.specs import needed_bytes
@@ -49,7 +49,7 @@ def with_reserved(plan: Plan) -> Plan:
     ]
     first = scheduled_changes(graph, plan.schedule, {}, gpu(device).cublas_bytes)
     later = scheduled_changes(graph, plan.schedule, {})
-    found = usage(held, replayed_steps(first, later), expandable=is_expandable())
+    found = Changes(replayed_steps(first, later)).usage(held, expandable=is_expandable())
     return replace(plan, reserved_bytes=found.reserved_peak_bytes - sum(held))
 
 
@@ -82,10 +82,10 @@ def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
     split from it: the most that `changes` need at a time. 0 if that saves less than WORTH of what
     is reserved. held: bytes of each storage that exists before."""
     existing, requested = tuple(held), tuple(changes)
-    plain = usage(existing, requested)
-    needed_bytes = usage((), requested, expandable=True).allocated_peak_bytes
+    plain = Changes(requested).usage(existing)
+    needed_bytes = Changes(requested).usage((), expandable=True).allocated_peak_bytes
     block = MemoryChange("block", needed_bytes, Holding.CALLER)
-    split = usage(existing, (block, block.freed, *requested))
+    split = Changes((block, block.freed, *requested)).usage(existing)
     is_worth_it = split.reserved_peak_bytes < (1 - WORTH) * plain.reserved_peak_bytes
     return needed_bytes if is_worth_it else 0
 

@@ -111,11 +111,6 @@ class Shards:
             owned[_block_of(name, blocks)][name] = parameter
         return tuple(self._group(path, named) for path, named in owned.items() if named)
 
-    def refuse_unknown_to_fsdp2(self, model: nn.Module, blocks: Sequence[str]) -> None:
-        """Raise InvalidInput for parameters that `fully_shard` does not take."""
-        if self.are_parts and (why := unknown_to_fsdp2(model, blocks)):
-            raise InvalidInput(f"{why}; shard='ddp' does")
-
     def _group(self, path: str, named: Mapping[str, nn.Parameter]) -> GatheredGroup:
         once = {id(p): name for name, p in reversed([*named.items()])}
         uneven = (name for name, p in named.items() if p.shape[0] % self.count)

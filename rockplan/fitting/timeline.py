@@ -12,13 +12,13 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rockplan.fitting.allocator import Request, Usage, replay
+from rockplan.fitting.allocator import Usage
 from rockplan.fitting.changes import (
+    Changes,
     Holding,
     MemoryChange,
     Peak,
     left_alive,
-    peak_of,
     replayed_steps,
 )
 from rockplan.fitting.exchange import NCCL, Transport, gathers, sums_of_gradients
@@ -101,7 +101,7 @@ class Timeline:
     def at_sizes(self, known: Mapping[str, int | float]) -> Timeline:
         """Return the memory over time of another call, with what is known of all of them."""
         other = replace(self, known=known)
-        vars(other)["requests"] = self.requests
+        vars(other).update(both=self.both, replayed=self.replayed)
         return other
 
     @property
@@ -118,8 +118,18 @@ class Timeline:
         return tuple(itertools.chain(*self.steps))
 
     @functools.cached_property
+    def both(self) -> Changes:
+        """The changes of both steps, at any sizes."""
+        return Changes(itertools.chain(*self.recorded))
+
+    @functools.cached_property
+    def replayed(self) -> Changes:
+        """Those of several steps, as the allocator sees them."""
+        return Changes(replayed_steps(*self.recorded))
+
+    @functools.cached_property
     def peak(self) -> Peak:
-        return peak_of(itertools.chain(*self.recorded), self.resident_bytes, self.known)
+        return self.both.peak(self.resident_bytes, self.known)
 
     @property
     def resident_bytes(self) -> dict[Holding, int]:
@@ -127,16 +137,19 @@ class Timeline:
         return {owner: sum(at_sizes(n, self.known) for n in sizes) for owner, sizes in rows}
 
     @functools.cached_property
-    def requests(self) -> tuple[Request, ...]:
-        """What several steps ask the allocator for."""
-        held = itertools.chain(*self.resident.values())
-        asked = (change.request for change in replayed_steps(*self.recorded))
-        return *(Request(("held", i), size_bytes) for i, size_bytes in enumerate(held)), *asked
+    def _usages(self) -> dict[int | None, Usage]:
+        return {}
 
     def usage(self, capacity_bytes: int | None = None) -> Usage:
         """Return what the allocator holds over several steps, on a device with so many bytes for
         it."""
-        return replay(self.requests, capacity_bytes=capacity_bytes, known=self.known)
+        if capacity_bytes not in self._usages:
+            self._usages[capacity_bytes] = self.replayed.usage(
+                itertools.chain(*self.resident.values()),
+                capacity_bytes=capacity_bytes,
+                known=self.known,
+            )
+        return self._usages[capacity_bytes]
 
 
 def timeline_of(

@@ -22,12 +22,13 @@ class FitRow:
     length: None if lengths do not vary; batch: 0 if none fits, then all figures are of the smallest
     batch. allocated_bytes, reserved_bytes: of the caching allocator at their peaks, over the first
     three steps; owners: (owner, bytes) at the peak of requested bytes, with what the allocator
-    reserves beyond that: in sum reserved_bytes. overhead: of time, over everything kept;
-    tokens_per_s: an estimate (samples, if lengths do not vary), None if the device's rates are
-    unknown; both with a quick host, and slow_... with a slow one. host_bytes: of activations on the
-    host. is_most: no larger batch was asked for. passes: (how many, samples of each) that
-    accumulate the largest batch asked for. peaks: (batch, bytes at the peak) of those that were
-    looked at.
+    reserves beyond that: in sum reserved_bytes; none of inference. overhead: of time, over
+    everything kept; tokens_per_s: an estimate (samples, if lengths do not vary), None if the
+    device's rates are unknown, and of inference; both with a quick host, and slow_... with a slow
+    one. host_bytes: of activations on the host. is_most: no larger batch was asked for. passes:
+    (how many, samples of each) that accumulate the largest batch asked for. peaks: (batch, bytes at
+    the peak) of those that were looked at. cache_bytes: of the key-value cache, for each token of
+    each sample.
     """
 
     length: int | None
@@ -36,20 +37,23 @@ class FitRow:
     allocated_bytes: int
     reserved_bytes: int
     owners: tuple[tuple[str, int], ...]
-    overhead: float
-    tokens_per_s: float | None
-    slow_overhead: float
-    slow_tokens_per_s: float | None
+    overhead: float = 0.0
+    tokens_per_s: float | None = None
+    slow_overhead: float = 0.0
+    slow_tokens_per_s: float | None = None
     host_bytes: int = 0
     is_most: bool = False
     passes: tuple[int, int] | None = None
     peaks: tuple[tuple[int, int], ...] = ()
+    cache_bytes: int = 0
 
     @property
     def samples(self) -> str:
         """The largest batch in words."""
+        if self.is_most:
+            return f"at least {self.batch}"
         by = f" (accumulate {' x '.join(map(str, self.passes))})" if self.passes else ""
-        return _samples(self.batch, self.is_most) + by
+        return f"{self.batch or '-'}{by}"
 
     @property
     def cells(self) -> tuple[str, ...]:
@@ -57,43 +61,14 @@ class FitRow:
         length = "" if self.length is None else str(self.length)
         needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
         speed = _range(_rate_text, self.slow_tokens_per_s, self.tokens_per_s)
-        price = _range("{:+.1%}".format, *sorted((self.overhead, self.slow_overhead)))
-        return length, self.way, self.samples, *needs, price, speed
+        overheads = sorted((self.overhead, self.slow_overhead)) if self.owners else ()
+        price = _range("{:+.1%}".format, *overheads)
+        cached = f", {format_bytes(self.cache_bytes)} a token" if self.cache_bytes else ""
+        return length, self.way + cached, self.samples, *needs, price, speed
 
 
-@dataclass(frozen=True, slots=True)
-class InferenceRow:
-    """The largest batch that fits in evaluation ("evaluation") or reads prompts of this length and
-    keeps their key-value cache ("generation"), under `no_grad`; fields as those of `FitRow`.
-    cache_bytes: of that cache, for each token of each sample."""
-
-    length: int | None
-    way: str
-    batch: int
-    allocated_bytes: int
-    reserved_bytes: int
-    is_most: bool = False
-    cache_bytes: int = 0
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        """The cells of its line in a table."""
-        length = "" if self.length is None else str(self.length)
-        needs = (format_bytes(self.allocated_bytes), format_bytes(self.reserved_bytes))
-        way = (
-            f"{self.way}, {format_bytes(self.cache_bytes)} a token"
-            if self.cache_bytes
-            else self.way
-        )
-        return length, way, _samples(self.batch, self.is_most), *needs, "", ""
-
-
-def _samples(batch: int, is_most: bool) -> str:
-    return f"at least {batch}" if is_most else f"{batch or '-'}"
-
-
-def _range(text: Callable[[float], str], low: float | None, high: float | None) -> str:
-    return " to ".join(dict.fromkeys(text(n) for n in (low, high) if n is not None))
+def _range(text: Callable[[float], str], *ends: float | None) -> str:
+    return " to ".join(dict.fromkeys(text(n) for n in ends if n is not None))
 
 
 def _rate_text(rate: float) -> str:
@@ -105,7 +80,9 @@ class Fit:
     """The answer of `fit`. device_bytes: all of the device; usable_bytes: left for the caching
     allocator beside the context; optimizer: its name; notes: what the figures rely on; shards: the
     process whose device it is, if several train together, each on batches of its own; inference:
-    what fits without training, if that was asked for."""
+    what fits without training, under `no_grad`, if that was asked for: in evaluation
+    ("evaluation"), and where prompts of a length are read and their key-value cache stays
+    ("generation")."""
 
     device: str
     device_bytes: int
@@ -114,7 +91,7 @@ class Fit:
     rows: tuple[FitRow, ...]
     notes: tuple[str, ...] = ()
     shards: str = ""
-    inference: tuple[InferenceRow, ...] = ()
+    inference: tuple[FitRow, ...] = ()
 
     def largest(self, length: int | None = None) -> FitRow:
         """Return the row of the way with the largest batch at this length (None: that of the
@@ -150,8 +127,10 @@ class Fit:
         """Read what `to_json` wrote. Raises AttributeError, KeyError, TypeError or ValueError for
         anything else."""
         facts = json.loads(text)
-        rows = tuple(FitRow(**_hashable(row)) for row in facts.pop("rows"))
-        inference = tuple(InferenceRow(**row) for row in facts.pop("inference"))
+        rows, inference = (
+            tuple(FitRow(**_hashable(row)) for row in facts.pop(name))
+            for name in ("rows", "inference")
+        )
         return cls(**_hashable(facts), rows=rows, inference=inference)
 
     @property
@@ -165,10 +144,10 @@ class Fit:
 
     def __str__(self) -> str:
         head = ("length", "way", "largest batch", "allocated", "reserved", "overhead", "a second")
-        table = [head, *(row.cells for row in self.rows), *(row.cells for row in self.inference)]
-        if any(row.host_bytes for row in self.rows):
-            hosts = (*(r.host_bytes for r in self.rows), *(0 for _ in self.inference))
-            on_host = (format_bytes(size) if size else "" for size in hosts)
+        rows = *self.rows, *self.inference
+        table = [head, *(row.cells for row in rows)]
+        if any(row.host_bytes for row in rows):
+            on_host = (format_bytes(row.host_bytes) if row.host_bytes else "" for row in rows)
             table = [(*row, cell) for row, cell in zip(table, ("on host", *on_host), strict=True)]
         lines = [
             self.headline,

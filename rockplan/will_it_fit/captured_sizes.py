@@ -63,7 +63,7 @@ CHECKED_BYTES = 1 << 27
 these tensors have memory."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class PricedCall:
     """One captured call. graph: in eager's order, with what nobody needs, and with times by the
     rates of a device; input_sizes: bytes of the storages of inputs; form: equal for calls at other

@@ -23,7 +23,7 @@ from rockplan.fitting.timeline import Timeline
 from rockplan.fitting.tracker import Tracker
 from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
-from rockplan.will_it_fit.answer import InferenceRow
+from rockplan.will_it_fit.answer import FitRow
 from rockplan.will_it_fit.captured_sizes import Size, SizedCalls
 from rockplan.will_it_fit.question import FitQuestion
 
@@ -36,9 +36,7 @@ Step = tuple[Timeline, int]
 """The memory of a forward, and the bytes of the key-value cache that it returns."""
 
 
-def inference_rows(
-    question: FitQuestion, calls: SizedCalls, largest: Largest
-) -> Iterator[InferenceRow]:
+def inference_rows(question: FitQuestion, calls: SizedCalls, largest: Largest) -> Iterator[FitRow]:
     """Yield what fits in evaluation, and, of models with a key-value cache, in generation. Raises
     InvalidInput for a forward that needs values."""
     accepts = inspect.signature(original_forward(question.model)).parameters
@@ -53,11 +51,12 @@ def inference_rows(
             batch = largest(lambda batch: step(batch)[0])  # noqa: B023
             timeline, cache_bytes = step(batch or calls.least)
             capacity_bytes = question.on.usable_bytes if batch else None
-            yield InferenceRow(
+            yield FitRow(
                 length,
                 way,
                 batch,
                 *question.most_held(timeline, capacity_bytes),
+                owners=(),
                 is_most=batch == calls.most,
                 cache_bytes=cache_bytes // ((batch or calls.least) * (length or 1)),
             )

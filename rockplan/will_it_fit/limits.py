@@ -12,7 +12,7 @@ from torch import nn
 
 from rockplan.errors import InvalidInput
 from rockplan.fitting.as_on_cuda import autocast_dtype
-from rockplan.fitting.gpus import Gpu
+from rockplan.fitting.gpus import Gpu, others_bytes
 from rockplan.fitting.rates import OF_PRODUCTS
 from rockplan.fitting.shards import Shards
 from rockplan.fitting.training_step import TrainingStep
@@ -40,13 +40,15 @@ NO_RATES = (
 )
 # By benchmarks/results/fit_published.md.
 MEMORY_SEEN = (
-    "of 20 sizes that were measured on GPUs 17 are within 5 %, three up to 15 % too low (a V100, "
-    "PyTorch of 2022), and 7 of 8 largest batches agree"
+    "all of 20 sizes that were measured on GPUs are within 5 %, by the operators of their PyTorch, "
+    "and 7 of 8 largest batches agree"
 )
 RATES_SEEN = (
     "of 21 measured steps 20 are within 20 % of what is said, or of its range, the other is 21 % "
     "slower"
 )
+
+ONE_BATCH = "one batch was asked for, {}: sizes={{0: (1, 1024)}} (--batch 1:1024) finds the largest"
 
 ON_CPU = (
     "of the CPU of this machine: parameters, gradients, optimizer and plans to the byte, with what "
@@ -66,8 +68,9 @@ OF_SEVERAL = (
 )
 
 
-def notes_of(question: FitQuestion) -> tuple[str, ...]:
-    """Return sentences for the end of an answer that say what its figures rest on."""
+def notes_of(question: FitQuestion, batches: tuple[int, int]) -> tuple[str, ...]:
+    """Return sentences for the end of an answer that say what its figures rest on. batches: the
+    least and the most that were asked for."""
     notes = [*(ON_CPU if question.on.is_cpu else _of_gpu(question.on))]
     if question.options.compile:
         notes.append(COMPILED)
@@ -84,7 +87,22 @@ def notes_of(question: FitQuestion) -> tuple[str, ...]:
             f"batches from {batch} on{of_length} may fit, too: they count as too large, since an "
             "operation of them takes more than half of the memory that is left here to try it in"
         )
+    least, most = batches
+    if least == most:
+        notes.append(ONE_BATCH.format(most))
     return tuple(notes)
+
+
+def note_of_others(on: Gpu) -> tuple[str, ...]:
+    """Return a sentence about memory of the device that other processes have now; none if it is not
+    of this machine, or they have none."""
+    if on.is_cpu or not on.at_hand or not (taken_bytes := others_bytes(on.at_hand)):
+        return ()
+    left_bytes = on.memory_bytes - taken_bytes
+    return (
+        f"rows are of the whole device: others hold {format_bytes(taken_bytes)} of {on.at_hand} "
+        f"now; '{left_bytes >> 20}MiB' as the device asks what fits beside them",
+    )
 
 
 def _of_gpu(on: Gpu) -> Iterator[str]:
@@ -113,7 +131,7 @@ def refuse_elsewhere(model: nn.Module, on: Gpu, options: Options) -> None:
             f"{on} is given by its name or bytes: ask for the device that the model is on, device="
             f"torch.device('{here}') (--gpu {here}), or leave compile out"
         )
-    if (options.compile or on.is_cpu) and own != {on.at_hand}:
+    if (options.compile or on.is_cpu) and own != {on.at_hand.partition(":")[0]}:
         raise InvalidInput(
             f"operators run on {on.at_hand} to see what they take, and the model is on "
             f"{', '.join(sorted(own))} (one on the meta device counts as on the CPU): move model "

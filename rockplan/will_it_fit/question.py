@@ -30,6 +30,7 @@ from rockplan.fitting.training_step import TrainingStep
 from rockplan.graph_builder.lowering.backward_order import in_eager_order_of, reordered
 from rockplan.machine import available_bytes
 from rockplan.options import Options
+from rockplan.oracles.clock import clock
 from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.paging import SHARE
@@ -246,7 +247,7 @@ class FitQuestion:
         moved_ns = 1e9 * steps.moved_bytes / rates_of(self.on).bytes_per_s
         return step_ns(
             self.on,
-            passes * simulate(graph, schedule).time_ns + moved_ns,
+            passes * clock(graph, schedule).time_ns + moved_ns,
             passes * (calls + CALLS_A_BLOCK * blocks) + steps.calls,
         )
 

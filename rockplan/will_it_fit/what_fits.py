@@ -25,7 +25,7 @@ from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.fitting.shards import FSDP2, Shards
+from rockplan.fitting.shards import FSDP2, Shards, unknown_to_fsdp2
 from rockplan.fitting.timeline import Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, per_block
@@ -46,7 +46,12 @@ from rockplan.will_it_fit.captured_sizes import (
     size_of,
 )
 from rockplan.will_it_fit.inference import inference_rows
-from rockplan.will_it_fit.limits import not_for_several, notes_of, refuse_elsewhere
+from rockplan.will_it_fit.limits import (
+    not_for_several,
+    note_of_others,
+    notes_of,
+    refuse_elsewhere,
+)
 from rockplan.will_it_fit.question import BATCH, LENGTH, FitQuestion, Scheduled, TooSmall
 from rockplan.will_it_fit.twin import twin_of, with_values
 
@@ -154,7 +159,8 @@ def fit(
     blocks = repeated_blocks(model)
     for name, why in not_for_several(shards, step, options).items():
         raise InvalidInput(f"{name} {why}")
-    shards.refuse_unknown_to_fsdp2(model, blocks)
+    if shards.are_parts and (why := unknown_to_fsdp2(model, blocks)):
+        raise InvalidInput(f"{why}; shard='ddp' does")
     batches, lengths = _ranges((args, kwargs), sizes or {})
     host = _host(options, on)
     left_out = [*not_for_several(Shards(2), step, options)]
@@ -167,10 +173,11 @@ def fit(
     record = None if question.is_tried else question.recorded
     calls = SizedCalls(question.whole, *batches, lengths, record)
     answer = _answer(question, calls)
+    answer = replace(answer, notes=(*answer.notes, *note_of_others(on)))
     if not inference:
         return answer
     own = question.unpaged or question
-    rows = inference_rows(own, calls, lambda timeline: _largest(own, calls, timeline, {})[0])
+    rows = inference_rows(own, calls, lambda made: _largest(own, calls, _Timelines(made))[0])
     return replace(answer, inference=tuple(rows))
 
 
@@ -259,7 +266,21 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
     ]
     on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
-    return Fit(*facts, tuple(rows), notes_of(question), str(question.shards))
+    return Fit(
+        *facts, tuple(rows), notes_of(question, (calls.least, calls.most)), str(question.shards)
+    )
+
+
+class _Timelines(dict[int, Timeline]):
+    """Batch -> its timeline, in the order in which they were looked at."""
+
+    def __init__(self, of: Callable[[int], Timeline]) -> None:
+        super().__init__()
+        self._of = of
+
+    def __missing__(self, batch: int) -> Timeline:
+        self[batch] = made = self._of(batch)
+        return made
 
 
 Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
@@ -291,8 +312,8 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 class _Length:
     """The rows of one length. calls: of the model; ways: name -> schedule without a search;
     planned: name -> question and calls that are planned; known: timelines of recorded calls, those
-    of earlier lengths among them; peaks: way and calls -> batch -> bytes, of the batches that were
-    looked at."""
+    of earlier lengths among them; seen: way and calls -> timelines of the batches that were looked
+    at."""
 
     question: FitQuestion
     calls: SizedCalls
@@ -300,7 +321,7 @@ class _Length:
     planned: Planned
     length: int | None
     known: dict[Hashable, tuple[Schedule, Timeline]]
-    peaks: dict[tuple[Way, int], dict[int, int]] = field(default_factory=dict)
+    seen: dict[tuple[Way, int], _Timelines] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
         largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
@@ -325,7 +346,9 @@ class _Length:
         question, samples = self.question, batch or calls.least
         call = calls.at(samples, self.length)
         graph, schedule = way(call)
-        found = question.timeline(call, graph, schedule, is_eager=self._is_eager(way))
+        timelines = self.seen.get((least, id(calls))) or self._timelines(least, calls)
+        is_least = way == least
+        found = timelines[samples] if is_least else question.timeline(call, graph, schedule)
         blocks = len(question.blocks) if way is self.ways.get(CHECKPOINTED) else 0
         times_ns = question.step_ns(call, graph, schedule, blocks)
         whole = self.calls.at(samples, self.length)
@@ -354,7 +377,7 @@ class _Length:
             host_bytes=found.host_bytes,
             is_most=batch == calls.most,
             passes=self._passes(least, calls, batch),
-            peaks=tuple(sorted(self.peaks.get((least, id(calls)), {}).items())),
+            peaks=tuple(sorted((n, t.peak.size_bytes) for n, t in timelines.items())),
         )
 
     def _passes(self, way: Way, calls: SizedCalls, batch: int) -> tuple[int, int] | None:
@@ -364,14 +387,14 @@ class _Length:
         if not 0 < batch < calls.most or step.accumulate > 1 or step.in_backward:
             return None
         adding = replace(self.question, step=replace(step, accumulate=2))
-        timeline = replace(self, question=adding)._timelines(way, calls)
+        timelines = replace(self, question=adding)._timelines(way, calls)
         fewest = -(-calls.most // batch)
         for passes in range(fewest, fewest + PASSES):
             samples = -(-calls.most // passes)
             if samples < min(batch, calls.first):
                 break
             # Gradients are there in the later passes.
-            if adding.fits(timeline(samples)):
+            if adding.fits(timelines[samples]):
                 return passes, samples
         return None
 
@@ -413,21 +436,17 @@ class _Length:
         return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
-        timeline = self._timelines(way, calls)
-        peaks = self.peaks[way, id(calls)] = {}
-        batch, untried = _largest(self.question, calls, timeline, peaks)
-        if len(peaks) == 1:  # so that there is a line to draw
-            peaks[calls.first] = timeline(calls.first).peak.size_bytes
+        timelines = self.seen[way, id(calls)] = self._timelines(way, calls)
+        batch, untried = _largest(self.question, calls, timelines)
+        if len(timelines) == 1:
+            timelines[calls.first]  # so that there is a line to draw
         if untried:
             self.question.untried.add((untried, self.length))
         return batch
 
-    def _is_eager(self, way: Way) -> bool:
-        return not self.question.options.compile and way in self.ways.values()
-
-    def _timelines(self, way: Way, calls: SizedCalls) -> Callable[[int], Timeline]:
+    def _timelines(self, way: Way, calls: SizedCalls) -> _Timelines:
         scheduled = functools.cache(lambda number: way(calls.recorded[number].call))
-        is_eager = self._is_eager(way)
+        is_eager = not self.question.options.compile and way in self.ways.values()
 
         def timeline(batch: int) -> Timeline:
             size = batch, self.length
@@ -441,29 +460,22 @@ class _Length:
                 self.known[key] = schedule, made
             return self.known[key][1].at_sizes(opened.numbers(size))
 
-        return timeline
+        return _Timelines(timeline)
 
 
-def _largest(
-    question: FitQuestion,
-    calls: SizedCalls,
-    timeline: Callable[[int], Timeline],
-    peaks: dict[int, int],
-) -> tuple[int, int]:
+def _largest(question: FitQuestion, calls: SizedCalls, timelines: _Timelines) -> tuple[int, int]:
     """Return the largest batch that fits, 0 if none does, and the next one if it cannot be tried
     here, else 0. By bisection: if a batch does not fit, larger ones do not. Where live bytes alone
-    decide, next to where a line through those of the last two batches says. timeline: of a batch;
-    peaks: batch -> bytes, of those that were looked at, filled here."""
+    decide, next to where a line through those of the last two batches says. timelines: filled with
+    the batches that are looked at."""
     usable_bytes, untried = question.on.usable_bytes, set[int]()
 
     def fits(batch: int) -> bool:
         try:
-            found = timeline(batch)
+            return question.fits(timelines[batch])
         except TooLargeToTry:
             untried.add(batch)
             return False
-        peaks[batch] = found.peak.size_bytes
-        return question.fits(found)
 
     fitting, beyond = calls.least - 1, calls.most + 1
     tried = calls.most
@@ -472,8 +484,9 @@ def _largest(
             fitting = tried
         else:
             beyond = tried
-        is_decided = (peaks.get(tried, 0) <= usable_bytes) is (fitting == tried)
-        (x, a), (y, b) = [*[(0, 0)] * 2, *peaks.items()][-2:]
+        points = [(0, 0), (0, 0), *((n, t.peak.size_bytes) for n, t in timelines.items())]
+        is_decided = (dict(points).get(tried, 0) <= usable_bytes) is (fitting == tried)
+        (x, a), (y, b) = points[-2:]
         tried = (fitting + beyond) // 2
         if is_decided and a != b:
             on_line = x + (usable_bytes - a) * (y - x) // (b - a)
@@ -488,6 +501,7 @@ def _once_a_form(
     the one that the schedule is of."""
     known: dict[int, Schedule] = {}
 
+    @functools.lru_cache(maxsize=2)
     def way(call: PricedCall) -> Scheduled:
         if call.form not in known:
             known[call.form] = make(call.graph)[1]
