@@ -19,7 +19,7 @@ from rockplan.graph_builder.tracing.eager_paths import (
     PATCHES,
     WARNING_OF_COMPILED_MODULES,
 )
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess, patched
+from rockplan.graph_builder.tracing.patches import Patch, patched
 from testing.training import assert_same_tensor
 from tests.following import OPTIONS
 
@@ -59,7 +59,7 @@ def test_a_patch_is_gone_afterwards() -> None:
 def test_other_threads_call_what_it_was(row: Patch) -> None:
     done: list[Any] = []
     state = torch.get_rng_state()
-    with patched([row], RecordingAccess(refuse)):
+    with patched([row], types.SimpleNamespace(refuse_here=refuse)):
         function = getattr(row.owner, row.name)
         args = (3,) if "manual" in row.name else ()
         thread = threading.Thread(target=lambda: done.append(function(*args)))

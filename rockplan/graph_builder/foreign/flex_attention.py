@@ -18,7 +18,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess, unrecorded
+from rockplan.graph_builder.tracing.patches import Patch, unrecorded
+from rockplan.graph_builder.tracing.recorder import Recorder
 
 # By import_module, because attributes of the packages with these names are functions.
 _PUBLIC = importlib.import_module("torch.nn.attention.flex_attention")
@@ -82,13 +83,13 @@ def _with_free_tensors(
     return closed, free
 
 
-def _operator(original: Any, recording: RecordingAccess) -> Any:
+def _operator(original: Any, recorder: Recorder) -> Any:
     # With the free tensors of `score_mod` and of the mask as further arguments, as the compiler's
     # front end calls it.
     def flex_attention(
         query: torch.Tensor, key: Any, value: Any, score_mod: Any, block_mask: Any, *others: Any
     ) -> Any:
-        if not recording.is_active():
+        if not recorder.is_active():
             return original(query, key, value, score_mod, block_mask, *others)
         *blocks, mask_mod = block_mask
         with _disable_current_modes(), torch.no_grad():
@@ -100,10 +101,10 @@ def _operator(original: Any, recording: RecordingAccess) -> Any:
     return flex_attention
 
 
-def _in_strides(original: Any, recording: RecordingAccess) -> Any:
+def _in_strides(original: Any, recorder: Recorder) -> Any:
     def permute_strides(made: torch.Tensor, strides: Sequence[int]) -> Any:
         caller = sys._getframe(2).f_code
-        if not recording.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
+        if not recorder.is_active() or caller is not _DENSE.sdpa_dense_backward.__code__:
             return original(made, strides)
         with _disable_current_modes():
             like = original(torch.empty(made.shape, device="meta"), strides)

@@ -34,7 +34,8 @@ from rockplan.graph_builder.foreign.opaque_functions import (
 from rockplan.graph_builder.foreign.outcomes import OpaqueRun, Ref, Tensors, rebuilt, taken
 from rockplan.graph_builder.recorded.run import tensor_spec
 from rockplan.graph_builder.recorded.specs import tensor_in, tensor_of
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.patches import Patch
+from rockplan.graph_builder.tracing.recorder import Recorder
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.elements import EVERYBODYS, GENERATOR
 
@@ -75,62 +76,62 @@ class _Recorded:
         self._function = function
         self._last: list[_MadeByCall] = []
 
-    def forward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+    def forward(self, original: Callable[..., Any], recorder: Recorder) -> Any:
         def forward(*given: Any) -> Any:
-            if not access.is_active():
+            if not recorder.is_active():
                 return original(*given)
             if self._function.setup_context is not None:
                 # Bind defaults as autograd does, which cannot see the original's signature here.
                 bound = inspect.signature(self._function.forward).bind(*given)
                 bound.apply_defaults()
-                self._last = [self._call(bound.args, access)]
+                self._last = [self._call(bound.args, recorder)]
                 return opaque.result_of(self._last[0].known, self._last[0].tensors)
             ctx, *args = given
-            self._refuse_subclass(ctx, access)
-            made = self._call(args, access)
+            self._refuse_subclass(ctx, recorder)
+            made = self._call(args, recorder)
             _set_on_context(ctx, made)
             return opaque.result_of(made.known, made.tensors)
 
         return forward
 
-    def setup_context(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+    def setup_context(self, original: Callable[..., Any], recorder: Recorder) -> Any:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-            if not access.is_active():
+            if not recorder.is_active():
                 original(ctx, inputs, output)
                 return
-            self._refuse_subclass(ctx, access)
+            self._refuse_subclass(ctx, recorder)
             _set_on_context(ctx, self._last.pop())
 
         return setup_context
 
-    def _refuse_subclass(self, ctx: Any, access: RecordingAccess) -> None:
+    def _refuse_subclass(self, ctx: Any, recorder: Recorder) -> None:
         kind = type(ctx)._forward_cls
         if kind is not self._function.kind:
             what = {"function": kind.__qualname__, "base": self._function.called}
-            access.refuse(NAMED["subclass of an opaque function"].text(**what))
+            recorder.refuse_here(NAMED["subclass of an opaque function"].text(**what))
 
-    def _call(self, args: Sequence[Any], access: RecordingAccess) -> _MadeByCall:
+    def _call(self, args: Sequence[Any], recorder: Recorder) -> _MadeByCall:
         for leaf in pytree.tree_leaves(tuple(args)):
             if not (isinstance(leaf, torch.Tensor) or is_plain(leaf)):
                 what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
-                access.refuse(NAMED["argument of an opaque function"].text(**what))
+                recorder.refuse_here(NAMED["argument of an opaque function"].text(**what))
         call, tensors = forward_call(self._function, args)
-        known = _known(call, access)
+        known = _known(call, recorder)
         read = [t for i, t in enumerate(tensors) if i not in call.changed]
         changed = [tensors[i] for i in call.changed]
         fresh = self._function.operators.forward(read, changed, key_of(call))
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
-    def backward(self, original: Callable[..., Any], access: RecordingAccess) -> Any:
+    def backward(self, original: Callable[..., Any], recorder: Recorder) -> Any:
         def backward(ctx: Any, *gradients: Any) -> Any:
-            if not access.is_active():
+            if not recorder.is_active():
                 return original(ctx, *gradients)
-            self._refuse_subclass(ctx, access)
+            self._refuse_subclass(ctx, recorder)
             kept: _Kept = ctx._rockplan_kept
             refs = zip(kept.known.outcome.saved, ctx.saved_tensors, strict=True)
             saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}
             call, tensors = backward_call(kept.known, kept.attributes | saved, gradients)
-            known = _known(call, access)
+            known = _known(call, recorder)
             fresh = self._function.operators.backward(tensors, key_of(call))
             made = rebuilt(known.outcome, call.kept(tensors), fresh)
             return opaque.result_of(known, made)
@@ -138,11 +139,11 @@ class _Recorded:
         return backward
 
 
-def _known(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
+def _known(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Known:
     key = key_of(call)
     if key not in KNOWN:
         with torch.inference_mode(False), _disable_current_modes():
-            KNOWN[key] = _found_out(call, access)
+            KNOWN[key] = _found_out(call, recorder)
     return KNOWN[key]
 
 
@@ -164,28 +165,29 @@ def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
 # Trials: runs on made-up numbers; generators are put back
 
 
-def _found_out(call: OpaqueForward | OpaqueBackward, access: RecordingAccess) -> Known:
+def _found_out(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Known:
     """Run `call` on made-up tensors. Refuses what a plan cannot do: undeclared writes, draws, views
     of another kind."""
     with _generators_restored(call):
-        tensors = _tensors_for(call, access)
+        tensors = _tensors_for(call, recorder)
         declared = call.changed if isinstance(call, OpaqueForward) else ()
         before = [_bytes(t).clone() for t in tensors]
         states = _all_generator_states(tensors)
-        run = _run(call, tensors, access)
+        run = _run(call, tensors, recorder)
         if _all_generator_states(tensors) != states:
-            access.refuse(NAMED["draws of an opaque function"].text(function=call.called))
+            recorder.refuse_here(NAMED["draws of an opaque function"].text(function=call.called))
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
         if not is_plain or (base is not None and base.dtype != made.spec.dtype):
-            access.refuse(NAMED["view by an opaque function"].text(function=call.called))
+            recorder.refuse_here(NAMED["view by an opaque function"].text(function=call.called))
     storages = {call.tensors.storages[i] for i in declared}
     for place, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
         is_declared = call.tensors.storages[place] in storages
         if not is_declared and not torch.equal(_bytes(tensor), content):
-            line = {"argument": (name := _name_of(call, place)), "line": _declaration(call, name)}
-            access.refuse(NAMED["write of an opaque function"].text(function=call.called, **line))
+            name = _name_of(call, place)
+            facts = {"function": call.called, "argument": name, "line": _declaration(call, name)}
+            recorder.refuse_here(NAMED["write of an opaque function"].text(**facts))
     return Known(call, run.outcome, run.results, run.structure, run.attributes)
 
 
@@ -212,7 +214,7 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
 
 
 def _run(
-    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], access: RecordingAccess
+    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], recorder: Recorder
 ) -> OpaqueRun:
     try:
         return call.run(tensors)
@@ -220,7 +222,7 @@ def _run(
         raise
     except Exception as error:
         facts = {"function": call.called, "error": f"{type(error).__name__}: {error}".rstrip(".")}
-        access.refuse(NAMED["run of an opaque function"].text(**facts))
+        recorder.refuse_here(NAMED["run of an opaque function"].text(**facts))
 
 
 def _name_of(call: OpaqueForward | OpaqueBackward, place: int) -> str:
@@ -238,13 +240,11 @@ def _declaration(call: OpaqueForward | OpaqueBackward, name: str) -> str:
     return call.function.line(*(((), (name,)) if is_backward else ((name,), ())))
 
 
-def _tensors_for(
-    call: OpaqueForward | OpaqueBackward, access: RecordingAccess
-) -> list[torch.Tensor]:
+def _tensors_for(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> list[torch.Tensor]:
     # For a backward those that a run of the forward saves, and made-up gradients.
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
-    run = _run(call.forward, _made_up(call.forward.tensors), access)
+    run = _run(call.forward, _made_up(call.forward.tensors), recorder)
     tensors = _made_up(call.tensors)
     refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
     made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]

@@ -33,8 +33,8 @@ from rockplan.graph_builder.foreign.triton_writes import (
 )
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.run import tensor_spec
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
-from rockplan.graph_builder.tracing.recorder import whole_storage
+from rockplan.graph_builder.tracing.patches import Patch
+from rockplan.graph_builder.tracing.recorder import Recorder, whole_storage
 from rockplan.graph_builder.tracing.refusals import NAMED
 
 _SCHEMA = "(Tensor[] given, Tensor(a!)[] changed, str call) -> ()"
@@ -126,11 +126,11 @@ def patches() -> Iterator[Patch]:
         yield Patch(jit.KernelInterface, "__getitem__", _launcher, _WHY)
 
 
-def _launcher(original: Any, access: RecordingAccess) -> Any:
+def _launcher(original: Any, recorder: Recorder) -> Any:
     def __getitem__(kernel: Any, grid: Any) -> Any:
         def launch(*args: Any, **kwargs: Any) -> Any:
-            if access.is_active():
-                return _launch(kernel, grid, args, kwargs, access)
+            if recorder.is_active():
+                return _launch(kernel, grid, args, kwargs, recorder)
             return original(kernel, grid)(*args, **kwargs)
 
         return launch
@@ -138,9 +138,7 @@ def _launcher(original: Any, access: RecordingAccess) -> Any:
     return __getitem__
 
 
-def _launch(
-    kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], access: RecordingAccess
-) -> None:
+def _launch(kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], recorder: Recorder) -> None:
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
     parameters = plain_parameters(kernel)
@@ -152,11 +150,11 @@ def _launch(
         is_known = is_plain(_constant(leaf)) or type(leaf).__module__ == "triton.language.core"
         if not isinstance(leaf, torch.Tensor) and not is_known:
             what = {"kernel": name, "kind": type(leaf).__name__}
-            access.refuse(NAMED["argument of a Triton kernel"].text(**what))
+            recorder.refuse_here(NAMED["argument of a Triton kernel"].text(**what))
     try:
         written = _written(kernel, named)
     except UnknownWrites as unknown:
-        access.refuse(NAMED["writes of a Triton kernel"].text(kernel=name, why=unknown))
+        recorder.refuse_here(NAMED["writes of a Triton kernel"].text(kernel=name, why=unknown))
     refs, tensors = with_refs(leaves)
     described = Tensors.of(tensors)
     is_written = [
@@ -170,8 +168,8 @@ def _launch(
         for storage in changed
     ]
     if any(len({view.dtype for view in several}) > 1 for several in views):
-        access.refuse(NAMED["views for a Triton kernel"].text(kernel=name))
-    access.make_own(views)
+        recorder.refuse_here(NAMED["views for a Triton kernel"].text(kernel=name))
+    recorder.make_own(views)
     grids = tuple(_grids(kernel, grid, named)) if callable(grid) else (((), _sizes(grid)),)
     launch = Launch(
         kernel=kernel,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -21,35 +21,36 @@ from torch.utils._python_dispatch import _disable_current_modes, _get_current_di
 
 from rockplan.graph_builder.operators.symbols import are_known
 from rockplan.graph_builder.tracing import addresses
-from rockplan.graph_builder.tracing.patches import Patch, RecordingAccess
+from rockplan.graph_builder.tracing.patches import Patch
 from rockplan.graph_builder.tracing.recorder import Recorder, is_same_memory
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.python_state.hooks import is_foreign
 from rockplan.python_state.memory import is_copyable
+from rockplan.python_state.walk import Root, Walk
 
 # Replacements
 
 
-def _always(result: Any) -> Callable[[Any, RecordingAccess], Any]:
-    def replacement(original: Any, recording: RecordingAccess) -> Any:
+def _always(result: Any) -> Callable[[Any, Recorder], Any]:
+    def replacement(original: Any, recorder: Recorder) -> Any:
         return lambda *args, **kwargs: result
 
     return replacement
 
 
-def refusing(refusal: str) -> Callable[[Any, RecordingAccess], Any]:
+def refusing(refusal: str) -> Callable[[Any, Recorder], Any]:
     """Return `replacement` of a patch: a call raises this refusal (of NAMED)."""
 
-    def replacement(original: Any, recording: RecordingAccess) -> Any:
+    def replacement(original: Any, recorder: Recorder) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            recording.refuse(NAMED[refusal].text())
+            recorder.refuse_here(NAMED[refusal].text())
 
         return refuse
 
     return replacement
 
 
-def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
+def _max_pool1d(original: Any, recorder: Recorder) -> Any:
     def max_pool1d(input: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         with_indices = input.requires_grad and torch.is_grad_enabled()
         if input.device.type == "cpu" and not with_indices:
@@ -60,7 +61,7 @@ def _max_pool1d(original: Any, recording: RecordingAccess) -> Any:
     return max_pool1d
 
 
-def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
+def _ctc_loss(original: Any, recorder: Recorder) -> Any:
     def as_tensor(lengths: Any) -> torch.Tensor:
         is_tensor = isinstance(lengths, torch.Tensor)
         return lengths if is_tensor else torch.tensor(lengths, device="cpu")
@@ -79,17 +80,41 @@ def _ctc_loss(original: Any, recording: RecordingAccess) -> Any:
     return ctc_loss
 
 
-def _no_hooks(original: Any, recording: RecordingAccess) -> Any:
+@contextlib.contextmanager
+def _refusing_writes(
+    recorder: Recorder | None, called: Sequence[Any], run_again: Callable[[], bool]
+) -> Iterator[None]:
+    """While active, nothing is refused; at the end writes into tensors of the caller are, if
+    `run_again()` is true: eager would then run the same code again in the backward pass. called:
+    function and arguments of that."""
+    if recorder is None:
+        yield
+        return
+    before = len(recorder.callers_writes())
+    with _disable_current_modes():
+        reached = Walk([Root("an argument", one) for one in called], stops=nn.Module)
+    yield
+    if not run_again():
+        return
+    recorder.checkpoints.append(reached)
+    for call in recorder.callers_writes()[before:]:
+        place = f" in module '{call.module}'" if call.module else ""
+        facts = {"operator": call.call.op, "place": place}
+        recorder.refuse_here(NAMED["write in a checkpoint"].text(**facts))
+
+
+def _no_hooks(original: Any, recorder: Recorder) -> Any:
     """Return a replacement for `_checkpoint_without_reentrant_generator`, the generator around the
     function of a checkpoint, without its hooks on saved tensors. Eager runs the function again if
     tensors are saved; a hook to detect that would keep them alive, so it counts as run again, and
     writes to tensors of the caller's raise, if a tensor made inside requires a gradient."""
 
     def no_hooks(*args: Any, **kwargs: Any) -> Iterator[None]:
-        before = len(recording.made())
-        with recording.refusing_writes(
+        before = len(recorder.made())
+        with _refusing_writes(
+            recorder,
             [*args, *kwargs.values()],
-            lambda: any(t is not None and t.requires_grad for t in recording.made()[before:]),
+            lambda: any(t is not None and t.requires_grad for t in recorder.made()[before:]),
         ):
             yield
 
@@ -101,7 +126,7 @@ class _Direct:
     """Replaces the autograd.Function of reentrant checkpoints. Like any such function, its result
     requires a gradient only if one of its own tensor arguments does, whatever else it reads."""
 
-    recording: RecordingAccess
+    recorder: Recorder | None
 
     def apply(self, function: Callable[..., Any], preserve: Any, *args: Any) -> Any:
         """Replace `CheckpointFunction.apply`: return what the checkpoint's function returns,
@@ -109,7 +134,7 @@ class _Direct:
         tensors of the caller's raise."""
         has_gradient = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
         has_gradient = has_gradient and torch.is_grad_enabled()
-        runs_again = self.recording.refusing_writes([function, *args], lambda: has_gradient)
+        runs_again = _refusing_writes(self.recorder, [function, *args], lambda: has_gradient)
         with torch.set_grad_enabled(has_gradient), runs_again:
             result = function(*args)
         if has_gradient:
@@ -122,9 +147,9 @@ def _detached(result: Any) -> Any:
     return result.detach() if isinstance(result, torch.Tensor) and result.requires_grad else result
 
 
-def _telling(original: Any, recording: RecordingAccess) -> Any:
+def _telling(original: Any, recorder: Recorder) -> Any:
     def tell(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        real = recording.read_all(tensor)
+        real = recorder.read_all(tensor)
         if real is None:
             return original(tensor, *args, **kwargs)
         with _disable_current_modes():
@@ -133,7 +158,7 @@ def _telling(original: Any, recording: RecordingAccess) -> Any:
     return tell
 
 
-def _compile(original: Any, recording: RecordingAccess) -> Any:
+def _compile(original: Any, recorder: Recorder) -> Any:
     # What it returns, which the forward may keep, refers to no recording.
 
     def compile(function: Any = None, **how: Any) -> Any:
@@ -162,19 +187,19 @@ class _CompiledLater:
         return self._compile(self._function, **self._how)
 
 
-def _data_ptr(original: Any, recording: RecordingAccess) -> Any:
+def _data_ptr(original: Any, recorder: Recorder) -> Any:
     def data_ptr(owner: Any) -> Any:
-        if recording.is_active():
-            recording.refuse(addresses.of_address(addresses.running()))
+        if recorder.is_active():
+            recorder.refuse_here(addresses.of_address(addresses.running()))
         return original(owner)
 
     return data_ptr
 
 
-def _deepcopy(original: Any, recording: RecordingAccess) -> Any:
+def _deepcopy(original: Any, recorder: Recorder) -> Any:
     def deepcopy(tensor: torch.Tensor, memo: dict[Any, Any]) -> Any:
         is_dense = type(tensor) is torch.Tensor and is_copyable(tensor) and tensor.is_contiguous()
-        if recording.is_active() and is_dense and not (tensor.requires_grad or vars(tensor)):
+        if recorder.is_active() and is_dense and not (tensor.requires_grad or vars(tensor)):
             storage = tensor.untyped_storage()
             # What shares memory shares that of the copy, too.
             if storage._cdata not in memo and storage.nbytes() == tensor.nbytes:
@@ -184,7 +209,7 @@ def _deepcopy(original: Any, recording: RecordingAccess) -> Any:
     return deepcopy
 
 
-def _moved(original: Any, recording: RecordingAccess) -> Any:
+def _moved(original: Any, recorder: Recorder) -> Any:
     def apply(module: nn.Module, function: Callable[..., Any], recurse: bool = True) -> nn.Module:
         tensors = (*module.parameters(recurse), *module.buffers(recurse))
         if all(function(tensor) is tensor for tensor in tensors):  # `expert.to(x.device)`
@@ -192,17 +217,17 @@ def _moved(original: Any, recording: RecordingAccess) -> Any:
         try:  # PyTorch fails to move stand-ins of parameters, which have other references
             moved: nn.Module = original(module, function, recurse)
         except RuntimeError:
-            recording.refuse(NAMED["moved module"].text(kind=type(module).__qualname__))
+            recorder.refuse_here(NAMED["moved module"].text(kind=type(module).__qualname__))
         return moved
 
     return apply
 
 
-def _data(original: Any, recording: RecordingAccess) -> Any:
+def _data(original: Any, recorder: Recorder) -> Any:
     def assign(tensor: torch.Tensor, other: torch.Tensor) -> None:
         # Nothing is done for the memory that it has (`p.data = p.data.contiguous()`).
-        if recording.is_active() and not is_same_memory(tensor, recording.known(other)):
-            recording.refuse(NAMED["other memory"].text())
+        if recorder.is_active() and not is_same_memory(tensor, recorder.known_tensor(other)):
+            recorder.refuse_here(NAMED["other memory"].text())
 
     return property(original.__get__, assign)
 
@@ -227,7 +252,7 @@ _OBJECTS = (
 _ADDRESS = "fake tensors have no memory, and what is done with that of others is not seen"
 
 
-def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
+def _without_our_hooks(original: Any, recorder: Recorder) -> Any:
     @contextlib.contextmanager
     def disabled(message: str) -> Iterator[None]:
         hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
@@ -246,7 +271,7 @@ def _without_our_hooks(original: Any, recording: RecordingAccess) -> Any:
 
 
 REENTRANT_CHECKPOINT = Patch(
-    checkpoint, "CheckpointFunction", lambda original, recording: _Direct(recording), _CHECKPOINTED
+    checkpoint, "CheckpointFunction", lambda original, recorder: _Direct(recorder), _CHECKPOINTED
 )
 TRANSFORMS_UNDER_HOOKS = Patch(
     torch.autograd.graph,
@@ -262,7 +287,7 @@ WARNING_OF_COMPILED_MODULES = Patch(
 )
 
 
-def _upsample(original: Any, recording: RecordingAccess) -> Any:
+def _upsample(original: Any, recorder: Recorder) -> Any:
     def upsample(input: torch.Tensor, output_size: Any, *rest: Any) -> Any:
         sizes = torch._C.TensorBase.shape.__get__(input)  # type: ignore[attr-defined]
         if are_known((*sizes, *(output_size or ()))):

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules import module as module_hooks
 
-from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
+from rockplan.errors import ForwardRaises, RockplanError
 from rockplan.graph_builder.tracing import addresses, eager_paths, left_behind, modes, patches
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
 from rockplan.graph_builder.tracing.outputs import known_output, refuse_unwritten
@@ -24,7 +24,6 @@ from rockplan.graph_builder.tracing.value_reads import ValueReader
 from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
 from rockplan.python_state.given import GivenCall
-from rockplan.python_state.walk import Walk
 
 # Part of PyTorch's error when a kernel reads values of a fake tensor.
 _NO_VALUES = "data is not allocated yet"
@@ -44,8 +43,7 @@ class ForwardRun:
 class ForwardCall:
     """A forward with fake arguments. results_of_others: positions of argument leaves that are not
     autograd leaves of the caller; foreign_rows: patches besides those of `eager_paths`; reading,
-    watched: note which attributes, and which of some arguments, are read; checkpoints: what
-    functions that eager runs again could reach before their first run."""
+    watched: note which attributes, and which of some arguments, are read."""
 
     module: nn.Module
     forward: Callable[..., Any]
@@ -55,24 +53,12 @@ class ForwardCall:
     foreign_rows: PatchSource
     reading: ReadsNoted
     watched: ArgumentsWatched
-    checkpoints: list[Walk] = field(default_factory=list)
 
     @contextlib.contextmanager
     def as_in_eager(self, recorder: Recorder) -> Iterator[None]:
         """While active, PyTorch and libraries take the paths of eager execution in this thread:
         gradient mode on, the caller's autocast with a weight cache of its own, patches in place."""
 
-        def read_all(tensor: torch.Tensor) -> torch.Tensor | None:
-            return self.reader.read_all(recorder, tensor) if recorder.is_active() else None
-
-        refuse = functools.partial(refuse_here, recorder)
-        access = patches.RecordingAccess(
-            *(refuse, read_all, recorder.known_tensor, recorder.is_active),
-            make_own=recorder.make_own,
-            callers_writes=recorder.callers_writes,
-            made=recorder.made,
-            checkpoints=self.checkpoints,
-        )
         torch.clear_autocast_cache()
         with (
             torch.enable_grad(),
@@ -80,7 +66,7 @@ class ForwardCall:
             modes.without_hooks_on_all_modules(),
             modes.without_saved_tensor_hooks(),
             modes.without_logs_of_fake_tensors(),
-            patches.patched((*eager_paths.PATCHES, *self.foreign_rows()), access),
+            patches.patched((*eager_paths.PATCHES, *self.foreign_rows()), recorder),
             self.reading.noted(),
             self.watched.active(),
         ):
@@ -96,7 +82,7 @@ class ForwardCall:
         with recorder, _module_paths(self.module, recorder):
             result = key_value_cache.without(_call_module(self, args, kwargs), kwargs)
         recorder.refuse_if_refused()
-        left_behind.refuse_in_checkpoints(self.checkpoints)
+        left_behind.refuse_in_checkpoints(recorder.checkpoints)
         self.reader.refuse_writes()
         leaves, spec = trees.tree_flatten(call.with_contents(result))
         # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
@@ -158,7 +144,3 @@ def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def refuse_here(recorder: Recorder, message: str) -> NoReturn:
-    recorder.refuse(UnsupportedModel.at(*recorder.place(), message))

@@ -45,6 +45,7 @@ from rockplan.graph_builder.tracing.unwatched import Unwatched
 from rockplan.python_state import distributed
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.memory import is_trained_wrapper, is_wrapper_kind
+from rockplan.python_state.walk import Walk
 from rockplan.values.graph import Call, Phase, ValueRef
 from rockplan.values.interface import Guard
 
@@ -118,6 +119,9 @@ class Reader(Protocol):
     def read(self, recorder: Recorder, call: Call, where: Where) -> object:
         """Return the Python value that a call reads from a tensor."""
 
+    def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a real copy of a tensor."""
+
     def shaped(
         self,
         recorder: Recorder,
@@ -135,8 +139,9 @@ class Recorder(TorchDispatchMode):
     """Records calls.
 
     reader: decides what happens if Python reads a tensor's value, or a shape depends on it;
-    leftovers: is told every tensor, since nobody may keep one. leaf_storages: those of parameters,
-    buffers and inputs; given_values: how many values these are.
+    leftovers: is told every tensor, since nobody may keep one. checkpoints: what the function of
+    each checkpoint that eager runs again could reach before its first run. leaf_storages: those of
+    parameters, buffers and inputs; given_values: how many values these are.
     """
 
     # Higher-order operators come here too, and are refused by name.
@@ -152,6 +157,7 @@ class Recorder(TorchDispatchMode):
         self.calls: list[RecordedCall] = []
         self.constants: list[tuple[int, torch.Tensor]] = []
         self.guards: list[Guard] = []
+        self.checkpoints: list[Walk] = []
         self.module_stack: list[str] = [""]
         self._had_history: dict[int, bool] = {}
         self.leaf_storages: frozenset[int] = frozenset()
@@ -187,6 +193,10 @@ class Recorder(TorchDispatchMode):
     def is_active(self) -> bool:
         """Return whether a call of an operator would be recorded now."""
         return _get_current_dispatch_mode() is self
+
+    def read_all(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """Return the real tensor for a recorded one, None if nothing would be recorded now."""
+        return self.reader.read_all(self, tensor) if self.is_active() else None
 
     def value(self, tensor: torch.Tensor) -> int:
         """Return the number of the value of `tensor`, of a DTensor that of its local tensor; a
@@ -252,6 +262,10 @@ class Recorder(TorchDispatchMode):
         than in eager execution, is refused all the same."""
         self.refused = self.refused or error
         raise error
+
+    def refuse_here(self, message: str) -> NoReturn:
+        """Refuse, with the place of the current call."""
+        self.refuse(UnsupportedModel.at(*self.place(), message))
 
     def refuse_if_refused(self) -> None:
         """Raise the error that the model has caught, if any."""

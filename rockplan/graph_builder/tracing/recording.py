@@ -7,7 +7,6 @@ is allocated, and the module, the sample and every generator are left exactly as
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +23,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import backward as backwards
 from rockplan.graph_builder.tracing import free_sizes, left_behind, modes
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
-from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun, refuse_here
+from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
@@ -225,16 +224,15 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     inputs = tuple((i, recorder.value(stand_ins.of(leaf))) for i, leaf in real_leaves.items())
     parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
     buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-    refuse = functools.partial(refuse_here, recorder)
     of = stand_ins.of_registered(registered)
     found.exchange(
         lambda part: (
-            left_behind.NotAdvanced(refuse, type(part).__name__)
+            left_behind.NotAdvanced(recorder.refuse_here, type(part).__name__)
             if is_iterator(type(part))
             else replaced(part, of)
         )
     )
-    questions = Questions(recording.fake_mode, stand_ins.real, refuse)
+    questions = Questions(recording.fake_mode, stand_ins.real, recorder.refuse_here)
     for (role, key), (called, tensor) in callers.items():
         questions.name(stand_ins.of(tensor), called, role, key)
     autograd = backwards.kept({called: stand_ins.of(t) for called, t in callers.values()})

@@ -24,7 +24,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import ShapeRule
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue
 from rockplan.graph_builder.recorded.specs import dtype_of
-from rockplan.graph_builder.tracing.patches import exchanged, nobody
+from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.graph_builder.tracing.recorder import Recorder, overrides
 from rockplan.graph_builder.tracing.refusals import NAMED
 from rockplan.graph_builder.tracing.source_lines import is_of_users
@@ -98,7 +98,7 @@ class Questions:
             finally:
                 _class_of.pop()
                 # A mode that saw the patched functions may live on: no references to tensors.
-                self.stand_ins, self.names, self.refuse = {}, {}, nobody
+                self.stand_ins, self.names, self.refuse = {}, {}, _nobody
 
     def refuse_set(self, results: Sequence[Any]) -> None:
         """Raise CaptureError if the forward has set an attribute of a result."""
@@ -281,6 +281,10 @@ class Questions:
     def _refuse(self, tensor: torch.Tensor, name: str, what: str) -> NoReturn:
         called = self.names.get(id(tensor), ("a tensor", "", ""))[0]
         self.refuse(NAMED["question"].text(tensor=called, name=name, what=what))
+
+
+def _nobody(message: object) -> NoReturn:
+    raise AssertionError(message)
 
 
 _class_of: list[Callable[[torch.Tensor], type]] = []
