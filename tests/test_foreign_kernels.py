@@ -105,7 +105,7 @@ def refusal(use: Callable[[Any, torch.Tensor], Any]) -> str:
 KERNELS = {"ctypes": copied, "launcher": launched, "skipped": copied_if_real}
 WORDS = {
     "ctypes": ["the function copied asks", "move(y.data_ptr(), x.data_ptr()"],
-    "launcher": ["Jit.run", "the kernel move"],
+    "launcher": ["Jit.run"],
     "skipped": ["the function copied_if_real", "written", "flash-attention 4", "torch.zeros"],
 }
 

@@ -163,7 +163,7 @@ def test_an_operator_of_whose_result_nothing_is_known(monkeypatch: pytest.Monkey
 
 
 def test_addresses_that_no_user_code_asks_for() -> None:
-    assert of_address(iter(())) == NAMED["address by a library"].text(kernel="foreign code")
+    assert of_address(iter(())).startswith("the forward asks for the address of a tensor")
 
 
 def test_parameters_that_are_parts_of_one() -> None:

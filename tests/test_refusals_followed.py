@@ -326,7 +326,6 @@ ELSEWHERE = {
     "generator of Python": "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     "unwritten memory": "test_foreign_kernels.test_kernels_are_refused_by_name",
     "address": "test_foreign_kernels.test_kernels_are_refused_by_name",
-    "address by a library": "test_refusals.test_addresses_that_no_user_code_asks_for",
     "writes of a Triton kernel": "test_triton.test_refused_by_name",
     "views for a Triton kernel": "test_triton.test_refused_by_name",
     "read of what was overwritten": "test_triton.test_refused_by_name",

@@ -1,20 +1,18 @@
 """Foreign kernels: addresses of tensors that a forward gives to code outside of PyTorch.
 
 A kernel that is launched on an address (ctypes, Triton, CUDA) is seen by no dispatch mode, and fake
-tensors have no memory for it. guarantees: code that asks for an address is refused by name, with
-the kernel as far as it can be identified; so is a read of memory that nothing has written, which
+tensors have no memory for it. guarantees: code that asks for an address is refused by name; so is a
+read of memory that nothing has written, which
 libraries cause that skip their kernels under a fake mode.
 """
 
 from __future__ import annotations
 
-import itertools
 import linecache
 import traceback
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
-import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch.autograd.function import FunctionCtx
@@ -30,7 +28,6 @@ NO_ADDRESS = "Cannot access data pointer of Tensor"
 # Packages whose functions launch kernels for their callers.
 _LAUNCHERS = ("triton", "cupy", "numba", "cutlass", "tvm_ffi", "tilelang", "cffi", "ctypes")
 _LONGEST_LINE = 90
-_FOREIGN = "foreign code"
 # File names of code without a file.
 _TYPED_IN = ("<stdin>", "<string>", "<ipython")
 
@@ -40,21 +37,14 @@ Frame = tuple[types.FrameType, int]
 
 
 def of_address(frames: Iterable[Frame]) -> str:
-    """Return the message for Python or C++ code that asks a tensor for its address: the kernel and
-    the user's code, as far as they are known. frames: the stack at that moment, innermost first."""
-    users = _users(frames)
-    up_to_caller = itertools.takewhile(lambda entry: not _is_caller(entry[0]), users)
-    kernel = next(filter(None, (_kernel(frame) for frame, _ in up_to_caller)), _FOREIGN)
-    asking = [(frame, line) for frame, line in users if not _is_launcher(frame)]
-    if not asking:
-        return NAMED["address by a library"].text(kernel=kernel)
-    (frame, line), *outer = asking
-    return NAMED["address"].text(
-        function=_function(frame),
-        kernel=kernel,
-        code=_code(frame, line),
-        caller=_called_by(outer),
-    )
+    """Return the message for Python or C++ code that asks a tensor for its address: the user's
+    code, as far as it is known. frames: the stack at that moment, innermost first."""
+    users = [*_users(frames)]
+    if not users:
+        return NAMED["address"].text(function="the forward", code="", caller="")
+    (frame, line), *outer = users
+    facts = {"code": _code(frame, line), "caller": _called_by(outer)}
+    return NAMED["address"].text(function=_function(frame), **facts)
 
 
 def running() -> Iterator[Frame]:
@@ -62,29 +52,12 @@ def running() -> Iterator[Frame]:
     return ((frame, frame.f_lineno) for frame in frames())
 
 
-def _users(frames: Iterable[Frame]) -> list[Frame]:
-    named = ((f, line, f.f_code.co_filename) for f, line in frames)
-    return [(f, line) for f, line, n in named if is_of_users(n) or n.startswith(_TYPED_IN)]
-
-
-def _is_caller(frame: types.FrameType) -> bool:
-    return isinstance(first_argument(frame), FunctionCtx | nn.Module)
-
-
-def _is_launcher(frame: types.FrameType) -> bool:
-    return str(frame.f_globals.get("__name__")).split(".")[0] in _LAUNCHERS
-
-
-def _kernel(frame: types.FrameType) -> str | None:
-    """None unless `self` of the frame is a launcher with a name or a function."""
-    launcher = first_argument(frame)
-    if launcher is None or isinstance(launcher, nn.Module | FunctionCtx | torch.Tensor | type):
-        return None
-    if frame.f_code.co_varnames[0] != "self":
-        return None
-    own = getattr(launcher, "fn", None) or getattr(launcher, "kernel", None) or launcher
-    name = getattr(own, "__name__", None) or getattr(own, "name", None)
-    return f"the kernel {name}" if isinstance(name, str) else None
+def _users(frames: Iterable[Frame]) -> Iterator[Frame]:
+    for frame, line in frames:
+        name, file = frame.f_code.co_filename, str(frame.f_globals.get("__name__"))
+        is_users = is_of_users(name) or name.startswith(_TYPED_IN)
+        if is_users and file.partition(".")[0] not in _LAUNCHERS:
+            yield frame, line
 
 
 def _function(frame: types.FrameType) -> str:
@@ -95,9 +68,9 @@ def _function(frame: types.FrameType) -> str:
     return f"the function {name}"
 
 
-def _called_by(outer: Sequence[Frame]) -> str:
+def _called_by(outer: Iterable[Frame]) -> str:
     for frame, line in outer:
-        if _is_caller(frame):
+        if isinstance(first_argument(frame), FunctionCtx | nn.Module):
             return f", called by {_function(frame)} at {_source(frame, line)}"
     return ""
 
@@ -115,7 +88,7 @@ def _source(frame: types.FrameType, line: int) -> str:
 def maker() -> str:
     """Name the user's function that makes new memory now: 'the function empty_for, called by the
     autograd.Function F.forward at file.py:3'."""
-    users = [entry for entry in _users(running()) if not _is_launcher(entry[0])]
+    users = [*_users(running())]
     if not users:
         return "PyTorch"
     caller = _called_by(users[1:])
@@ -130,7 +103,7 @@ def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
     paths = {id(m): path for path, m in module.named_modules()}
     held = (paths.get(id(first_argument(frame))) for frame, _ in _users(raised))
     path = next((path for path in held if path is not None), "")
-    sources = (_source(*entry) for entry in _users(raised) if not _is_launcher(entry[0]))
+    sources = (_source(*entry) for entry in _users(raised))
     return UnsupportedModel.at(path, next(sources, ""), of_address(raised))
 
 

@@ -476,15 +476,10 @@ REFUSALS: tuple[Refusal, ...] = (
     ),
     Refusal(
         "address",
-        "{function} asks for the address of a tensor (data_ptr) for {kernel}{code}{caller}. A plan "
-        "consists of operators of PyTorch, and does not see what a kernel does with memory",
+        "{function} asks for the address of a tensor (data_ptr){code}{caller}. A plan consists of "
+        "operators of PyTorch, and does not see what a kernel does with memory",
         f"If there is a kernel, {AS_OPERATOR}; to see whether two tensors are one, compare the "
         "tensors (`a is b`)",
-    ),
-    Refusal(
-        "address by a library",
-        "the forward gives the memory of a tensor to {kernel}",
-        AS_OPERATOR,
     ),
     Refusal(
         "writes of a Triton kernel",
