@@ -89,7 +89,6 @@ RUN = {
     "test_fit_scheduled.py::test_the_most_bytes_are_the_simulators_peak": 20,
     "test_fit_scheduled.py::test_what_stays_is_alive_in_later_steps": 8,
     "test_fit_shards.py::test_a_remedy_is_one_that_helps": 5,
-    "test_flex_attention.py::test_bits_are_those_of_eager": 1,
     "test_foreign_kernels.py::test_addresses_are_no_test_for_one_tensor": 2,
     "test_foreign_kernels.py::test_addresses_of_all_kinds_of_tensors_are_refused": 2,
     "test_foreign_kernels.py::test_functions_on_arrays_are_told_what_would_work": 2,

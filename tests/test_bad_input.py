@@ -605,6 +605,18 @@ def test_compiled_modules_are_refused_by_name() -> None:
         rockplan.solve(compiled, SAMPLE, "50%")
 
 
+class Compiles(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        compiled: Any = torch.compile(torch.sin, backend="eager")
+        made: torch.Tensor = compiled(super().forward(x))
+        return made
+
+
+def test_functions_compiled_in_the_forward_are_refused() -> None:
+    with pytest.raises(rockplan.UnsupportedModel, match=r"calls torch\.compile.*flex_attention"):
+        rockplan.solve(Compiles(4, 4), SAMPLE, "100%")
+
+
 def test_planning_inside_a_compiled_function_is_refused() -> None:
     @torch.compile(backend="eager")
     def plans(x: torch.Tensor) -> Any:

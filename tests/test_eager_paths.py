@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import rockplan
-from rockplan.graph_builder.foreign import flex_attention
 from rockplan.graph_builder.tracing.eager_paths import (
     PATCHES,
     WARNING_OF_COMPILED_MODULES,
@@ -23,7 +22,7 @@ from rockplan.graph_builder.tracing.patches import Patch, patched
 from testing.training import assert_same_tensor
 from tests.following import OPTIONS
 
-ROWS = [*PATCHES, *flex_attention.PATCHES, WARNING_OF_COMPILED_MODULES]
+ROWS = [*PATCHES, WARNING_OF_COMPILED_MODULES]
 PRESENT = [row for row in ROWS if not isinstance(row.owner, str)]
 
 

@@ -476,10 +476,6 @@ cond
   refused because      {HIGHER_ORDER}
   instead              compute both branches and choose (torch.where), or pass a bool: \
 bool(predicate), where that is made of integer arguments""",
-    "flex_attention": """\
-flex_attention
-  called               flex_attention
-  composite            yes""",
     "sub": """\
 aten.sub.Scalar
   may write into       an operand

@@ -322,6 +322,7 @@ ELSEWHERE = {
     "objects between processes": "test_distributed.test_wrapped_modules_exchanges_and_pipelines",
     "recurrent layer of cuDNN": "test_cuda.test_recurrent_layers_of_cudnn_are_refused",
     "write in a checkpoint": "test_bad_input.test_what_is_changed_inside_a_checkpoint_is_refused",
+    "compiler": "test_bad_input.test_functions_compiled_in_the_forward_are_refused",
     "nested tensor": "test_bad_input.test_refused_with_cause_and_remedy",
     "generator of Python": "test_bad_input.test_draws_from_what_the_module_holds_are_refused",
     "unwritten memory": "test_foreign_kernels.test_kernels_are_refused_by_name",

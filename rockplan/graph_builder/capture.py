@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.graph_builder.foreign import flex_attention, opaque_calls, triton_launches
+from rockplan.graph_builder.foreign import opaque_calls, triton_launches
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.eager_paths import refusing
 from rockplan.graph_builder.tracing.patches import Patch, unrecorded
@@ -50,7 +50,6 @@ def capture(
 
 
 def _rows() -> Iterator[Patch]:
-    yield from flex_attention.PATCHES
     yield from _of_dtensors()
     yield from opaque_calls.patches()
     yield from triton_launches.patches()

@@ -64,14 +64,12 @@ _CONTAINERS = (tuple, list, dict)
 def facts_of(operator: Any) -> rows.OperatorFacts:
     """Return what the schema and our rows say of an operator: what it writes, whether it draws
     random numbers, has side effects, is refused. operator: an overload, or a name. A higher-order
-    operator, which is no overload, is refused unless its row says that what it calls is
-    recorded."""
+    operator, which is no overload, is refused."""
     if isinstance(operator, str) and "." in operator:
         return facts_of(resolve(operator))
     if not isinstance(operator, OpOverload):
-        operator_facts = _merged(rows.OperatorFacts(str(operator)), str(operator))
         refused = rows.OperatorFacts(str(operator), "", rows.HIGHER_ORDER, rows.PARTS)
-        return operator_facts if operator_facts.composite else _merged(refused, str(operator))
+        return _merged(refused, str(operator))
     if (inner := casting.inner_name(str(operator))) != str(operator):
         return replace(facts_of(inner), name=str(operator))
     namespace, packet, _ = str(operator).split(".")

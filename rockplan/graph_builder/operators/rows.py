@@ -214,8 +214,6 @@ ROWS: tuple[OperatorFacts, ...] = (
         instead=_LOOP,
     ),
     OperatorFacts("cond", called="torch.cond", refused_because=HIGHER_ORDER, instead=_BOTH),
-    OperatorFacts("flex_attention", called="flex_attention", composite=True),
-    OperatorFacts("flex_attention_backward", called="flex_attention", composite=True),
     OperatorFacts(
         "map_impl",
         called="torch map",

@@ -7,7 +7,6 @@ Each function, class or variable is a row (`patches.Patch`). A new PyTorch is a 
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -17,7 +16,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode
+from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators.symbols import are_known
 from rockplan.graph_builder.tracing import addresses
@@ -156,35 +155,6 @@ def _telling(original: Any, recorder: Recorder) -> Any:
             return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
 
     return tell
-
-
-def _compile(original: Any, recorder: Recorder) -> Any:
-    # What it returns, which the forward may keep, refers to no recording.
-
-    def compile(function: Any = None, **how: Any) -> Any:
-        if function is None:
-            return functools.partial(compile, **how)
-        if isinstance(function, nn.Module):
-            return original(function, **how)
-        return functools.wraps(function)(_CompiledLater(original, function, how))
-
-    return compile
-
-
-class _CompiledLater:
-    """A function that runs uncompiled in a recording, and is compiled at its first later call."""
-
-    def __init__(self, compile: Callable[..., Any], function: Any, how: dict[str, Any]) -> None:
-        self._compile, self._function, self._how = compile, function, how
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if isinstance(_get_current_dispatch_mode(), Recorder):
-            return self._function(*args, **kwargs)
-        return self._compiled(*args, **kwargs)
-
-    @functools.cached_property
-    def _compiled(self) -> Any:
-        return self._compile(self._function, **self._how)
 
 
 def _data_ptr(original: Any, recorder: Recorder) -> Any:
@@ -338,7 +308,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         torch,
         "compile",
-        _compile,
+        refusing("compiler"),
         "a call of it leaves what it knows of PyTorch in caches, where functions that are others "
         "while a forward is recorded would stay",
     ),

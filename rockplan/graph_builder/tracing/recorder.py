@@ -51,8 +51,6 @@ from rockplan.values.interface import Guard
 
 # The question that C++ asks of fake tensors most often.
 _DEVICE = torch.ops.prim.device.default
-# Key of the kernel of a higher-order operator that calls ordinary operators.
-_DENSE = torch._C.DispatchKey.CompositeExplicitAutograd
 # Part of PyTorch's error for an operator of torch.library.custom_op without a fake.
 _NO_RULE = "no fake impl registered"
 _INDEX = torch.ops.aten.index.Tensor
@@ -308,9 +306,6 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         where = self.place()
         self._refuse_unsupported(func, where)
-        if not isinstance(func, OpOverload):
-            with self:
-                return func.py_kernels[_DENSE](*args, **kwargs)
         # Checked first: some fail with fake tensors.
         if kwargs.get("layout") not in (None, torch.strided):
             what = {"tensor": "what the forward makes", "layout": kwargs["layout"]}

@@ -420,6 +420,14 @@ REFUSALS: tuple[Refusal, ...] = (
         "seed before the call, or pass the numbers in as a tensor",
     ),
     Refusal(
+        "compiler",
+        "the forward calls torch.compile, or a function that does (flex_attention), which leaves "
+        "in PyTorch's caches what a recording replaces",
+        "Compile before the call. In place of flex_attention take scaled_dot_product_attention "
+        "(attn_implementation='sdpa'), or name parts beside it as the blocks "
+        "(rockplan.solve_blocks(..., blocks='layers.*.mlp'))",
+    ),
+    Refusal(
         "hook on a tensor",
         "the forward registers a hook on a tensor, which would not run in a planned step",
         "use a custom autograd.Function, or hook the parameters",
