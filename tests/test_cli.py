@@ -151,7 +151,6 @@ SPELLINGS = {
         "--autocast --best --budget --compile --compile-budget --json --near --no-cache"
         " --only-loss --rounds --tile --time-limit -b"
     ),
-    "facts": ("--json"),
     "fit": (
         "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
         " --grad-scaler --host --html --in-backward --inference --json --keep-gradients --length"

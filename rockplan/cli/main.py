@@ -13,7 +13,7 @@ from typing import Any
 
 import typer
 
-from rockplan.cli import blocks, cache, compare, facts, fit, plot, profile, show, solve
+from rockplan.cli import blocks, cache, compare, fit, plot, profile, show, solve
 from rockplan.cli.ending import EXIT_CODES, ExitCode
 
 app = typer.Typer(
@@ -36,7 +36,6 @@ app.command(epilog=blocks.EXAMPLE)(blocks.blocks)
 app.command(epilog=show.EXAMPLE)(show.show)
 app.command(epilog=compare.EXAMPLE)(compare.compare)
 app.command(epilog=plot.EXAMPLE)(plot.plot)
-app.command(epilog=facts.EXAMPLE)(facts.facts)
 app.add_typer(cache.app, name="cache")
 
 

@@ -7,7 +7,6 @@ read values or make shapes that depend on values.
 
 from __future__ import annotations
 
-import difflib
 import functools
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,7 +14,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
+from torch._ops import OpOverload
 from torch._prims_common import make_contiguous_strides_for
 
 from rockplan.errors import InvalidInput
@@ -165,34 +164,6 @@ def _effect(operator: OpOverload) -> Effect:
         return Effect.UNKNOWN
     # What returns nothing and writes nothing is called to check.
     return Effect.NONE if schema.returns or schema.is_mutable else Effect.CHECKS
-
-
-def operators_named(name: str) -> tuple[Any, ...]:
-    """Return the operators that a user may mean by 'aten.add.Tensor', 'aten::add', 'add' or 'cond':
-    one overload, or all with tensors (those with `out` only if there are no others), or the name of
-    a higher-order operator. Raises InvalidInput, with near names, if there is none."""
-    library, *rest = name.removeprefix("torch.ops.").replace("::", ".").split(".")
-    if not rest:
-        if library in _ROWS:
-            return (library,)
-        library, rest = "aten", [library]
-    packet = getattr(getattr(torch.ops, library), rest[0], None) if rest[0].isidentifier() else None
-    if isinstance(packet, OpOverloadPacket) and len(rest) <= 2:
-        overloads = (rest[1],) if rest[1:] else sorted(packet.overloads())
-        operators = [getattr(packet, o) for o in overloads if o in packet.overloads()]
-        operators = [o for o in operators if "Tensor" in str(o._schema)]
-        plain = [o for o in operators if not any(a.is_out for a in o._schema.arguments)]
-        if operators:
-            return tuple(plain or operators)
-    raise InvalidInput(f"PyTorch has no operator '{name}'{_nearest(name)}")
-
-
-def _nearest(name: str) -> str:
-    known = {n.split(".")[0].replace("::", ".") for n in torch._C._dispatch_get_all_op_names()}
-    full = name if "." in name else f"aten.{name}"
-    like = difflib.get_close_matches(".".join(full.split(".")[:2]), sorted(known), 3)
-    alike = f" ({', '.join(like)} are there)" if like else ""
-    return f"{alike}; write the name of one of PyTorch's, such as aten.add.Tensor, aten.add or add"
 
 
 @functools.cache
