@@ -6,12 +6,10 @@ original forward is to run. guarantees: planning is logged, with advice how to a
 
 from __future__ import annotations
 
-import atexit
 import itertools
 import logging
 import operator
 import time
-from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,7 +130,6 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
             raise
         return None
     taken_s = time.monotonic() - started
-    _SPENT[state.original.__qualname__] += taken_s
     plan = program.plan
     LOG.warning(
         "planned %s at its first call in training, in %.1f s: a peak of %s within %s, %+.1f%% time",
@@ -224,7 +221,6 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
     is_rung = program.open is not None and any(w is program.open.workspaces for w in known)
     state.count += not is_rung
     taken_s = time.monotonic() - started
-    _SPENT[state.original.__qualname__] += taken_s
     advice = changes.advice or "Each such kind is planned for once"
     if program.open is not None:
         advice = "Such calls of other sizes run it too"
@@ -244,30 +240,6 @@ def _logged_program(call: ModuleCall, changes: Differences) -> PlannedProgram:
         advice,
     )
     return program
-
-
-_SPENT: defaultdict[str, float] = defaultdict(float)
-"""Seconds that planning in training took, by the class of the planned module."""
-
-
-def planning_in_training() -> str:
-    """Return a sentence that says how many seconds planning took in training, in this process; ''
-    if nothing was planned there."""
-    if not _SPENT:
-        return ""
-    each = ", ".join(f"{s:.1f} s for {name}" for name, s in _SPENT.items())
-    return f"planning in training took {each}; rockplan's logger at level INFO says for what"
-
-
-def _say_spent() -> None:
-    level = logging.WARNING if sum(_SPENT.values()) >= _WORTH_SAYING_S else logging.INFO
-    if _SPENT:
-        LOG.log(level, "%s", planning_in_training())
-
-
-_WORTH_SAYING_S = 10.0
-"""Seconds of planning from which on they are said unasked, when the process ends."""
-atexit.register(_say_spent)
 
 
 _SAID_OF_BLOCKS = 3
