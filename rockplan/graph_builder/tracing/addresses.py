@@ -107,6 +107,11 @@ def refusal(error: BaseException, module: nn.Module) -> UnsupportedModel | None:
     return UnsupportedModel.at(path, next(sources, ""), of_address(raised))
 
 
+def named_error(error: Exception) -> str:
+    """Return type and message of an error, without the full stop."""
+    return f"{type(error).__name__}: {error}".rstrip(".: ")
+
+
 class Unwritten:
     """Uninitialized storages (by number): made by `torch.empty`, and not written by a call. A
     kernel outside of PyTorch wrote them, or was skipped under a fake mode, and a plan would train

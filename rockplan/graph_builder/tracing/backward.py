@@ -18,7 +18,6 @@ from torch import nn
 from rockplan.errors import CaptureError, RockplanError
 from rockplan.graph_builder.recorded.run import RecordedCall
 from rockplan.graph_builder.tracing import addresses
-from rockplan.graph_builder.tracing.forward_call import named_error
 from rockplan.graph_builder.tracing.outputs import (
     accumulating,
     backward_nodes,
@@ -180,7 +179,7 @@ def recorded_backward(
         if by_address is not None:
             raise by_address from error
         raise CaptureError(
-            f"the backward pass of the module does not run: {named_error(error)}. "
+            f"the backward pass of the module does not run: {addresses.named_error(error)}. "
             "Check that the original module's backward works on the sample"
         ) from error
     recorder.refuse_if_refused()

@@ -7,43 +7,58 @@ is allocated, and the module, the sample and every generator are left exactly as
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 from torch._functorch import config as functorch_config
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules import module as module_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.errors import UnsupportedModel
+from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
+from rockplan.graph_builder.tracing import addresses, eager_paths, free_sizes, left_behind, modes
 from rockplan.graph_builder.tracing import backward as backwards
-from rockplan.graph_builder.tracing import free_sizes, left_behind, modes
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
-from rockplan.graph_builder.tracing.forward_call import ForwardCall, ForwardRun
 from rockplan.graph_builder.tracing.outputs import (
     backward_starts,
     given_apart,
+    known_output,
     output_leaves,
+    refuse_unwritten,
     without_unread,
 )
-from rockplan.graph_builder.tracing.patches import PatchSource
+from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread, patched
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
-from rockplan.graph_builder.tracing.stand_ins import StandIns, with_numbers, with_stand_ins
+from rockplan.graph_builder.tracing.stand_ins import (
+    Arguments,
+    StandIns,
+    with_numbers,
+    with_stand_ins,
+)
 from rockplan.graph_builder.tracing.tensor_questions import Questions, ask_places, without_places
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
+from rockplan.libraries import key_value_cache
 from rockplan.python_state import trees
 from rockplan.python_state.elements import replaced
+from rockplan.python_state.given import GivenCall
 from rockplan.python_state.leftovers import Leftovers
 from rockplan.python_state.memory import is_trained_wrapper, parts_of
 from rockplan.python_state.walk import Root, Walk, is_iterator, roots_of_arguments, walk_of
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.sizes import STATIC, CallSizes
+
+# Part of PyTorch's error when a kernel reads values of a fake tensor.
+_NO_VALUES = "data is not allocated yet"
+# Part of PyTorch's error for a change in place of a leaf, or of a view of one.
+_WRITES_TO_A_LEAF = "leaf Variable that requires grad is being used in an in-place operation"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,13 +109,13 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
     ):
         exchanged = _exchanged(recording)
         answers = exchanged.questions.answered(left_behind.namespaces(found, call.module))
-        with exchanged.forward.as_in_eager(recorder), recording.fake_mode, answers:
+        with _as_in_eager(recording, exchanged), recording.fake_mode, answers:
             with _disable_current_modes():
                 real = recording.stand_ins.real.values()
                 roots = [root for root in found.roots if not root.is_callers]
-                roots += roots_of_arguments(call.forward, *exchanged.forward.arguments)
+                roots += roots_of_arguments(call.forward, *exchanged.arguments)
                 before = Walk([*roots, *(Root("a tensor", t, is_callers=True) for t in real)])
-            first = exchanged.forward.run(recorder)
+            outputs, spec = _run(recording, exchanged)
             made = left_behind.RunTensors(recorder, recording.reader, stand_ins.real)
             with _disable_current_modes():
                 after = before.again()
@@ -108,7 +123,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
             refusal = None
             if change is not None:
                 refusal = left_behind.refusal(change, before, after, made)
-            first, backward = _with_backward(recording, exchanged, first)
+            outputs, backward = _with_backward(recording, exchanged, outputs, spec)
             if refusal is not None and not sys.modules.keys() <= found.imported:
                 return None
             if refusal is not None:
@@ -120,8 +135,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
             values = without_places(recorder, exchanged.questions)
     refuse_other_variants(recorder.values, recorder.calls)
     read = {v for c in recorder.calls for v in c.reads}
-    kept = trees.tree_leaves(first.outputs)
-    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in kept):
+    if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in outputs):
         raise free_sizes.StaticSizes("the forward returns a size")
     return Capture(
         values=values,
@@ -131,18 +145,18 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
         inputs=exchanged.inputs,
         numbers=exchanged.numbers,
         constants=tuple(recorder.constants),
-        outputs=output_leaves(recorder, first.outputs, backward.sources, backward.tangents),
+        outputs=output_leaves(recorder, outputs, backward.sources, backward.tangents),
         gradients=backward.gradient_values(recorder),
         arrivals=tuple(backward.arrivals),
         guards=tuple(recorder.guards),
         questions=tuple(exchanged.questions.asked.values()),
         backward_ignores_autocast=backward.ignores_autocast,
-        output_spec=first.spec,
+        output_spec=spec,
         samples=recording.reader.samples(recorder),
         distributed=backward.specs_of(recorder, recording.stand_ins.fakes),
-        reads=exchanged.forward.reading.found,
+        reads=exchanged.reading.found,
         sizes=STATIC if recording.free is None else recording.free.sizes(),
-        unread=exchanged.forward.watched.unread()
+        unread=exchanged.watched.unread()
         - exchanged.questions.inputs_asked
         - {position for guard in recorder.guards for _, position in guard.inputs},
         idle=frozenset(i for i, v in exchanged.inputs if v not in read),
@@ -184,17 +198,21 @@ class _Recording:
 class _Exchanged:
     """A call with stand-ins for all tensors of the caller.
 
+    results_of_others: positions of argument leaves that are not autograd leaves of the caller;
     parameters, buffers, inputs, numbers: as in Capture; autograd: what it kept of the stand-ins
-    before the run.
+    before the run; reading, watched: note which attributes, and which of some arguments, are read.
     """
 
-    forward: ForwardCall
+    arguments: Arguments
+    results_of_others: list[int]
     parameters: tuple[tuple[str, int], ...]
     buffers: tuple[tuple[str, int], ...]
     inputs: tuple[tuple[int, int], ...]
     numbers: tuple[tuple[int, int | float], ...]
     questions: Questions
     autograd: tuple[backwards.AutogradState, ...]
+    reading: ReadsNoted
+    watched: ArgumentsWatched
 
 
 def _exchanged(recording: _Recording) -> _Exchanged:
@@ -239,38 +257,127 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     recorder.begin_forward()
     given_inputs = {v: (i, real_leaves[i]) for i, v in inputs}
     recording.reader.start(given_inputs, parameters, buffers, [t for _, t in names[1]])
-    forward = ForwardCall(
-        module=call.module,
-        forward=call.forward,
+    return _Exchanged(
         arguments=arguments,
         results_of_others=[i for i, leaf in real_leaves.items() if not leaf.is_leaf],
-        reader=recording.reader,
-        foreign_rows=call.foreign_rows,
+        parameters=parameters,
+        buffers=buffers,
+        inputs=inputs,
+        numbers=numbers,
+        questions=questions,
+        autograd=autograd,
         reading=ReadsNoted(call.module),
         watched=ArgumentsWatched(call.unread, found.objects),
     )
-    return _Exchanged(forward, parameters, buffers, inputs, numbers, questions, autograd)
+
+
+@contextlib.contextmanager
+def _as_in_eager(recording: _Recording, exchanged: _Exchanged) -> Iterator[None]:
+    """While active, PyTorch and libraries take the paths of eager execution in this thread:
+    gradient mode on, the caller's autocast with a weight cache of its own, patches in place."""
+    torch.clear_autocast_cache()
+    with (
+        torch.enable_grad(),
+        modes.without_compiling(),
+        modes.without_hooks_on_all_modules(),
+        modes.without_saved_tensor_hooks(),
+        modes.without_logs_of_fake_tensors(),
+        patched((*eager_paths.PATCHES, *recording.call.foreign_rows()), recording.recorder),
+        exchanged.reading.noted(),
+        exchanged.watched.active(),
+    ):
+        try:
+            yield
+        finally:
+            torch.clear_autocast_cache()
+
+
+def _run(recording: _Recording, exchanged: _Exchanged) -> tuple[list[Any], trees.TreeSpec]:
+    """Return leaves and structure of the forward's result. Raises CaptureError for what a plan
+    could not repeat."""
+    recorder, call = recording.recorder, recording.call
+    args, kwargs = exchanged.arguments
+    given = GivenCall.of(args, kwargs)
+    with recorder, _module_paths(call.module, recorder):
+        result = key_value_cache.without(_called(call, exchanged), kwargs)
+    recorder.refuse_if_refused()
+    left_behind.refuse_in_checkpoints(recorder.checkpoints)
+    recording.reader.refuse_writes()
+    leaves, spec = trees.tree_flatten(given.with_contents(result))
+    # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
+    outputs = [*map(functools.partial(known_output, recorder), range(len(leaves)), leaves)]
+    refuse_unwritten(recorder, outputs)
+    return outputs, spec
+
+
+def _called(call: Sample, exchanged: _Exchanged) -> Any:
+    args, kwargs = exchanged.arguments
+    try:
+        args, kwargs = exchanged.watched.replaced(args, kwargs)
+        return exchanged.watched.returned(call.forward(*args, **kwargs))
+    except RockplanError:
+        raise
+    except Exception as error:
+        by_address = addresses.refusal(error, call.module)
+        if by_address is not None:
+            raise by_address from error
+        leaves = ", ".join(map(str, exchanged.results_of_others))
+        if leaves and _WRITES_TO_A_LEAF in str(error):
+            raise NAMED["argument in place"].error(leaves=leaves) from error
+        if _NO_VALUES in str(error):
+            raise NAMED["values of a function of PyTorch"].error() from error
+        by_name = isinstance(error, TypeError) and kwargs and not args
+        remedy = "; for a forward that takes one dictionary pass `(batch,)`" if by_name else ""
+        said = addresses.named_error(error)
+        raise ForwardRaises(
+            f"the model's forward does not run on these arguments: {said}. Check their shapes, "
+            f"dtypes and devices by calling the original module on them{remedy}"
+        ) from error
+
+
+@contextlib.contextmanager
+def _module_paths(module: nn.Module, recorder: Recorder) -> Iterator[None]:
+    paths = {id(m): path for path, m in module.named_modules()}
+    stack = recorder.module_stack
+
+    def enter(m: nn.Module, args: Any) -> None:
+        stack.append(paths.get(id(m), stack[-1]))
+
+    def leave(m: nn.Module, args: Any, result: Any) -> None:
+        stack.pop()
+
+    elsewhere = modes.nothing
+    handles = [
+        module_hooks.register_module_forward_pre_hook(in_this_thread(enter, elsewhere)),
+        module_hooks.register_module_forward_hook(
+            in_this_thread(leave, elsewhere), always_call=True
+        ),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _with_backward(
-    recording: _Recording, exchanged: _Exchanged, first: ForwardRun
-) -> tuple[ForwardRun, backwards.RecordedBackward]:
-    """Return (the forward, in whose result stand-ins and `Unmade` mark leaves that the plan does
-    not make; the backward). Raises CaptureError for what a plan would not do."""
+    recording: _Recording, exchanged: _Exchanged, outputs: list[Any], spec: trees.TreeSpec
+) -> tuple[list[Any], backwards.RecordedBackward]:
+    """Return (the leaves of the result, in which stand-ins and `Unmade` mark those that the plan
+    does not make; the backward). Raises CaptureError for what a plan would not do."""
     recorder, call = recording.recorder, recording.call
     backwards.refuse_changes(exchanged.autograd)
     for written in recorder.constants_with_history():
         raise NAMED["write into another tensor"].error(shape=tuple(written.shape))
-    first = replace(first, outputs=given_apart(recorder, first.outputs, exchanged.inputs))
-    starts = backward_starts(first.outputs, first.spec, call.incoming, call.only_loss)
+    outputs = given_apart(recorder, outputs, exchanged.inputs)
+    starts = backward_starts(outputs, spec, call.incoming, call.only_loss)
     if call.only_loss:
-        made = without_unread(recorder, first.outputs, first.spec, starts)
-        first = replace(first, outputs=made)
-    backwards.refuse_gradients(recorder, [first.outputs[i] for i in starts])
+        outputs = without_unread(recorder, outputs, spec, starts)
+    backwards.refuse_gradients(recorder, [outputs[i] for i in starts])
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
-    backward = backwards.recorded_backward(call.module, recorder, first.outputs, starts, targets)
+    backward = backwards.recorded_backward(call.module, recorder, outputs, starts, targets)
     backwards.refuse_changes(exchanged.autograd)
     if all(gradient is None for gradient in backward.gradients):
         raise NAMED["detached"].error()
-    exchanged.questions.refuse_set(first.outputs)
-    return first, backward
+    exchanged.questions.refuse_set(outputs)
+    return outputs, backward
