@@ -277,7 +277,6 @@ MECHANISMS: tuple[Mechanism, ...] = (
     by_function("questions: places in memory", _Q, "ask_place", lambda a, r: len(a) < 3, _nothing),
     *map(of_member, ("is_leaf", "grad", "grad_fn")),
     by_function("reads: values", _READER, "read", _always, _refused),
-    by_function("reads: by draws", _READER, "_drawn", lambda a, r: r is not None, _nothing),
     by_function("reads: whatever is drawn", value_reads, "_outcomes", _is_there, lambda c, r: ()),
     by_function("reads: of whole tensors", _READER, "read_all", _always, _refused),
     by_function("reads: shapes", _READER, "shaped", _always, _refused),

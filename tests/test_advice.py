@@ -64,11 +64,6 @@ def by_many_draws(self: Any, x: Tensor) -> Tensor:
     return x
 
 
-def by_few_draws(self: Any, x: Tensor) -> Tensor:
-    x = twice(self, x, torch.rand(1) < 0.5)
-    return nn.functional.dropout(twice(self, x, torch.rand([]) > 0.3))
-
-
 def by_value(self: Any, x: Tensor, scale: Tensor) -> Tensor:
     return self.b(self.a(x) * float(scale))
 
@@ -266,19 +261,6 @@ def test_a_batch_is_not_asked_before_each_call() -> None:
     assert "leaf 0 of the arguments" in said and "decide before the call" in said
 
 
-def test_few_draws_read_make_kinds_of_call() -> None:
-    planned = assert_planned(Net(by_few_draws), *[(X,)] * 12)
-    assert 2 <= len(planned.plans) <= 4
-
-
-def test_draws_after_a_large_dropout_are_refused() -> None:
-    def dropped(self: Any, x: Tensor) -> Tensor:
-        return twice(self, nn.functional.dropout(self.a(x)), torch.rand([]) < 0.5)
-
-    assert_planned(Net(dropped), *[(X,)] * 4)
-    assert "a random draw" in refusal(Net(dropped), torch.randn(256, 8))
-
-
 # Adapters of peft
 
 LLAMA = {
@@ -304,7 +286,7 @@ def batch() -> dict[str, Tensor]:
 
 ADAPTERS: dict[str, Callable[[], peft.PeftConfig]] = {
     "prefix": lambda: peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
-    "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS, module_dropout=0.5),
+    "LoKr": lambda: peft.LoKrConfig(r=2, target_modules=TARGETS, module_dropout=-1.0),
 }
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.codegen import rng_replay
 from rockplan.codegen.unmade import stand_in
 from rockplan.python_state.contents import described, is_same
 from rockplan.python_state.given import returned
@@ -104,10 +103,7 @@ class BoundProgram:
             for check, guard in zip(
                 program.executable.functions.guards, interface.guards, strict=True
             ):
-                # Random numbers that the check draws are put back.
-                with rng_replay.restarted(rng_replay.starts(["cpu"] if guard.draws else [])):
-                    value = check(leaves, program.constants, buffers, sizes)
-                yield guard, value
+                yield guard, check(leaves, program.constants, buffers, sizes)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
         """ABSENT, for an attribute that the tensor does not have, is an answer."""
@@ -164,11 +160,8 @@ def _read_differences(bound: BoundProgram, leaves: Sequence[Any]) -> Iterator[Di
             of = ", ".join([*read, *(buffers[i] for _, i in guard.buffers)])
             where = f"in module '{guard.module or '(root)'}' at {guard.source or 'an unknown line'}"
             texts = f": {_short(value)}, planned {_short(guard.expected)}"
-            what = (
-                "a random draw" if guard.draws else f"values {f'of {of} ' if of else ''}".rstrip()
-            )
             yield Difference(
-                f"{what} that the forward reads {where}"
+                f"values {f'of {of} ' if of else ''}that the forward reads {where}"
                 # The result of a comparison would tell the user nothing.
                 f"{'' if isinstance(guard.expected, bool) else texts}",
                 is_value=True,

@@ -114,8 +114,7 @@ class Guard:
     get `expected` again; or, where that is a Size, what it gets is the size (`Interface.sizes`).
 
     Value references are in the numbering of the recorded run; inputs: (value, leaf position),
-    constants, buffers: (value, position among these). draws: `calls` include all random draws
-    before the read, from the generator's state at the call of the module.
+    constants, buffers: (value, position among these).
     """
 
     calls: tuple[Call, ...]
@@ -126,12 +125,11 @@ class Guard:
     module: str
     source: str
     buffers: tuple[tuple[int, int], ...] = ()
-    draws: bool = False
 
     @property
     def is_of_sizes(self) -> bool:
         """True if the value depends on sizes alone."""
-        return not (self.inputs or self.buffers or self.constants or self.draws)
+        return not (self.inputs or self.buffers or self.constants)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,7 @@ graph would silently be wrong for other values.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -72,19 +71,6 @@ def run(calls: Sequence[Call], known: Mapping[int, torch.Tensor]) -> dict[int, t
             if index is not None:
                 environment[index] = leaf
     return environment
-
-
-@contextlib.contextmanager
-def draws_given_back() -> Iterator[None]:
-    """While active, draws are from the default CPU generator as usual; afterwards it has its state
-    from before. (A forward that is recorded may not call PyTorch's own function for this.)"""
-    with _disable_current_modes():
-        state = torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        with _disable_current_modes():
-            torch.default_generator.set_state(state)
 
 
 def execute(call: Call, environment: Mapping[int, torch.Tensor]) -> Any:

@@ -7,7 +7,6 @@ the call is refused, with what it depends on.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
@@ -99,36 +98,11 @@ class ValueReader:
             outcomes = _outcomes(before.calls, call)
             if len(set(outcomes)) == 1:
                 return outcomes[0]
-            drawn = self._drawn(recorder, call, where)
-            if drawn is not None:
-                return drawn
             more = _ALL_BUT_ONE if len(set(outcomes[1:])) == 1 else ""
         numbers = self._numbers.keys() if _is_question(recorder, call) else frozenset[int]()
         environment = self._environment(recorder, before, where, more, numbers)
         expected = evaluate.execute(call, environment)
         return self._guard(recorder, before.calls, call, expected, before.leaves, where)
-
-    def _drawn(self, recorder: Recorder, call: Call, where: Where) -> bool | None:
-        """Return a bool that depends on few random draws, and add a guard: the draws are repeated
-        before each later call, and the generator is put back. None for any other read."""
-        draws = [c for c in recorder.calls if c.random]
-        is_forward = recorder.phase is Phase.FORWARD
-        if not (is_forward and _is_question(recorder, call) and len(draws) <= _FEW_DRAWS):
-            return None
-        read_values = [ref.index for ref in value_refs(call.args)]
-        read_values += [r for c in draws for r in c.call.made]
-        before = evaluate.prefix(recorder.calls, recorder.values, read_values)
-        specs = [recorder.values[r].spec for c in before.calls for r in c.made]
-        is_small = all(s.device == "cpu" and math.prod(s.shape) <= _FEW for s in specs)
-        written = {recorder.values[v].storage for c in before.recorded for v in c.writes}
-        is_kept = all(recorder.values[v].storage not in written for v in before.leaves)
-        others = replace(before, recorded=tuple(c for c in before.recorded if not c.random))
-        if not (is_small and is_kept) or self._unknown(recorder, others) is not None:
-            return None
-        with evaluate.draws_given_back():
-            expected = evaluate.execute(call, self._run(recorder, before.calls, before.leaves))
-        self._guard(recorder, before.calls, call, expected, before.leaves, where, draws=True)
-        return bool(expected)
 
     def read_all(self, recorder: Recorder, tensor: torch.Tensor) -> torch.Tensor:
         """Return a real copy of `tensor`, whose values Python gets. Later calls compare their bits.
@@ -236,18 +210,17 @@ class ValueReader:
         expected: object,
         leaves: frozenset[int],
         where: Where,
-        draws: bool = False,
     ) -> object:
         """Add a guard to the recorder, unless it has the same: `read` after `calls` must give
-        `expected` from `leaves`. Without leaves, draws and sizes nothing can differ: none is added.
-        Return `expected`, or the symbol in its place. draws: some calls draw."""
-        if not (leaves or draws or texts_in((calls, read))):
+        `expected` from `leaves`. Without leaves and sizes nothing can differ: none is added. Return
+        `expected`, or the symbol in its place."""
+        if not (leaves or texts_in((calls, read))):
             return expected
         given = self._known | self._numbers
         inputs = tuple((v, given[v][0]) for v in sorted(leaves & given.keys()))
         used = tuple((v, i) for i, (v, _) in enumerate(recorder.constants) if v in leaves)
         buffers = tuple((v, self._buffers[v][0]) for v in sorted(leaves & self._buffers.keys()))
-        guard = Guard(calls, read, expected, inputs, used, *where, buffers, draws)
+        guard = Guard(calls, read, expected, inputs, used, *where, buffers)
         known = next((g for g in recorder.guards if g == guard), None)
         if known is None:
             number = expected
@@ -323,11 +296,6 @@ class ValueReader:
 _FEW = 1024
 """Most elements of a floating-point input on which a bool may depend: it is recomputed before each
 call."""
-
-
-_FEW_DRAWS = 8
-"""Most draws on which control flow may depend; with more (a layer drop) nearly each call would need
-a plan of its own."""
 
 
 def _is_question(recorder: Recorder, read: Call) -> bool:
