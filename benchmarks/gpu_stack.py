@@ -91,11 +91,9 @@ def liger(on_cpu: bool, device: torch.device, say: Say, rotates: bool = False) -
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
-    rockplan.opaque(LigerRMSNormFunction, backward_mutates=("dY",))
-    saved = ("saved_tensors[0]", "saved_tensors[1]")
-    rockplan.opaque(LigerSiLUMulFunction, backward_mutates=saved)
-    if rotates:
-        rockplan.opaque(LigerRopeFunction, mutates=("q", "k"), backward_mutates=("dq", "dk"))
+    rotary = (LigerRopeFunction,) if rotates else ()
+    for kind in (LigerRMSNormFunction, LigerSiLUMulFunction, *rotary):
+        rockplan.opaque(kind)
     case = llama(on_cpu, device)
     apply_liger_kernel_to_llama(
         rope=rotates, cross_entropy=False, fused_linear_cross_entropy=False, model=case.model

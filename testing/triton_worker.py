@@ -437,14 +437,10 @@ def liger() -> tuple[dict[str, Layer], dict[str, Callable[..., torch.Tensor]]]:
     )
 
     _without_libdevice("liger_kernel")
-    rockplan.opaque(
-        ops.LigerCrossEntropyFunction, mutates=("_input",), backward_mutates=("saved_tensors[0]",)
-    )
-    rockplan.opaque(
-        ops.LigerFusedLinearCrossEntropyFunction,
-        backward_mutates=("saved_tensors[0]", "saved_tensors[1]"),
-    )
-    for kind in (ops.LigerKLDivLossFunction, ops.LigerTVDLossFunction, LigerFusedLinearDPOFunction):
+    for kind in (
+        *(ops.LigerCrossEntropyFunction, ops.LigerFusedLinearCrossEntropyFunction),
+        *(ops.LigerKLDivLossFunction, ops.LigerTVDLossFunction, LigerFusedLinearDPOFunction),
+    ):
         rockplan.opaque(kind)
 
     def norm(block: Block, x: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

@@ -334,7 +334,6 @@ ELSEWHERE = {
     "subclass of an opaque function": "test_opaque.test_refused_by_name",
     "argument of an opaque function": "test_opaque.test_refused_by_name",
     "run of an opaque function": "test_opaque.test_refused_by_name",
-    "write of an opaque function": "test_opaque.test_refused_by_name",
     "draws of an opaque function": "test_opaque.test_refused_by_name",
     "view by an opaque function": "test_opaque.test_refused_by_name",
     "key-value cache": "test_bad_input.test_refused_with_cause_and_remedy",

@@ -9,7 +9,6 @@ again.
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 from collections.abc import Sequence
@@ -80,10 +79,9 @@ def _run_forward(
 ) -> list[torch.Tensor]:
     # given: tensors that the function only reads; changed: those that it writes into.
     known = _known(call)
-    assert isinstance(known.call, opaque_functions.OpaqueForward)
     read, written = iter(given), iter(changed)
     places = range(len(given) + len(changed))
-    tensors = [next(written if i in known.call.changed else read) for i in places]
+    tensors = [next(written if i in known.changed else read) for i in places]
     return _checked(known, tensors)
 
 
@@ -95,7 +93,7 @@ def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> 
     """Run a known call on `tensors` for real; return its results in new memory. Raises
     UnsupportedModel if its outcome differs from the recorded one, or if it draws random numbers."""
     before = generator_states(tensors)
-    run = known.call.run(tensors)
+    run = known.run(tensors)
     if isinstance(known.call, opaque_functions.OpaqueBackward) and run.outcome != known.outcome:
         run = _with_copies(known, run)
     called = known.call.called
@@ -148,61 +146,31 @@ def generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
 REGISTERED: dict[type[Function], opaque_functions.Opaque] = {}
 
 
-def opaque(
-    function: Any = None,
-    /,
-    *,
-    mutates: Sequence[str] = (),
-    backward_mutates: Sequence[str] = (),
-) -> Any:
-    """Plan `function` as a whole: it runs for real, and plans know what it takes and makes.
+def opaque(function: Any) -> Any:
+    """Plan `function` as a whole: it runs for real, and plans know what it takes, makes and writes.
 
     function: a subclass of torch.autograd.Function, which is returned as it is. Usable as a
-    decorator. mutates: names of arguments of the forward that it writes into; backward_mutates:
-    names of gradients of the backward, 'saved_tensors[0]', and of attributes of the context.
-    Raises InvalidInput.
+    decorator. Raises InvalidInput.
     """
-    if function is None:
-        return lambda f: opaque(f, mutates=mutates, backward_mutates=backward_mutates)
     if not (isinstance(function, type) and issubclass(function, Function)):
         raise InvalidInput(
             f"rockplan.opaque takes a subclass of torch.autograd.Function, got {function!r}; a "
             "function and its backward are an operator: torch.library.custom_op"
         )
-    _register(function, mutates, backward_mutates)
-    return function
-
-
-def _register(
-    kind: type[Function], mutates: Sequence[str], backward_mutates: Sequence[str]
-) -> None:
-    """Check and register an autograd.Function, with operators of its own unless it has some. Raises
-    InvalidInput."""
-    called = f"{kind.__module__}.{kind.__qualname__}".replace("<locals>.", "")
-    if getattr(kind, "boxed_grads_call", False):
+    called = f"{function.__module__}.{function.__qualname__}".replace("<locals>.", "")
+    if getattr(function, "boxed_grads_call", False):
         raise InvalidInput(f"{called} takes its gradients in one list, which is not supported")
-    if isinstance(mutates, str) or isinstance(backward_mutates, str):
-        raise InvalidInput(f"{called}: mutates and backward_mutates are tuples of names")
-    has_setup = _is_setup_context_defined(kind.setup_context)
-    parameters = list(inspect.signature(kind.forward).parameters.values())[not has_setup :]
-    for name in mutates:
-        named = [f"{p.name}[...]" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters]
-        if re.sub(r"\[\d+\]$", "[...]", name) not in named:
-            raise InvalidInput(
-                f"{called} has no argument '{name}' to write into: mutates takes of "
-                f"{', '.join(named)}"
-            )
-    NOT_FOLLOWED[id(kind)] = kind
-    before = REGISTERED.get(kind)
-    backward_name = "vjp" if kind.vjp is not Function.vjp else "backward"
-    REGISTERED[kind] = opaque_functions.Opaque(
-        kind=kind,
+    has_setup = _is_setup_context_defined(function.setup_context)
+    NOT_FOLLOWED[id(function)] = function
+    before = REGISTERED.get(function)
+    backward_name = "vjp" if function.vjp is not Function.vjp else "backward"
+    REGISTERED[function] = opaque_functions.Opaque(
+        kind=function,
         called=called,
-        packet=before.packet if before else operators_of(kind.__qualname__),
-        forward=kind.forward,
-        setup_context=kind.setup_context if has_setup else None,
-        backward=getattr(kind, backward_name),
+        packet=before.packet if before else operators_of(function.__qualname__),
+        forward=function.forward,
+        setup_context=function.setup_context if has_setup else None,
+        backward=getattr(function, backward_name),
         backward_name=backward_name,
-        mutates=tuple(mutates),
-        backward_mutates=tuple(backward_mutates),
     )
+    return function

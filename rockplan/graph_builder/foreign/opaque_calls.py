@@ -1,12 +1,13 @@
 """Opaque calls: how an opaque function is recorded.
 
 A call about which nothing is known yet runs once on made-up numbers, to find out what it makes.
-guarantees: undeclared writes into arguments, and draws of random numbers, are refused by name.
+guarantees: what it writes into arguments is known; draws of random numbers are refused by name.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,9 +25,7 @@ from rockplan.graph_builder.foreign.opaque_functions import (
     Opaque,
     OpaqueBackward,
     OpaqueForward,
-    argument_names,
     backward_call,
-    backward_names,
     forward_call,
     is_plain,
     key_of,
@@ -117,9 +116,8 @@ class _Recorded:
                 recorder.refuse_here(NAMED["argument of an opaque function"].text(**what))
         call, tensors = forward_call(self._function, args)
         known = _known(call, recorder)
-        read = [t for i, t in enumerate(tensors) if i not in call.changed]
-        changed = [tensors[i] for i in call.changed]
-        fresh = self._function.operators.forward(read, changed, key_of(call))
+        changed = [tensors[i] for i in known.changed]
+        fresh = self._function.operators.forward(known.kept(tensors), changed, key_of(call))
         return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
 
     def backward(self, original: Callable[..., Any], recorder: Recorder) -> Any:
@@ -133,7 +131,7 @@ class _Recorded:
             call, tensors = backward_call(kept.known, kept.attributes | saved, gradients)
             known = _known(call, recorder)
             fresh = self._function.operators.backward(tensors, key_of(call))
-            made = rebuilt(known.outcome, call.kept(tensors), fresh)
+            made = rebuilt(known.outcome, known.kept(tensors), fresh)
             return opaque.result_of(known, made)
 
         return backward
@@ -166,29 +164,27 @@ def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
 
 
 def _found_out(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Known:
-    """Run `call` on made-up tensors. Refuses what a plan cannot do: undeclared writes, draws, views
-    of another kind."""
+    """Run `call` on made-up tensors, a backward that writes into its arguments once more on copies
+    of these. Refuses what a plan cannot do: draws, views of another kind."""
     with _generators_restored(call):
         tensors = _tensors_for(call, recorder)
-        declared = call.changed if isinstance(call, OpaqueForward) else ()
         before = [_bytes(t).clone() for t in tensors]
         states = _all_generator_states(tensors)
-        run = _run(call, tensors, recorder)
+        run = _run(call.run, call, tensors, recorder)
         if _all_generator_states(tensors) != states:
             recorder.refuse_here(NAMED["draws of an opaque function"].text(function=call.called))
+        pairs = enumerate(zip(tensors, before, strict=True))
+        is_written = {i for i, (t, content) in pairs if not torch.equal(_bytes(t), content)}
+        changed = tuple(sorted(is_written | run.outcome.dirty))
+        if changed and isinstance(call, OpaqueBackward):
+            again = functools.partial(call.run, copied=changed)
+            run = _run(again, call, _tensors_for(call, recorder), recorder)
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
         if not is_plain or (base is not None and base.dtype != made.spec.dtype):
             recorder.refuse_here(NAMED["view by an opaque function"].text(function=call.called))
-    storages = {call.tensors.storages[i] for i in declared}
-    for place, (tensor, content) in enumerate(zip(tensors, before, strict=True)):
-        is_declared = call.tensors.storages[place] in storages
-        if not is_declared and not torch.equal(_bytes(tensor), content):
-            name = _name_of(call, place)
-            facts = {"function": call.called, "argument": name, "line": _declaration(call, name)}
-            recorder.refuse_here(NAMED["write of an opaque function"].text(**facts))
-    return Known(call, run.outcome, run.results, run.structure, run.attributes)
+    return Known(call, run.outcome, run.results, run.structure, run.attributes, changed)
 
 
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -214,10 +210,13 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
 
 
 def _run(
-    call: OpaqueForward | OpaqueBackward, tensors: list[torch.Tensor], recorder: Recorder
+    run: Callable[[list[torch.Tensor]], OpaqueRun],
+    call: OpaqueForward | OpaqueBackward,
+    tensors: list[torch.Tensor],
+    recorder: Recorder,
 ) -> OpaqueRun:
     try:
-        return call.run(tensors)
+        return run(tensors)
     except RockplanError:
         raise
     except Exception as error:
@@ -225,26 +224,12 @@ def _run(
         recorder.refuse_here(NAMED["run of an opaque function"].text(**facts))
 
 
-def _name_of(call: OpaqueForward | OpaqueBackward, place: int) -> str:
-    """Return the name by which a user declares writes into the tensor at `place`."""
-    if isinstance(call, OpaqueBackward):
-        named = backward_names(call.function, call.saved, call.attributes, call.gradients)
-        return next(name for name, own in named.items() if place in own)
-    names = argument_names(call.function, len(call.args))
-    leaves = map(pytree.tree_leaves, call.args)
-    return next(n for n, own in zip(names, leaves, strict=True) if Ref(place) in own)
-
-
-def _declaration(call: OpaqueForward | OpaqueBackward, name: str) -> str:
-    is_backward = isinstance(call, OpaqueBackward)
-    return call.function.line(*(((), (name,)) if is_backward else ((name,), ())))
-
-
 def _tensors_for(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> list[torch.Tensor]:
     # For a backward those that a run of the forward saves, and made-up gradients.
     if isinstance(call, OpaqueForward):
         return _made_up(call.tensors)
-    run = _run(call.forward, _made_up(call.forward.tensors), recorder)
+    forward = call.forward
+    run = _run(forward.run, forward, _made_up(forward.tensors), recorder)
     tensors = _made_up(call.tensors)
     refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
     made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]

@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import enum
 import hashlib
-import inspect
 import sys
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,6 @@ from torch import nn
 from torch.autograd import Function
 from torch.utils import _pytree as pytree
 
-from rockplan.errors import InvalidInput
 from rockplan.graph_builder.foreign import outcomes
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.python_state.autocast import Autocast, autocast_state, under_autocast
@@ -43,18 +41,6 @@ class Opaque:
     setup_context: Callable[..., Any] | None
     backward: Callable[..., Any]
     backward_name: str
-    mutates: tuple[str, ...]
-    backward_mutates: tuple[str, ...]
-
-    def line(self, mutates: Sequence[str], backward_mutates: Sequence[str]) -> str:
-        """Return the line of source that declares the function, with these further writes."""
-        written = {
-            "mutates": (*self.mutates, *mutates),
-            "backward_mutates": (*self.backward_mutates, *backward_mutates),
-        }
-        how = [f"{how}={names!r}" for how, names in written.items() if names]
-        name = self.kind.__qualname__.replace("<locals>.", "")
-        return f"rockplan.opaque({', '.join([name, *how])})"
 
     @property
     def operators(self) -> Any:
@@ -77,15 +63,13 @@ def _as_in_eager(autocast: Autocast) -> Iterator[None]:
 @dataclass(frozen=True, slots=True)
 class OpaqueForward:
     """A call of a forward. leaves, structure: of its arguments, tensors as Refs; tensors: their
-    specs; needs: which arguments require a gradient; changed: places of tensors that it writes
-    into."""
+    specs; needs: which arguments require a gradient."""
 
     function: Opaque
     leaves: tuple[Any, ...]
     structure: Any
     tensors: outcomes.Tensors
     needs: tuple[bool, ...]
-    changed: tuple[int, ...]
     autocast: Autocast
 
     @property
@@ -124,8 +108,7 @@ class OpaqueForward:
 @dataclass(frozen=True, slots=True)
 class OpaqueBackward:
     """A call of a backward. saved, attributes, gradients: its arguments, tensors as Refs; need:
-    places of saved tensors that require a gradient; copied: places of tensors that it writes into:
-    it gets copies of them."""
+    places of saved tensors that require a gradient."""
 
     forward: OpaqueForward
     saved: tuple[Any, ...]
@@ -133,7 +116,6 @@ class OpaqueBackward:
     gradients: tuple[Any, ...]
     tensors: outcomes.Tensors
     need: tuple[int, ...]
-    copied: tuple[int, ...]
     autocast: Autocast
 
     @property
@@ -144,10 +126,12 @@ class OpaqueBackward:
     def called(self) -> str:
         return f"{self.function.called}.{self.function.backward_name}"
 
-    def run(self, tensors: Sequence[torch.Tensor]) -> outcomes.OpaqueRun:
+    def run(
+        self, tensors: Sequence[torch.Tensor], copied: Collection[int] = ()
+    ) -> outcomes.OpaqueRun:
         """Run the backward on `tensors` (by place); return the run, whose outcome refers to tensors
-        that are not copied."""
-        own = [t.clone() if i in self.copied else t.detach() for i, t in enumerate(tensors)]
+        that are not copied. copied: places of tensors of which it gets copies."""
+        own = [t.clone() if i in copied else t.detach() for i, t in enumerate(tensors)]
         for place in self.need:
             own[place].requires_grad_()
         function, needs = self.function, self.forward.needs
@@ -157,28 +141,35 @@ class OpaqueBackward:
             real = [outcomes.taken(leaf, own) for leaf in leaves]
             setattr(ctx, name, pytree.tree_unflatten(real, structure))
         gradients = [outcomes.taken(ref, own) for ref in self.gradients]
-        kept = self.kept(own)
+        kept = [t for i, t in enumerate(own) if i not in copied]
         with _as_in_eager(self.autocast):
             result = function.backward(ctx, *gradients)
         results = result if isinstance(result, tuple) else (result,)
         needed = (r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
         return outcomes.run_of(tuple(needed), kept, None)
 
-    def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the tensors that the backward gets without a copy; the outcome refers to them."""
-        return [t for i, t in enumerate(given) if i not in self.copied]
-
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Known:
-    """What a trial run found out about a call. results, structure, attributes: as in
-    `OpaqueRun`."""
+    """What a trial run found out about a call. results, structure, attributes: as in `OpaqueRun`;
+    changed: places of tensors that it writes into; a backward gets copies of these."""
 
     call: OpaqueForward | OpaqueBackward
     outcome: outcomes.Outcome
     results: tuple[Any, ...]
     structure: Any
     attributes: outcomes.Attributes
+    changed: tuple[int, ...]
+
+    def run(self, tensors: Sequence[torch.Tensor]) -> outcomes.OpaqueRun:
+        """Run the call on `tensors`, by place."""
+        if isinstance(self.call, OpaqueBackward):
+            return self.call.run(tensors, self.changed)
+        return self.call.run(tensors)
+
+    def kept(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Return the tensors that a backward gets without a copy; the outcome refers to them."""
+        return [t for i, t in enumerate(given) if i not in self.changed]
 
 
 KNOWN: dict[str, Known] = {}
@@ -190,31 +181,9 @@ def forward_call(function: Opaque, args: Sequence[Any]) -> tuple[OpaqueForward, 
     leaves, structure = pytree.tree_flatten(tuple(args))
     refs, tensors = outcomes.with_refs(leaves)
     needs = tuple(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-    names = argument_names(function, len(args))
-    written = [
-        leaf
-        for name, argument in zip(names, args, strict=True)
-        for leaf in pytree.tree_leaves(argument)
-        if name in function.mutates and isinstance(leaf, torch.Tensor)
-    ]
-    changed = tuple(i for i, t in enumerate(tensors) if any(t is w for w in written))
-    call = OpaqueForward(
-        function, refs, structure, outcomes.Tensors.of(tensors), needs, changed, autocast_state()
-    )
+    described = outcomes.Tensors.of(tensors)
+    call = OpaqueForward(function, refs, structure, described, needs, autocast_state())
     return call, tensors
-
-
-def argument_names(function: Opaque, count: int) -> list[str]:
-    """Return the names of the first `count` arguments of the forward, without the context."""
-    has_context = function.setup_context is None
-    return _positional(function.forward, count + has_context)[has_context:]
-
-
-def _positional(function: Callable[..., Any], count: int) -> list[str]:
-    parameters = inspect.signature(function).parameters.values()
-    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "arguments")
-    return [*names, *(f"{rest}[{i}]" for i in range(count))][:count]
 
 
 def backward_call(
@@ -222,10 +191,10 @@ def backward_call(
 ) -> tuple[OpaqueBackward, list[torch.Tensor]]:
     """Return (the backward call after the forward `forward`, its distinct tensors by place).
     tensors: place -> tensor, for what the forward saved; gradients: incoming ones, None where there
-    is none. Raises InvalidInput for a wrong name in backward_mutates."""
+    is none."""
     call = forward.call
     assert isinstance(call, OpaqueForward)
-    outcome, function = forward.outcome, call.function
+    outcome = forward.outcome
     kept = [outcomes.taken(ref, tensors) for ref in outcome.saved]
     flat = [outcomes.taken(leaf, tensors) for _, leaves, _ in forward.attributes for leaf in leaves]
     refs, distinct = outcomes.with_refs([*kept, *flat, *gradients])
@@ -236,14 +205,6 @@ def backward_call(
         for name, leaves, tree in forward.attributes
     )
     gradient_refs = tuple(waiting)
-    named = backward_names(function, saved_refs, attributes, gradient_refs)
-    unknown = [n for n in function.backward_mutates if n not in named]
-    if unknown:
-        raise InvalidInput(
-            f"{function.called}.{function.backward_name} has no tensor '{unknown[0]}' to write "
-            f"into: backward_mutates takes of {', '.join(named)}"
-        )
-    copied = {p for name in function.backward_mutates for p in named[name]}
     refs_saved = zip(saved_refs, outcome.saved, strict=True)
     need = {
         to.place for to, r in refs_saved if isinstance(r, outcomes.Ref) and r.place in call.needing
@@ -255,24 +216,9 @@ def backward_call(
         gradients=gradient_refs,
         tensors=outcomes.Tensors.of(distinct),
         need=tuple(sorted(need)),
-        copied=tuple(sorted(copied)),
         autocast=autocast_state(),
     )
     return backward, distinct
-
-
-def backward_names(
-    function: Opaque,
-    saved: Sequence[Any],
-    attributes: Sequence[tuple[str, tuple[Any, ...], Any]],
-    gradients: Sequence[Any],
-) -> dict[str, tuple[int, ...]]:
-    """Name as in `backward_mutates` ('saved_tensors[0]', attribute, parameter) -> its places."""
-    named = [(f"saved_tensors[{i}]", (ref,)) for i, ref in enumerate(saved)]
-    named += [(name, leaves) for name, leaves, _ in attributes]
-    names = _positional(function.backward, 1 + len(gradients))[1:]
-    named += [(name, (ref,)) for name, ref in zip(names, gradients, strict=True)]
-    return {n: tuple(r.place for r in refs if isinstance(r, outcomes.Ref)) for n, refs in named}
 
 
 _PLAIN = (
@@ -334,11 +280,10 @@ def key_of(call: OpaqueForward | OpaqueBackward) -> str:
     function = call.function
     if isinstance(call, OpaqueForward):
         parts: list[Any] = ["forward", function.packet]
-        parts += [*map(text_of, call.leaves), str(call.structure), call.needs, call.changed]
-        parts += [function.backward_mutates]
+        parts += [*map(text_of, call.leaves), str(call.structure), call.needs]
     else:
         parts = ["backward", key_of(call.forward)]
-        parts += [call.saved, call.gradients, call.need, call.copied]
+        parts += [call.saved, call.gradients, call.need]
         parts += [(n, *map(text_of, leaves), str(tree)) for n, leaves, tree in call.attributes]
     parts += [call.tensors, call.autocast]
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:16]

@@ -532,11 +532,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "register_autograd)",
     ),
     Refusal(
-        "write of an opaque function",
-        "{function}, an opaque function, writes into '{argument}', which a plan does not know",
-        "declare it: {line}",
-    ),
-    Refusal(
         "draws of an opaque function",
         "{function}, an opaque function, draws random numbers, which a plan could not repeat",
         "draw before it, and pass in what was drawn",
