@@ -40,6 +40,7 @@ from rockplan.graph_builder.tracing.refusals import NAMED
 _SCHEMA = "(Tensor[] given, Tensor(a!)[] changed, str call) -> ()"
 _WHY = "a plan launches the kernel itself, on tensors that have memory"
 
+_DTYPES = "it is given the same memory as tensors of several dtypes"
 _NUMBERS = (int, float, str, type(None), torch.dtype, torch.device)
 
 Grid = tuple[int, ...]
@@ -168,7 +169,7 @@ def _launch(kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], recorder:
         for storage in changed
     ]
     if any(len({view.dtype for view in several}) > 1 for several in views):
-        recorder.refuse_here(NAMED["views for a Triton kernel"].text(kernel=name))
+        recorder.refuse_here(NAMED["writes of a Triton kernel"].text(kernel=name, why=_DTYPES))
     recorder.make_own(views)
     grids = tuple(_grids(kernel, grid, named)) if callable(grid) else (((), _sizes(grid)),)
     launch = Launch(

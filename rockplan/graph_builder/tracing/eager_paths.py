@@ -37,12 +37,12 @@ def _always(result: Any) -> Callable[[Any, Recorder], Any]:
     return replacement
 
 
-def refusing(refusal: str) -> Callable[[Any, Recorder], Any]:
-    """Return `replacement` of a patch: a call raises this refusal (of NAMED)."""
+def refusing(refusal: str, **facts: Any) -> Callable[[Any, Recorder], Any]:
+    """Return `replacement` of a patch: a call raises this refusal (of NAMED) with these facts."""
 
     def replacement(original: Any, recorder: Recorder) -> Any:
         def refuse(*args: Any, **kwargs: Any) -> NoReturn:
-            recorder.refuse_here(NAMED[refusal].text())
+            recorder.refuse_here(NAMED[refusal].text(**facts))
 
         return refuse
 
@@ -328,7 +328,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         NestedTensor,
         "__new__",
-        refusing("nested tensor"),
+        refusing("nested tensor", tensor="what the forward makes"),
         "PyTorch fails to make them (of jagged layout) of fake tensors before it calls an operator",
     ),
     Patch("torch", "_object_to_tensor", refusing("objects between processes"), _OBJECTS),

@@ -34,8 +34,7 @@ def known_output(recorder: Recorder, position: int, leaf: Any) -> Any:
     a leaf that a plan cannot return."""
     if not isinstance(leaf, torch.Tensor):
         if not isinstance(leaf, _RETURNED):
-            name = "key-value cache" if "Cache" in type(leaf).__name__ else "opaque result"
-            raise NAMED[name].error(position=position, kind=type(leaf).__qualname__)
+            raise NAMED["opaque result"].error(position=position, kind=type(leaf).__qualname__)
         return leaf
     is_foreign = leaf.requires_grad and not distributed.is_fake(leaf)
     if is_foreign or is_wrapper(leaf):

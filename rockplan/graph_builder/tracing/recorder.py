@@ -85,7 +85,7 @@ def why_not_planned(tensor: torch.Tensor, called: str) -> str | None:
         why = distributed.why_not_shown(distributed.spec_of(tensor))
         return NAMED["distributed tensor"].text(tensor=called, why=why) if why else None
     if tensor.is_nested:
-        return NAMED["nested tensor that is given"].text(tensor=called)
+        return NAMED["nested tensor"].text(tensor=called)
     if tensor.layout is not torch.strided:
         return NAMED["layout"].text(tensor=called, layout=tensor.layout)
     if overrides(kind, "__torch_dispatch__"):

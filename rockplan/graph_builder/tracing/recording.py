@@ -368,7 +368,8 @@ def _with_backward(
     recorder, call = recording.recorder, recording.call
     backwards.refuse_changes(exchanged.autograd)
     for written in recorder.constants_with_history():
-        raise NAMED["write into another tensor"].error(shape=tuple(written.shape))
+        which = f"a tensor of shape {tuple(written.shape)}, not of the module and no argument"
+        raise NAMED["write of what has a gradient"].error(tensor=which)
     outputs = given_apart(recorder, outputs, exchanged.inputs)
     starts = backward_starts(outputs, spec, call.incoming, call.only_loss)
     if call.only_loss:

@@ -284,12 +284,7 @@ REFUSALS: tuple[Refusal, ...] = (
         when=When.MODULE,
         rule=_cached,
     ),
-    Refusal(
-        "nested tensor that is given",
-        f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}",
-        PAD,
-        when=When.MODULE,
-    ),
+    Refusal("nested tensor", f"{{tensor}} is a nested tensor, {OF_UNKNOWN_SIZES}", PAD),
     Refusal(
         "layout",
         "{tensor} is a tensor with layout {layout}, which cannot be planned",
@@ -438,11 +433,6 @@ REFUSALS: tuple[Refusal, ...] = (
         FUNCTIONAL,
     ),
     Refusal(
-        "nested tensor",
-        f"the forward makes a nested tensor, {OF_UNKNOWN_SIZES}",
-        PAD,
-    ),
-    Refusal(
         "iterator of the module",
         "the forward takes the next of an iterator that the module keeps (a {kind}), which a "
         "planned step would not advance",
@@ -492,12 +482,6 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "writes of a Triton kernel",
         "nobody can say what the Triton kernel {kernel} writes into: {why}",
-        AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
-    ),
-    Refusal(
-        "views for a Triton kernel",
-        "the Triton kernel {kernel} writes into memory that it is given as tensors of several "
-        "dtypes, which a plan does not follow",
         AS_OPERATOR[0].upper() + AS_OPERATOR[1:],
     ),
     Refusal(
@@ -591,14 +575,8 @@ REFUSALS: tuple[Refusal, ...] = (
         "opaque result",
         "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
         "cannot be followed",
-        "return tensors in tuples, lists, dictionaries or a registered pytree",
-        when=When.RESULT,
-    ),
-    Refusal(
-        "key-value cache",
-        "leaf {position} of the module's result is a {kind}, an opaque container whose tensors "
-        "cannot be followed",
-        "pass use_cache=False (config.use_cache = False), or leave it out of what is returned",
+        "return tensors in tuples, lists, dictionaries or a registered pytree; where it is a "
+        "key-value cache, pass use_cache=False (config.use_cache = False)",
         when=When.RESULT,
     ),
     Refusal(
@@ -665,14 +643,6 @@ REFUSALS: tuple[Refusal, ...] = (
         "write of what has a gradient",
         "the forward writes something that has a gradient into {tensor}, which has none: autograd "
         "would not be told of that by a planned step",
-        "Write what is detached (h.detach()), or return it",
-        when=When.GRADIENTS,
-    ),
-    Refusal(
-        "write into another tensor",
-        "the forward writes something that has a gradient into a tensor of shape {shape} that is "
-        "neither a parameter, a buffer nor an argument: autograd would not be told of that by a "
-        "planned step",
         "Write what is detached (h.detach()), or return it",
         when=When.GRADIENTS,
     ),
