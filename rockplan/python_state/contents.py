@@ -33,7 +33,7 @@ from torch import nn
 
 from rockplan.libraries import key_value_cache
 from rockplan.python_state.code_names import root_package
-from rockplan.python_state.elements import is_small, slots, slots_held
+from rockplan.python_state.elements import cell_content, is_small, slots, slots_held
 from rockplan.python_state.writes import ELEMENTS, UNTOLD, Sources, attributes, items
 from rockplan.values.classes import once_for_each_class
 
@@ -269,7 +269,7 @@ class _Reading:
         if isinstance(value, _BUFFERS):
             return self._buffer(value)
         if isinstance(value, types.CellType):
-            return types.CellType, [self.value(_content(value), strict)]
+            return types.CellType, [self.value(cell_content(value), strict)]
         if isinstance(value, torch.Tensor):
             if self._constants is None or any(value is c for c in self._constants):
                 return _Identity(value)
@@ -359,19 +359,12 @@ def _referred(function: Any) -> tuple[Any, ...]:
         return () if fixed else (function.__name__, owner)
     if root_package(function) == "torch" or root_package(function) in sys.stdlib_module_names:
         return ()
-    cells = tuple(map(_content, function.__closure__ or ()))
+    cells = tuple(map(cell_content, function.__closure__ or ()))
     state = (*cells, *(function.__defaults__ or ()))
     named = function.__kwdefaults__, function.__dict__
     if not state and not any(named):
         return ()
     return (function.__code__, *state, *named)
-
-
-def _content(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # it is empty
-        return None
 
 
 def _leaf(value: Any) -> Any:

@@ -358,15 +358,16 @@ def _write_tensor(tensor: torch.Tensor, elements: list[Element]) -> None:
 # Values behind one name
 
 
-def _cell(owner: types.CellType) -> Any:
+def cell_content(cell: types.CellType, default: Any = None) -> Any:
+    """Return what a cell holds, `default` if it is empty."""
     try:
-        return owner.cell_contents
-    except ValueError:  # it is empty
-        return _NOTHING
+        return cell.cell_contents
+    except ValueError:
+        return default
 
 
 CELL = _one(
-    _cell,
+    lambda owner: cell_content(owner, _NOTHING),
     lambda owner, value: setattr(owner, "cell_contents", value),
     lambda owner: delattr(owner, "cell_contents"),
 )

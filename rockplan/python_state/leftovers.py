@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from rockplan.python_state.elements import CELL, ITEMS, LIST, cached_in, tensors_in
+from rockplan.python_state.elements import CELL, ITEMS, LIST, cached_in, cell_content, tensors_in
 
 _YOUNG, _ALL = 0, 2
 """Generations of Python's garbage collector."""
@@ -123,7 +123,7 @@ def _held_once(things: list[Any]) -> list[Any]:
 
 
 def _content(cell: types.CellType) -> object:
-    content = next((held for _, held in CELL.read(cell)), None)
+    content = cell_content(cell)
     return tuple(content.values()) if type(content) is dict else content
 
 

@@ -79,12 +79,8 @@ class AutogradState:
     version: int
 
 
-def kept(named: Mapping[str, torch.Tensor]) -> tuple[AutogradState, ...]:
-    """Return what autograd keeps of named tensors, before a run."""
-    return tuple(_kept(name, tensor) for name, tensor in named.items())
-
-
-def _kept(name: str, tensor: torch.Tensor) -> AutogradState:
+def kept(name: str, tensor: torch.Tensor) -> AutogradState:
+    """Return what autograd keeps of a tensor now."""
     gradient = tensor.grad
     version = -1 if gradient is None else gradient._version
     return AutogradState(name, tensor, tensor.requires_grad, gradient, version)
@@ -98,7 +94,7 @@ def refuse_changes(before: Iterable[AutogradState]) -> None:
             if not one.requires_grad:
                 raise NAMED["write of what has a gradient"].error(tensor=one.name)
             continue
-        now = _kept(one.name, one.tensor)
+        now = kept(one.name, one.tensor)
         if now.requires_grad != one.requires_grad:
             raise NAMED["requires_grad"].error(tensor=one.name)
         if now.gradient is not one.gradient or now.version != one.version:

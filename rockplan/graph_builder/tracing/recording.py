@@ -253,7 +253,7 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     questions = Questions(recording.fake_mode, stand_ins.real, recorder.refuse_here)
     for (role, key), (called, tensor) in callers.items():
         questions.name(stand_ins.of(tensor), called, role, key)
-    autograd = backwards.kept({called: stand_ins.of(t) for called, t in callers.values()})
+    autograd = tuple(backwards.kept(called, stand_ins.of(t)) for called, t in callers.values())
     recorder.begin_forward()
     given_inputs = {v: (i, real_leaves[i]) for i, v in inputs}
     recording.reader.start(given_inputs, parameters, buffers, [t for _, t in names[1]])
