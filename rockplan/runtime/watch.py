@@ -6,6 +6,7 @@ changes twice by gradients before its first call with gradients. Afterwards noth
 
 from __future__ import annotations
 
+import functools
 import warnings
 import weakref
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 
 class Watch:
@@ -31,18 +31,13 @@ class Watch:
     def begin(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         _WAITING.add(self)
-        if not _hooks:
-            _hooks.append(register_optimizer_step_post_hook(_stepped))
+        _hooked()
 
     def end(self) -> None:
         """Watch this module no more: it was called, or is not meant to be."""
-        if self not in _WAITING:
-            return
-        _WAITING.discard(self)
-        _ENDED.add(self)
-        # Not while the hook runs: PyTorch goes through its hooks.
-        if not _WAITING:
-            _hooks.pop().remove()
+        if self in _WAITING:
+            _WAITING.discard(self)
+            _ENDED.add(self)
 
     def _parameters(self) -> dict[int, nn.Parameter]:
         module = None if self._module is None else self._module()
@@ -67,8 +62,10 @@ _ENDED: weakref.WeakSet[Watch] = weakref.WeakSet()
 """Those of modules that were called: what trains their parameters may leave out other plans of
 these, one for evaluation or under another budget."""
 
-_hooks: list[RemovableHandle] = []
-"""The one on steps of all optimizers, while a module waits for its first call."""
+
+@functools.cache
+def _hooked() -> None:
+    register_optimizer_step_post_hook(_stepped)
 
 
 def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

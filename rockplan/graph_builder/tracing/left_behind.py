@@ -53,12 +53,7 @@ class RunTensors:
         return not tensor.requires_grad and self.reader.is_of_constants(self.recorder, tensor)
 
 
-def refusal(
-    found: StateChange,
-    before: Walk,
-    after: Walk,
-    made: RunTensors,
-) -> RockplanError:
+def refusal(found: StateChange, before: Walk, after: Walk, made: RunTensors) -> RockplanError:
     """Return the error for what the run has changed. It is StoredByTheFirstCall if the tensors that
     it has stored depend on constants only."""
     module = found.place.module

@@ -63,7 +63,6 @@ class ValueReader:
         self._numbers: dict[int, tuple[int, torch.Tensor]] = {}
         self.inputs: frozenset[int] = frozenset()
         self._names: dict[int, str] = {}
-        self._snapshots: dict[tuple[int, int], torch.Tensor] = {}
         self._handed: list[_Handed] = []
 
     def start(
@@ -116,11 +115,9 @@ class ValueReader:
             handed = _Handed(known, _bits(known).clone(), where)
         self._handed.append(handed)
         if before.leaves or texts_in(before.calls):
-            # One object for all recorders, so that a second one has the same constants.
-            snapshot = self._snapshots.setdefault((value, len(before.calls)), handed.bits)
-            kept = recorder.value(recorder.known_tensor(snapshot))
+            kept = recorder.value(recorder.known_tensor(handed.bits))
             as_bits = len(recorder.values)
-            bits = Call("aten.view.dtype", (ValueRef(value), snapshot.dtype), (), (as_bits,))
+            bits = Call("aten.view.dtype", (ValueRef(value), handed.bits.dtype), (), (as_bits,))
             equal = Call("aten.equal.default", (ValueRef(as_bits), ValueRef(kept)), (), ())
             leaves = before.leaves | {kept}
             self._guard(recorder, (*before.calls, bits), equal, True, leaves, where)
