@@ -10,7 +10,6 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -51,21 +50,8 @@ def patches() -> Iterator[Patch]:
             yield Patch(kind, "setup_context", recorded.setup_context, _WHY)
 
 
-@dataclass(frozen=True, slots=True)
-class _MadeByCall:
-    """A call in a recording. tensors: its arguments, then its results."""
-
-    known: Known
-    tensors: Sequence[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    """What autograd's context keeps of a call for its backward. attributes: place -> tensor in
-    attributes of the context. Saved tensors are kept by autograd itself."""
-
-    known: Known
-    attributes: dict[int, torch.Tensor]
+_Made = tuple[Known, Sequence[torch.Tensor]]
+"""A call in a recording: what is known of it, and its arguments, then its results."""
 
 
 class _Recorded:
@@ -73,7 +59,7 @@ class _Recorded:
 
     def __init__(self, function: Opaque) -> None:
         self._function = function
-        self._last: list[_MadeByCall] = []
+        self._last: list[_Made] = []
 
     def forward(self, original: Callable[..., Any], recorder: Recorder) -> Any:
         def forward(*given: Any) -> Any:
@@ -84,12 +70,12 @@ class _Recorded:
                 bound = inspect.signature(self._function.forward).bind(*given)
                 bound.apply_defaults()
                 self._last = [self._call(bound.args, recorder)]
-                return opaque.result_of(self._last[0].known, self._last[0].tensors)
+                return opaque.result_of(*self._last[0])
             ctx, *args = given
             self._refuse_subclass(ctx, recorder)
             made = self._call(args, recorder)
-            _set_on_context(ctx, made)
-            return opaque.result_of(made.known, made.tensors)
+            _set_on_context(ctx, *made)
+            return opaque.result_of(*made)
 
         return forward
 
@@ -99,7 +85,7 @@ class _Recorded:
                 original(ctx, inputs, output)
                 return
             self._refuse_subclass(ctx, recorder)
-            _set_on_context(ctx, self._last.pop())
+            _set_on_context(ctx, *self._last.pop())
 
         return setup_context
 
@@ -109,7 +95,7 @@ class _Recorded:
             what = {"function": kind.__qualname__, "base": self._function.called}
             recorder.refuse_here(NAMED["subclass of an opaque function"].text(**what))
 
-    def _call(self, args: Sequence[Any], recorder: Recorder) -> _MadeByCall:
+    def _call(self, args: Sequence[Any], recorder: Recorder) -> _Made:
         for leaf in pytree.tree_leaves(tuple(args)):
             if not (isinstance(leaf, torch.Tensor) or is_plain(leaf)):
                 what = {"function": f"{self._function.called}.forward", "kind": type(leaf).__name__}
@@ -118,17 +104,17 @@ class _Recorded:
         known = _known(call, recorder)
         changed = [tensors[i] for i in known.changed]
         fresh = self._function.operators.forward(known.kept(tensors), changed, key_of(call))
-        return _MadeByCall(known, rebuilt(known.outcome, tensors, fresh))
+        return known, rebuilt(known.outcome, tensors, fresh)
 
     def backward(self, original: Callable[..., Any], recorder: Recorder) -> Any:
         def backward(ctx: Any, *gradients: Any) -> Any:
             if not recorder.is_active():
                 return original(ctx, *gradients)
             self._refuse_subclass(ctx, recorder)
-            kept: _Kept = ctx._rockplan_kept
-            refs = zip(kept.known.outcome.saved, ctx.saved_tensors, strict=True)
+            forward, attributes = ctx._rockplan_kept
+            refs = zip(forward.outcome.saved, ctx.saved_tensors, strict=True)
             saved = {ref.place: tensor for ref, tensor in refs if isinstance(ref, Ref)}
-            call, tensors = backward_call(kept.known, kept.attributes | saved, gradients)
+            call, tensors = backward_call(forward, attributes | saved, gradients)
             known = _known(call, recorder)
             fresh = self._function.operators.backward(tensors, key_of(call))
             made = rebuilt(known.outcome, known.kept(tensors), fresh)
@@ -145,18 +131,19 @@ def _known(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Known:
     return KNOWN[key]
 
 
-def _set_on_context(ctx: Any, made: _MadeByCall) -> None:
-    outcome = made.known.outcome
+def _set_on_context(ctx: Any, known: Known, tensors: Sequence[torch.Tensor]) -> None:
+    # Saved tensors are kept by autograd itself.
+    outcome = known.outcome
     places = {
         ref.place for _, leaves, _ in outcome.attributes for ref in leaves if isinstance(ref, Ref)
     }
-    ctx._rockplan_kept = _Kept(made.known, {p: made.tensors[p].detach() for p in sorted(places)})
+    ctx._rockplan_kept = known, {p: tensors[p].detach() for p in sorted(places)}
     if outcome.saved:
-        ctx.save_for_backward(*(taken(ref, made.tensors) for ref in outcome.saved))
+        ctx.save_for_backward(*(taken(ref, tensors) for ref in outcome.saved))
     if outcome.dirty:
-        ctx.mark_dirty(*(made.tensors[place] for place in sorted(outcome.dirty)))
+        ctx.mark_dirty(*(tensors[place] for place in sorted(outcome.dirty)))
     if outcome.constant:
-        ctx.mark_non_differentiable(*(made.tensors[place] for place in sorted(outcome.constant)))
+        ctx.mark_non_differentiable(*(tensors[place] for place in sorted(outcome.constant)))
     ctx.set_materialize_grads(outcome.materializes)
 
 
