@@ -142,7 +142,7 @@ def _launcher(original: Any, recorder: Recorder) -> Any:
 def _launch(kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], recorder: Recorder) -> None:
     function = plain_function(kernel)
     name = getattr(function, "__qualname__", str(kernel)).replace("<locals>.", "")
-    parameters = plain_parameters(kernel)
+    parameters = list(inspect.signature(function).parameters)
     named = dict(zip(parameters, args, strict=False))
     named |= {n: value for n, value in kwargs.items() if n in parameters}
     options = tuple(sorted((n, value) for n, value in kwargs.items() if n not in parameters))
@@ -195,10 +195,6 @@ def _launch(kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], recorder:
 def _constant(leaf: Any) -> Any:
     is_constant = type(leaf).__name__ == "constexpr" and type(leaf).__module__.startswith("triton")
     return leaf.value if is_constant else leaf
-
-
-def plain_parameters(kernel: Any) -> list[str]:
-    return list(inspect.signature(plain_function(kernel)).parameters)
 
 
 def _layers(kernel: Any) -> Iterator[Any]:

@@ -98,7 +98,8 @@ class Questions:
             finally:
                 _class_of.pop()
                 # A mode that saw the patched functions may live on: no references to tensors.
-                self.stand_ins, self.names, self.refuse = {}, {}, _nobody
+                self.stand_ins, self.names = {}, {}
+                del self.refuse
 
     def refuse_set(self, results: Sequence[Any]) -> None:
         """Raise CaptureError if the forward has set an attribute of a result."""
@@ -281,10 +282,6 @@ class Questions:
     def _refuse(self, tensor: torch.Tensor, name: str, what: str) -> NoReturn:
         called = self.names.get(id(tensor), ("a tensor", "", ""))[0]
         self.refuse(NAMED["question"].text(tensor=called, name=name, what=what))
-
-
-def _nobody(message: object) -> NoReturn:
-    raise AssertionError(message)
 
 
 _class_of: list[Callable[[torch.Tensor], type]] = []
