@@ -58,8 +58,8 @@ def refusal(found: StateChange, before: Walk, after: Walk, made: RunTensors) -> 
     it has stored depend on constants only."""
     module = found.place.module
     if is_generator(type(found.owner)):
-        facts = {"place": found.place.text, "kind": type(found.owner).__name__}
-        return NAMED["generator of Python"].error(module, **facts)
+        kind = type(found.owner).__name__
+        return NAMED["generator of Python"].error(module, place=found.place, kind=kind)
     if isinstance(found.owner, torch.Tensor) and isinstance(found.former, bool):
         return NAMED["requires_grad"].error(tensor=found.place)
     stored = [t for t in after.objects if made.is_ours(t) and id(t) not in before.number]
