@@ -50,6 +50,13 @@ def test_causal_attention_does_half() -> None:
     assert causal / whole == pytest.approx(0.5, rel=1e-3)
 
 
+def test_evaluation_mode_is_said() -> None:
+    model, x = nn.Linear(64, 64), torch.zeros(2, 64)
+    for is_training in (True, False):
+        said = rockplan.fit(model.train(is_training), x, "a10", options=QUICK).notes
+        assert any("in evaluation mode" in note for note in said) == (not is_training)
+
+
 def test_what_nobody_measured_has_no_rate() -> None:
     model, x = nn.Linear(64, 64), torch.zeros(2, 64)
     assert rates_of(gpu("a10")) is CUDA_RATES

@@ -50,6 +50,11 @@ RATES_SEEN = (
 
 ONE_BATCH = "one batch was asked for, {}: sizes={{0: (1, 1024)}} (--batch 1:1024) finds the largest"
 
+IN_EVALUATION = (
+    "the model is in evaluation mode, in which dropout is nothing and statistics stay: call "
+    "train() first for training as it usually is"
+)
+
 ON_CPU = (
     "of the CPU of this machine: parameters, gradients, optimizer and plans to the byte, with what "
     "operators take while they run, as tried at the captured sizes. by a table: context, for "
@@ -71,7 +76,8 @@ OF_SEVERAL = (
 def notes_of(question: FitQuestion, batches: tuple[int, int]) -> tuple[str, ...]:
     """Return sentences for the end of an answer that say what its figures rest on. batches: the
     least and the most that were asked for."""
-    notes = [*(ON_CPU if question.on.is_cpu else _of_gpu(question.on))]
+    notes = [] if any(m.training for m in question.given.modules()) else [IN_EVALUATION]
+    notes += ON_CPU if question.on.is_cpu else _of_gpu(question.on)
     if question.options.compile:
         notes.append(COMPILED)
     elif question.on.is_cpu:
