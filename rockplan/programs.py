@@ -318,13 +318,14 @@ def _alike_but_for_sizes(
     as long as nothing speaks against leaving these open: of calls that the same recording would
     be for, where one is known."""
     now, tried = source.lowered.interface.call_in(source.lowered.graph), state.tried[kind]
+    from_outputs = _starts(source.lowered.interface)
     alike = (
         bound.program
         for other, bounds in reversed([*state.programs.items()])
         if other[1][:1] != ("open",)
         and opened_key(without_unread(other, source.run.unread)) == kind
         for bound in reversed(bounds)
-        if bound.signature.holds()
+        if bound.signature.holds() and _starts(bound.program.interface) == from_outputs
     )
     for program in alike:
         then = program.interface.call_in(program.plan.graph)
@@ -333,6 +334,11 @@ def _alike_but_for_sizes(
         may_be = None not in places.values() and tried.fixed.isdisjoint(places.items())
         if places and may_be and is_near:
             yield program, places
+
+
+def _starts(interface: Interface) -> list[bool]:
+    """For each result, whether a backward pass may start from it."""
+    return [leaf.tangent is not None for leaf in interface.outputs]
 
 
 def _new_program(
