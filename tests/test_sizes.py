@@ -408,6 +408,19 @@ def test_resampling_to_one_size_leaves_others_open(mode: str, dimensions: int) -
     assert captured == [True, False, False, False]
 
 
+@pytest.mark.parametrize("cut", [lambda h: h[:20], lambda h: h[-20:]])
+def test_a_slice_of_all_is_none(cut: Callable[[Tensor], Tensor]) -> None:
+    """Eager's indexing makes none, so that gradients come in other strides."""
+    torch.manual_seed(0)
+    model = Treats(lambda h, n: cut(h))
+    planned: Any = rockplan.solve(model, torch.randn(40, 8), "100%", options=OPTIONS)
+    captured = []
+    for size in (33, 25, 20):
+        x = torch.randn(size, 8)
+        captured.append("capturing the model" in heard(lambda x=x: planned(x).backward()))
+    assert captured == [True, False, True]
+
+
 def test_results_overlap_at_some_sizes() -> None:
     class Parts(nn.Module):
         def __init__(self) -> None:
