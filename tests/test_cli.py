@@ -152,7 +152,7 @@ SPELLINGS = {
         " --only-loss --rounds --tile --time-limit -b"
     ),
     "fit": (
-        "--accumulate --autocast --average --batch --clip-norm --compile --gpu --gpus"
+        "--accumulate --autocast --average --batch --clip-norm --compile --device --gpu --gpus"
         " --grad-scaler --host --html --in-backward --inference --json --keep-gradients --length"
         " --link --near --only-loss --optimizer --remedies --shard --tile --time-limit"
     ),
@@ -166,7 +166,7 @@ SPELLINGS = {
         " --passes --tile -b"
     ),
     "solve": (
-        "--accumulate --autocast --best --budget --check --compile --host --host-path"
+        "--accumulate --autocast --best --budget --check --compile --graph --host --host-path"
         " --json --link --near --no-cache --no-check --only-loss --optimizer --save --size"
         " --solver --tile --time-limit --trace --write-lp -b"
     ),
@@ -570,14 +570,35 @@ def test_an_interrupt_leaves_nothing_half_written(
 SIGNALLED = """
 import os, signal, threading
 from rockplan import examples
+class Dropping:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def drop():
+    Dropping()
+class Turning:
+    def __set_name__(self, owner, name):
+        os.kill(os.getpid(), signal.SIGINT)
+        for _ in range(1000): pass
+def turn():
+    try:
+        type("Owner", (), {{"member": Turning()}})
+    except BaseException as error:
+        raise RuntimeError("as Python before 3.12 says of __set_name__") from error
 def make():
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+    {how}
     return examples.transformer()
 """
+LATER = "threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()"
 
 
-def test_a_signal_ends_with_its_exit_code(own_folder: Path) -> None:
-    write(own_folder, "signalled.py", SIGNALLED)
+@pytest.mark.parametrize(
+    "how",
+    [LATER, "drop()", "turn()"],
+    ids=["once", "dropped by Python", "turned into another error"],
+)
+def test_a_signal_ends_with_its_exit_code(own_folder: Path, how: str) -> None:
+    write(own_folder, "signalled.py", SIGNALLED.format(how=how))
     running = process(
         "solve", f"{own_folder}/signalled.py:make", "--no-cache", stderr=subprocess.PIPE
     )

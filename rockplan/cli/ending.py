@@ -6,7 +6,9 @@ the result.
 
 from __future__ import annotations
 
+import signal
 import sys
+import threading
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, redirect_stdout
@@ -44,6 +46,45 @@ planned; 5 a plan file or a cache entry is damaged or of another version; 6 a ch
 interrupted.
 """
 
+# Seconds after which an interrupt is raised again, in case Python dropped it (in a destructor, or
+# in an import inside try).
+_RAISE_AGAIN_S = 0.5
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Python may drop the first interrupt, or turn it into another error (as before 3.12 in the
+    body of a class): it comes again. Only in the main thread; signal handlers are put back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    struck = False
+
+    def interrupt(*_: object) -> None:
+        nonlocal struck
+        struck = True
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, _RAISE_AGAIN_S)
+        raise KeyboardInterrupt
+
+    kinds = [k for k in (signal.SIGINT, getattr(signal, "SIGALRM", None)) if k is not None]
+    before = {kind: signal.signal(kind, interrupt) for kind in kinds}
+    try:
+        yield
+    except Exception as error:
+        if struck:
+            raise KeyboardInterrupt from error
+        raise
+    finally:
+        # Ignore interrupts first, so that none strikes while the former handlers are put back.
+        for kind in kinds:
+            signal.signal(kind, signal.SIG_IGN)
+        if hasattr(signal, "setitimer"):
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        for kind, handler in before.items():
+            # None: the handler was not set by Python, which cannot put it back.
+            signal.signal(kind, signal.SIG_DFL if handler is None else handler)
+
 
 @contextmanager
 def ending(as_json: bool) -> Iterator[None]:
@@ -51,7 +92,7 @@ def ending(as_json: bool) -> Iterator[None]:
     stderr, with as_json also as a document to stdout, and exit with its code. Output of the user's
     own code inside goes to stderr: stdout is for the result."""
     try:
-        with warnings.catch_warnings(), redirect_stdout(sys.stderr):
+        with _interruptible(), warnings.catch_warnings(), redirect_stdout(sys.stderr):
             warnings.showwarning = lambda message, *_, **__: typer.echo(
                 printable(f"warning: {message}"), err=True
             )

@@ -7,6 +7,7 @@ Each function, class or variable is a row (`patches.Patch`). A new PyTorch is a 
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -155,6 +156,18 @@ def _telling(original: Any, recorder: Recorder) -> Any:
             return original(real.requires_grad_(tensor.requires_grad), *args, **kwargs)
 
     return tell
+
+
+def _compile(original: Any, recorder: Recorder) -> Any:
+    refuse = refusing("compiler")(original, recorder)
+
+    def compile(function: Any = None, **how: Any) -> Any:
+        # torch.cond and its like are refused by their names, as the operators that they come to.
+        # The frame between is that of `in_this_thread`.
+        caller = str(sys._getframe(2).f_globals.get("__name__"))
+        return function if caller.startswith("torch._higher_order_ops.") else refuse()
+
+    return compile
 
 
 def _data_ptr(original: Any, recorder: Recorder) -> Any:
@@ -308,7 +321,7 @@ PATCHES: tuple[Patch, ...] = (
     Patch(
         torch,
         "compile",
-        refusing("compiler"),
+        _compile,
         "a call of it leaves what it knows of PyTorch in caches, where functions that are others "
         "while a forward is recorded would stay",
     ),

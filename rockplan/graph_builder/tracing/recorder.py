@@ -350,8 +350,9 @@ class Recorder(TorchDispatchMode):
             if _NO_RULE not in str(error):
                 raise
             raise NAMED["no rule"].at(*where, operator=func) from error
-        if func is _SLICE and self.phase is Phase.FORWARD:
-            # Python's indexing makes no slice of the whole: sizes at which it is one have a guard.
+        if func is _SLICE and self.phase is Phase.FORWARD and tensors[0].requires_grad:
+            # Python's indexing makes no slice of the whole, whose gradients have other strides:
+            # sizes at which it is one have a guard.
             _ = any(made != own for made, own in zip(result.shape, tensors[0].shape, strict=True))
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
