@@ -1,6 +1,6 @@
 """A worker of `benchmarks.gpu`: plans that are replayed as CUDA graphs, beside their code.
 
-Bits first: five steps of AdamW with dropout, of two copies of a model, one by the code of its plan
+Bits first: five steps of AdamW with dropout, of two backward passes each, of two copies of a model, one by the code of its plan
 and one by graphs of it, have the same losses, gradients and generator. Then both in turns: time of
 the device and of the host. On CPU, where there are no graphs, both run the code.
 """
@@ -19,7 +19,7 @@ from benchmarks.gpu_compiled import step_seconds
 from benchmarks.gpu_worker import Row, Worker, worker
 from testing.gpu_cases import LossCase, case_of
 
-STEPS, ROUNDS = 5, 7
+STEPS, PASSES, ROUNDS = 5, 2, 7
 BUDGETS = {"all kept": "100%", "smallest": "min"}
 DROPOUT = 0.1
 
@@ -48,8 +48,9 @@ class Pair:
             for module, optimizer in zip(self.modules, optimizers, strict=True):
                 optimizer.zero_grad()
                 torch.manual_seed(step)
-                loss = self.case.loss(module(*self.case.args, **self.case.kwargs))
-                loss.backward()
+                for _ in range(PASSES):
+                    loss = self.case.loss(module(*self.case.args, **self.case.kwargs))
+                    loss.backward()
                 gradients = [p.grad for p in module.parameters() if p.grad is not None]
                 found.append([loss.detach(), torch.rand(4, device=self.device), *gradients])
                 optimizer.step()

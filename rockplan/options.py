@@ -416,6 +416,7 @@ ROWS: Mapping[str, OptionRow] = {
                 "beside whose blocks Python runs at each step: leave it out, or plan the whole "
                 "module with rockplan.solve"
             ),
+            "pareto": "which runs no plan: leave it out, or give rockplan.plan one budget",
             "fit": (
                 "which does not count the memory of graphs: leave it out, and read "
                 "rockplan.plan(model, sample, budget, options=Options(graph=True)).pool_bytes"

@@ -41,6 +41,7 @@ from rockplan.python_state import trees
 from rockplan.remedies import remedies
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime import planned_state
+from rockplan.runtime.captured import why_not
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.guards import opened_key, without_unread
 from rockplan.runtime.planned_module import kind_of_call
@@ -540,15 +541,16 @@ def built_program(
     CheckFailed if it differs."""
     report("writing the code")
     plan = with_reserved(plan)
+    interface, is_first = source.lowered.interface, not planned_state.programs_of(call.module)
     # A later kind of call that no graph can be of runs by its code, as the logger says.
-    if options.graph and not planned_state.programs_of(call.module):
-        plan = with_pool(plan, source.lowered.interface)
+    if options.graph and (is_first or not why_not(plan, interface)):
+        plan = with_pool(plan, interface)
     if source.earlier_workspaces:
         graph = with_open_workspaces(without_copies(plan.graph), source.earlier_workspaces)
         plan = replace(plan, graph=with_copies_of(graph, plan.graph))
     program = build_program(
         plan,
-        source.lowered.interface,
+        interface,
         tuple(t for _, t in source.run.constants),
         source.run.output_spec,
         source.hooked,

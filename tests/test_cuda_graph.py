@@ -12,6 +12,7 @@ import copy
 import functools
 import gc
 import logging
+import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -219,7 +220,7 @@ def most_in_the_pool(planned: Any, run: Callable[[], object] | None = None) -> i
     """The most bytes that are alive while the graphs of a call are recorded, beyond before, beside
     what cuBLAS keeps and a seed and an offset for each generator."""
     gc.collect()
-    real, found = captured._Graphs, []
+    real, found = captured._CallGraphs, []
 
     def measured(*given: Any) -> Any:
         torch.cuda.reset_peak_memory_stats()
@@ -235,7 +236,7 @@ def most_in_the_pool(planned: Any, run: Callable[[], object] | None = None) -> i
         return result
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(captured, "_Graphs", measured)
+        patch.setattr(captured, "_CallGraphs", measured)
         step(planned) if run is None else run()
     (most_bytes,) = found
     return most_bytes
@@ -298,7 +299,10 @@ def test_gradients_that_are_alive_keep_their_memory(said: Any) -> None:
     kept = weight.grad[0]  # a part is enough
     planned.zero_grad()
     assert step(planned) == 0
+    storage = kept.untyped_storage()
     del kept
+    assert step(planned) == 0
+    del storage
     assert step(planned) == 2
     assert said() == [captured._GRADIENTS]
 
@@ -415,6 +419,15 @@ def test_moved_parameters_run_the_code(said: Any) -> None:
     assert len(said()) == 1 and "lie elsewhere" in said()[0]
 
 
+def test_moved_constants_run_the_code(said: Any) -> None:
+    model = Ends(lambda y, x: y * model.table)  # type: ignore[operator]
+    model.table = rows(1)
+    planned = recorded(rockplan.solve(model.cuda(), rows(), "100%", options=GRAPH))
+    model.table.data = model.table.clone()
+    assert step(planned) == 0
+    assert len(said()) == 1 and "lie elsewhere" in said()[0]
+
+
 def test_other_parameters_are_recorded_anew() -> None:
     planned = recorded(planned_loss())
     state = {k: v.clone() for k, v in planned.state_dict().items()}
@@ -498,6 +511,33 @@ def test_kinds_of_call_share_the_pool(said: Any) -> None:
     assert said() == [captured._GRADIENTS]
 
 
+def test_kinds_take_the_memory_of_others() -> None:
+    planned, grown = planned_loss(depth=6), []
+    for n in (512, 480):
+        step(planned, rows(n))
+        gc.collect()
+        torch.cuda.empty_cache()
+        before = torch.cuda.memory_reserved()
+        assert step(planned, rows(n)) == 2
+        gc.collect()
+        torch.cuda.empty_cache()
+        grown.append(torch.cuda.memory_reserved() - before)
+    assert grown[1] < grown[0] / 2
+
+
+def test_memory_of_kinds_that_are_gone_is_kept(said: Any) -> None:
+    planned = recorded(planned_loss())
+    gradients = torch.autograd.grad(planned(rows()), [*planned.parameters()])
+    state = {k: v.clone() for k, v in planned.state_dict().items()}
+    planned.load_state_dict(state, assign=True)
+    gc.collect()
+    assert [step(planned), step(planned)] == [0, 0]
+    assert said() == [captured._GRADIENTS]
+    del gradients
+    assert [step(planned), step(planned)] == [2, 2]
+    assert len(planned._rockplan.pool.recorded) == 1
+
+
 def test_no_more_than_some_kinds_are_recorded(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(captured, "MOST_KINDS", 1)
     planned = recorded(planned_loss())
@@ -509,6 +549,18 @@ def test_copies_have_graphs_of_their_own() -> None:
     planned = recorded(planned_loss())
     other = copy.deepcopy(planned)
     assert [step(other), step(other), step(planned)] == [0, 2, 2]
+
+
+def test_pickles_have_graphs_of_their_own() -> None:
+    planned = recorded(planned_loss())
+    other = pickle.loads(pickle.dumps(planned))
+    assert [step(other), step(other), step(planned)] == [0, 2, 2]
+
+
+def test_modules_on_the_cpu_run_their_code(said: Any) -> None:
+    planned = recorded(planned_loss()).cpu()
+    assert [step(planned, rows().cpu()) for _ in range(3)] == [0, 0, 0]
+    assert len(said()) == 1 and "computes on cpu" in said()[0]
 
 
 def test_nothing_stays_of_a_module_that_is_gone() -> None:

@@ -59,7 +59,8 @@ class Code:
     acting: results of forward operators with side effects, in order, each as (operator, its name in
     `frame.saved` after the forward, or '' if it is not there); reused: positions among `acting` of
     the results that a forward which runs again takes from `frame.first`. pages: (name, bytes,
-    device) of each storage that it pages to the host.
+    device) of each storage that it pages to the host. redraws: how often the forward and the
+    backward phase draw again what was drawn before.
     """
 
     source: str
@@ -71,6 +72,7 @@ class Code:
     acting: tuple[tuple[str, str], ...]
     reused: tuple[int, ...]
     pages: tuple[tuple[str, int, str], ...]
+    redraws: tuple[int, int]
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
@@ -164,6 +166,7 @@ class _Emitter:
         self._checked: set[int] = set()
         self._read: list[set[int]] = []
         self._states: dict[int, str] = {}
+        self._redraws: Counter[bool] = Counter()
         self._place = ""
 
     def emit(self) -> Code:
@@ -198,6 +201,7 @@ class _Emitter:
             ),
             reused=self._reused() if self._again else (),
             pages=tuple(self._pages.values()),
+            redraws=(self._redraws[False], self._redraws[True]),
         )
 
     def _reused(self) -> tuple[int, ...]:
@@ -407,6 +411,7 @@ class _Emitter:
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
+            self._redraws[bool(self._read)] += 1  # in the backward phase there are slices
             self._line(f'frame.begin_replay("{self._states[node.index]}", "{device}")')
             return
         name = self._names.of(("state", node.index), f"rng_{node.name}")

@@ -263,7 +263,7 @@ def run(
     program = bound.program
     executable = program.executable
     if pool is not None:
-        executable = pool.executable(bound, program, bound.tensors)
+        executable = pool.executable(bound, program)
     with without_default_device():
         tensors = autograd.call(executable, bound.residents(leaves), bound.wrappers, replan)
     tensor_at = dict(zip(program.interface.results, tensors, strict=True))

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 import threading
 import weakref
 from collections.abc import Sequence
@@ -96,32 +97,52 @@ def _why_not(op: str, takes_mask: bool) -> str:
 
 class GraphPool:
     """The graphs of one planned module, and the memory that they share. lock: held while a replay
-    begins; stream: of the last replay, for which the next one waits; copies_gradients: some were
-    alive when the next forward began, so that later ones are copied out."""
+    begins; last_stream: of the last replay, for which the next one waits; copies_gradients: some
+    were alive when the next forward began, so that later ones are copied out."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
-        self.handle: Any = None
-        self.stream: Any = None
+        self.last_stream: Any = None
         self.copies_gradients = False
+        self._memory: Any = None
+        self._streams: dict[int, torch.cuda.Stream] = {}
         self._kinds: weakref.WeakKeyDictionary[Any, tuple[_KindOfCall, Executable]]
         self._kinds = weakref.WeakKeyDictionary()
+        self._calls: list[tuple[weakref.ref[_KindOfCall], _CallGraphs]] = []
         self._said: set[str] = set()
 
     def __deepcopy__(self, memo: object) -> GraphPool:
         return GraphPool()
 
-    def executable(self, bound: Any, program: PlannedProgram, tensors: Tensors) -> Executable:
-        """Return what a call of `bound`, `program` on these tensors of a module, is to run."""
+    def executable(self, bound: Any, program: PlannedProgram) -> Executable:
+        """Return what a call of `bound`, `program` on the tensors of a module, is to run."""
         with self.lock:
             if bound not in self._kinds:
-                kind = _KindOfCall(self, program, tensors)
+                kind = _KindOfCall(self, program)
                 self._kinds[bound] = kind, kind.replaying()
             return self._kinds[bound][1]
 
     @property
-    def recorded(self) -> list[_Graphs]:
-        return [kind.recorded for kind, _ in self._kinds.values() if kind.recorded is not None]
+    def recorded(self) -> list[_CallGraphs]:
+        """Of kinds that can be called, or of which somebody holds memory."""
+        self._calls = [(of, call) for of, call in self._calls if of() is not None or call.held()]
+        return [call for _, call in self._calls]
+
+    def record(self, kind: _KindOfCall, *given: Any) -> _CallGraphs:
+        """Record a call of a kind, in the memory that all of them share. given: of _CallGraphs.
+        Raises RuntimeError where that is impossible."""
+        if not self.recorded:  # PyTorch's pool is gone with the last of its graphs
+            self._memory = torch.cuda.graph_pool_handle()
+        # One for all kinds: PyTorch gives memory again only to the stream that let go of it.
+        stream = self._streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+        try:
+            call = _CallGraphs(self._memory, stream, *given)
+        except Exception:  # of whatever runs here for the first time
+            with contextlib.suppress(RuntimeError):  # open where a capture became invalid
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
+            raise
+        self._calls.append((weakref.ref(kind), call))
+        return call
 
     def say(self, why: str) -> None:
         if why not in self._said:
@@ -132,10 +153,10 @@ class GraphPool:
 class _KindOfCall:
     """Calls of one program. recorded: its graphs, None as long as there are none."""
 
-    def __init__(self, pool: GraphPool, program: PlannedProgram, tensors: Tensors) -> None:
-        self.recorded: _Graphs | None = None
+    def __init__(self, pool: GraphPool, program: PlannedProgram) -> None:
+        self.recorded: _CallGraphs | None = None
         # Not strongly: memory of the device is not to wait for the collector of cycles.
-        self._pool, self._program, self._tensors = weakref.ref(pool), program, tensors
+        self._pool, self._program = weakref.ref(pool), program
         self._code = program.executable
         self._device = torch.device(self._code.devices[0])
         self._generator = rng_replay.generator_of(self._code.devices[0])
@@ -161,9 +182,9 @@ class _KindOfCall:
                 why = self._never = self._record(pool, frame)
             if self.recorded is not None and not why:
                 stream = torch.cuda.current_stream(self._device)
-                if pool.stream not in (None, stream):
-                    stream.wait_stream(pool.stream)
-                pool.stream = stream
+                if pool.last_stream not in (None, stream):
+                    stream.wait_stream(pool.last_stream)
+                pool.last_stream = stream
                 return self.recorded.forward(frame)
         pool.say(why)
         pool.copies_gradients |= why == _GRADIENTS
@@ -204,32 +225,29 @@ class _KindOfCall:
             return "torch.autograd.detect_anomaly is on"
         if torch._C._autograd._top_saved_tensors_default_hooks(False) is not None:
             return "hooks on saved tensors are active, such as those of a checkpoint"
-        residents, first = frame.residents, len(self._tensors)
+        residents = frame.residents
         if any(has_hooks(residents[t]) for targets in self._code.targets for t in targets):
             return "there are hooks on parameters, which run when a gradient is ready"
-        for given in residents[first : first + len(self._program.interface.inputs)]:
-            if given.is_floating_point() and given.data_ptr() % ALIGNED_BYTES:
+        for given in (residents[i] for i in _inputs(self._program.interface)):
+            is_computed = given.is_floating_point() or given.is_complex()
+            if is_computed and given.data_ptr() % ALIGNED_BYTES:
                 return f"an argument's address is no multiple of {ALIGNED_BYTES}"
         if self.recorded is None and len(pool.recorded) == MOST_KINDS:
             return f"there are graphs of {MOST_KINDS} kinds of call already"
-        if self.recorded is not None and (why := self.recorded.changed(self._tensors)):
+        if self.recorded is not None and (why := self.recorded.changed(residents)):
             return why
         return next(filter(None, (one.held() for one in pool.recorded)), "")
 
     def _record(self, pool: GraphPool, frame: Frame) -> str:
         """Return why that is not possible, '' if it is done."""
         own = self._generator.graphsafe_get_state()
-        if not pool.recorded:  # PyTorch's pool is gone with the last of its graphs
-            pool.handle = torch.cuda.graph_pool_handle()
         # The workspaces of cuBLAS come to lie in the pool, where nobody but these graphs uses them:
         # PyTorch keeps one for each stream, which others may have.
         torch._C._cuda_clearCublasWorkspaces()
         try:
             with torch.cuda.device(self._device):
-                self.recorded = _Graphs(pool.handle, self._program, frame, self._offsets)
-        except Exception as error:  # of whatever runs here for the first time
-            with contextlib.suppress(RuntimeError):  # open where a capture became invalid
-                torch._C._cuda_endAllocateToPool(self._device.index, pool.handle)
+                self.recorded = pool.record(self, self._program, frame, self._offsets)
+        except Exception as error:
             return f"it cannot be recorded: {str(error).partition(chr(10))[0]}"
         finally:
             self._generator.graphsafe_set_state(own)
@@ -237,7 +255,7 @@ class _KindOfCall:
         return ""
 
 
-class _Graph:
+class _PhaseGraph:
     """A graph with its generators: one with which it draws for the first time, and one for each
     draw that it makes again, which begins where the first one did. The user's own is never
     registered, so that no capture can leave it in a state in which it does not draw."""
@@ -281,7 +299,7 @@ class _RecordedFrame(Frame):
     """The frame of the code while it is recorded. graph: that records it now."""
 
     __slots__ = ("graph",)
-    graph: _Graph
+    graph: _PhaseGraph
 
     def save_generator_state(self, name: str, device: str) -> None:
         self.saved[name] = torch.empty(0)
@@ -293,33 +311,33 @@ class _RecordedFrame(Frame):
         self.graph.end_redraw()
 
 
-class _Graphs:
+class _CallGraphs:
     """The two graphs of one kind of call, with what they read and make."""
 
     def __init__(
-        self, pool: Any, program: PlannedProgram, frame: Frame, offsets: dict[str, int]
+        self,
+        memory: Any,
+        stream: torch.cuda.Stream,
+        program: PlannedProgram,
+        frame: Frame,
+        offsets: dict[str, int],
     ) -> None:
-        """Record them; nothing is computed. frame: of a call. Raises RuntimeError, as PyTorch
-        does, where that is impossible."""
+        """Record them; nothing is computed. memory: handle of a pool of PyTorch's; frame: of a
+        call. Raises RuntimeError, as PyTorch does, where that is impossible."""
         code, interface = program.executable, program.interface
         residents = [*frame.residents]
-        first = len(interface.parameters) + len(interface.buffers)
-        self._inputs = range(first, first + len(interface.inputs))
-        self._addresses, self._flags = [t.data_ptr() for t in residents[:first]], _flags()
+        self._inputs = _inputs(interface)
+        self._addresses, self._flags = self._addresses_of(residents), _flags()
         self._changed = [residents[interface.residents.index(v)] for v in interface.mutated]
         self._arguments = [_static(residents[i], residents[i].stride()) for i in self._inputs]
-        residents[first : self._inputs.stop] = self._arguments
+        residents[self._inputs.start : self._inputs.stop] = self._arguments
         self._offsets = offsets
         self._generator = rng_replay.generator_of(code.devices[0])
-        phases = code.code.source.partition("\ndef backward_0(")
-        redraws = [text.count("frame.begin_replay(") for text in phases]
-        self._forward = _Graph(self._generator, redraws[0])
-        self._backward = _Graph(self._generator, redraws[2])
-        stream = torch.cuda.Stream(residents[0].device)
+        self._forward, self._backward = (_PhaseGraph(self._generator, n) for n in code.code.redraws)
 
         run = _RecordedFrame(tuple(residents), code.sizes)
         run.graph = self._forward
-        with self._forward.recording(pool, stream):
+        with self._forward.recording(memory, stream):
             self._results = run_forward(code, run)
         self._copies = run.copies
         kept = {t.untyped_storage()._cdata for t in run.saved.values()}
@@ -329,7 +347,7 @@ class _Graphs:
 
         run.graph = self._backward
         run.put_tangents(tuple(self._tangents))
-        with self._backward.recording(pool, stream):
+        with self._backward.recording(memory, stream):
             self._gradients = _gradients(code, run)
         again = {name for of in (self._forward, self._backward) for _, name in of.again}
         if not again <= offsets.keys():
@@ -341,8 +359,11 @@ class _Graphs:
         others: all that the graphs read."""
         self._token = torch.empty(1, device=self._results[0].device)
         gradients = [g for given in self._gradients for g in given if g is not None]
-        results = [t for t in self._results if t.nbytes > COPIED_BYTES] + [*self._copies]
-        groups = ((_WAITING, [self._token]), (_GRADIENTS, gradients), (_RESULTS, results))
+        results = [t for t in self._results if t.nbytes > COPIED_BYTES]
+        groups = (
+            *((_WAITING, [self._token]), (_GRADIENTS, gradients)),
+            *((_RESULTS, results), (_BUFFERS, self._copies)),
+        )
         if any(g.layout is not torch.strided or type(g) is not torch.Tensor for g in gradients):
             raise RuntimeError("gradients are no plain tensors")
         self._handed = [(why, [t.untyped_storage() for t in given]) for why, given in groups]
@@ -362,10 +383,14 @@ class _Graphs:
         pairs = zip(self._handed, self._uses, strict=True)
         return next((why for (why, own), uses in pairs if _uses(own) != uses), "")
 
-    def changed(self, tensors: Tensors) -> str:
-        """Return what else is not as it was recorded. tensors: of the module."""
-        if [t.data_ptr() for t in tensors] != self._addresses:
-            return "parameters or buffers lie elsewhere than when it was recorded"
+    def _addresses_of(self, residents: Tensors) -> list[int]:
+        """Of those that are read where they lie; arguments are copied."""
+        return [t.data_ptr() for i, t in enumerate(residents) if i not in self._inputs]
+
+    def changed(self, residents: Tensors) -> str:
+        """Return what else is not as it was recorded. residents: of a call."""
+        if self._addresses_of(residents) != self._addresses:
+            return "parameters, buffers or constants lie elsewhere than when it was recorded"
         return "" if _flags() == self._flags else "PyTorch's precision or determinism is another"
 
     def forward(self, frame: Frame) -> tuple[torch.Tensor, ...]:
@@ -402,6 +427,9 @@ class _Graphs:
 
 
 _WAITING = "one before it has not had its backward pass, and it would write over what that one kept"
+_FRESH = -1
+"""Where a tensor is that nobody else holds."""
+
 _GRADIENTS = (
     "gradients of one before it are alive, where it would write. Later ones are copied out, which "
     "zero_grad before the forward, as it is by default, makes unnecessary"
@@ -410,21 +438,40 @@ _RESULTS = (
     f"a result of one before it, of more than {COPIED_BYTES >> 10} KiB, is alive, where it would "
     "write: let go of it first (del), or plan with Options(only_loss=True)"
 )
+_BUFFERS = "copies of buffers that one before it read are alive: let go of its results (del)"
 
 
 def _gradients(code: Executable, frame: Frame) -> list[list[torch.Tensor | None]]:
-    """Those of each slice. Several of one tensor are added to the first, as autograd would before
-    anybody gets it."""
+    """Those of each slice. Several of one tensor are added up in the place of the first, as
+    autograd would before anybody gets it."""
     of: dict[int, torch.Tensor] = {}
-    slices: list[list[torch.Tensor | None]] = []
+    slices: list[list[int | None]] = []
     for number, targets in enumerate(code.targets):
         slices.append([])
-        for target, gradient in zip(targets, run_slice(code, frame, number), strict=True):
-            slices[-1].append(None if target in of else gradient)
-            if target in of:
-                of[target].add_(gradient)
-            of.setdefault(target, gradient)
-    return slices
+        made = [*reversed(run_slice(code, frame, number))]
+        for target in targets:
+            slices[-1].append(None if target in of else target)
+            _add(of, target, made.pop())
+    return [[None if t is None else of[t] for t in targets] for targets in slices]
+
+
+def _add(of: dict[int, torch.Tensor], target: int, gradient: torch.Tensor) -> None:
+    """Add a gradient to that of its tensor: in place where nobody else reads it, as autograd."""
+    if target not in of:
+        of[target] = gradient
+        return
+    of[_FRESH] = torch.empty(0)
+    first, is_alone = of[target], _holders(of, target) == _holders(of, _FRESH)
+    if is_alone and first.nbytes == first.untyped_storage().nbytes():
+        first.add_(gradient)
+    else:
+        of[target] = first + gradient
+    del of[_FRESH]
+
+
+def _holders(of: dict[int, torch.Tensor], target: int) -> tuple[int, int]:
+    held = of[target]
+    return sys.getrefcount(held), torch._C._storage_Use_Count(held.untyped_storage()._cdata)
 
 
 def _static(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
@@ -446,8 +493,15 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
-def _uses(storages: Sequence[torch.UntypedStorage]) -> list[int]:
-    return [torch._C._storage_Use_Count(one._cdata) for one in storages]
+def _uses(storages: Sequence[torch.UntypedStorage]) -> list[tuple[int, int]]:
+    """A storage in Python is one object, whoever has it."""
+    return [(torch._C._storage_Use_Count(one._cdata), sys.getrefcount(one)) for one in storages]
+
+
+def _inputs(interface: Interface) -> range:
+    """Where they are among the residents."""
+    first = len(interface.parameters) + len(interface.buffers)
+    return range(first, first + len(interface.inputs))
 
 
 def _flags() -> tuple[object, ...]:
@@ -459,4 +513,5 @@ def _flags() -> tuple[object, ...]:
         *(read._get_deterministic_algorithms(), read._get_cudnn_deterministic()),
         *(read._get_cudnn_benchmark(), read._get_cublas_allow_fp16_reduced_precision_reduction()),
         read._get_cublas_allow_bf16_reduced_precision_reduction(),
+        *(read._get_cublas_allow_fp16_accumulation(), read._get_blas_preferred_backend()),
     )
