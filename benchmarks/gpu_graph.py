@@ -1,8 +1,9 @@
 """A worker of `benchmarks.gpu`: plans that are replayed as CUDA graphs, beside their code.
 
-Bits first: five steps of AdamW with dropout, of two backward passes each, of two copies of a model, one by the code of its plan
-and one by graphs of it, have the same losses, gradients and generator. Then both in turns: time of
-the device and of the host. On CPU, where there are no graphs, both run the code.
+Bits first: five steps of AdamW with dropout, of two backward passes each, of two copies of a model,
+one by the code of its plan and one by graphs of it, have the same losses, gradients and generator.
+Then both in turns: time of the device and of the host. On CPU, where there are no graphs, both run
+the code.
 """
 
 from __future__ import annotations
