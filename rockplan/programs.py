@@ -279,8 +279,8 @@ def with_sizes_open(
     """Return the captured call for calls of other sizes too, if one that the module has a program
     for differs from it in sizes alone; else `source`. What cannot be open is remembered, and said
     once for each kind of call. adjusted: as for `with_open_sizes`."""
-    # Code for a head in parts is for one number of rows; a program with such workspaces is open.
-    is_one = options.tile or source.earlier_workspaces or _is_of_backward(call)
+    # A program with such workspaces is open.
+    is_one = source.earlier_workspaces or _is_of_backward(call)
     if is_one or not isinstance(call.module, planned_state.HasPlans):
         return source
     state = call.module._rockplan
@@ -323,7 +323,8 @@ def _alike_but_for_sizes(
     alike = (
         bound.program
         for other, bounds in reversed([*state.programs.items()])
-        if other[1][:1] != ("open",)
+        if other[0] == kind[0]
+        and other[1][:1] != ("open",)
         and opened_key(without_unread(other, source.run.unread)) == kind
         for bound in reversed(bounds)
         if bound.signature.holds() and _starts(bound.program.interface) == from_outputs

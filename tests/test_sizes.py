@@ -712,6 +712,31 @@ def test_arguments_that_nothing_reads_keep_no_size_shut() -> None:
     assert captured == [False, True, False, False, False]
 
 
+# Kinds of an argument: absent, without leaves, of several, with sizes of its own.
+OTHERS: dict[str, Callable[[int], Any]] = {
+    "none": lambda n: None,
+    "a tensor": lambda n: torch.randn(n),
+    "no list": lambda n: [],
+    "a dictionary": lambda n: {"a": torch.randn(n), "b": ()},
+    "a number": lambda n: n,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_arguments_change_their_kind_and_size(name: str) -> None:
+    class Takes(Treats):
+        def forward(self, x: Tensor, y: Any = None) -> Tensor:
+            return super().forward(x if y is None else x * 2)
+
+    torch.manual_seed(0)
+    model = Takes(SEEN["a part"])
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), "100%", options=OPTIONS)
+    for rows, size in [(12, 0), (9, 0), (9, 3), (9, 5), (20, 5), (20, 0), (7, 6)]:
+        kwargs = {"x": torch.randn(rows, 8)} | ({"y": OTHERS[name](size)} if size else {})
+        train_side_by_side(case_of(model, kwargs), planned, eager, steps=1)
+
+
 def test_sizes_beyond_the_budget_are_refused() -> None:
     torch.manual_seed(0)
     model = Treats(SEEN["a part"])

@@ -34,6 +34,7 @@ from rockplan.search import planning, problem
 from rockplan.values.graph import Phase
 from testing.models import Case, gpt2, llama
 from tests.kernels import LossOf, distance, gradients, interpret
+from tests.planning import heard
 
 V, D = 96, 8
 OPTIONS = Options(tile=4, cache=False, time_limit_s=1)
@@ -551,8 +552,9 @@ def test_models_of_transformers(make: Callable[..., Case]) -> None:
     assert plan.peak_bytes - 16 <= measured <= plan.peak_bytes <= plan.budget_bytes
 
 
-def test_lengths_follow() -> None:
-    """A longer call gets the plan of the first, or a new one, in parts of its own."""
+def test_lengths_follow(caplog: pytest.LogCaptureFixture) -> None:
+    """A longer call gets the plan of the first, or a new one, in parts of its own, which is said
+    once."""
     case = head(cross_entropy(), torch.float32, rows=64)
     planned = in_parts(case)
     for rows in (66, 10):
@@ -560,6 +562,20 @@ def test_lengths_follow() -> None:
         other = replace(other, model=case.model)
         assert distance(gradients(other, planned), gradients(other, case.model)) < 1e-6
         assert {p.graph.tiles for p in planned._rockplan.plans} == {4}
+    said = [r for r in caplog.records if "planned by itself" in r.getMessage()]
+    assert len(said) == 1 and said[0].levelname == "WARNING"
+    assert "parts of the head" in said[0].getMessage()
+
+
+def test_what_stays_whole_has_open_sizes() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    planned = rockplan.solve(model, torch.randn(40, 8), "100%", options=OPTIONS)
+    captured = []
+    for rows in (40, 30, 20, 50):
+        x = torch.randn(rows, 8)
+        stages = heard(lambda x=x: planned(x).square().sum().backward())
+        captured.append("capturing the model" in stages)
+    assert captured == [False, True, False, False]
 
 
 def test_the_curve_has_both() -> None:

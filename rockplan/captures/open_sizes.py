@@ -52,9 +52,12 @@ def with_open_sizes(
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
     of `known`. source: the same call captured as it is; adjusted: what is done to a graph
     before it is planned. Raises StaticSizes, which says why not."""
+    if source.in_parts is not None:
+        reason = "parts of the head (Options(tile=...)) are of constant sizes: pad to few lengths"
+        raise StaticSizes(reason)
     unread, planned_graph = source.run.unread, without_copies(known.plan.graph)
     earlier = known.interface.call_in(planned_graph).without(unread)
-    plain = unfused(options)
+    plain = replace(unfused(options), tile=False)
     if source.run.kernels:
         source = captured_call(call, plain, is_asked=False)
     opened = captured_call(call, plain, is_asked=False, earlier=earlier)
