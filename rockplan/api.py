@@ -393,6 +393,7 @@ def plan_each(
     call = largest_call(model, args, kwargs, options)
     source, problems = prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
+    parts = _interface_of(source)
     solved: list[Plan | InfeasibleBudget] = []
     for room in rooms:
 
@@ -401,7 +402,8 @@ def plan_each(
 
         try:
             with call.named_in_errors(), programs.advised(call.of(model), source, options):
-                solved.append(room.filled(make, _interface_of(source)))
+                made = room.filled(make, parts)
+            solved.append(with_pool(*parts(made)) if options.graph else made)
         except InfeasibleBudget as error:
             solved.append(error)
     return tuple(solved)

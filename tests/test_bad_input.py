@@ -23,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import rockplan
+from rockplan.api import plan_each
 from rockplan.graph_builder.operators.layouts import Layouts
 from testing.models import Case
 from testing.training import solve_case, train_side_by_side, twin
@@ -924,6 +925,15 @@ def test_arguments_of_the_wrong_kind_are_named(call: str, wrong: dict[str, Any])
     budget = [] if call == "pareto" else ["100%"]
     with pytest.raises(rockplan.InvalidInput, match=f"^{next(iter(wrong))} is a"):
         getattr(rockplan, call)(nn.Linear(4, 4), torch.randn(2, 4), *budget, **wrong)
+
+
+def test_graphs_are_refused_wherever_none_is_made() -> None:
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+    options = rockplan.Options(graph=True, cache=False)
+    with pytest.raises(rockplan.InvalidInput, match="computes on cpu"):
+        plan_each(model, x, ["100%"], options=options)
+    with pytest.raises(rockplan.InvalidInput, match=r"rockplan\.pareto, which makes no graphs"):
+        rockplan.pareto(model, x, options=options)
 
 
 class Counts(nn.Module):

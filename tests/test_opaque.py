@@ -607,6 +607,35 @@ def test_writes_in_both_directions() -> None:
     train(lambda h: kind.apply(h * 1))
 
 
+def _kernel_relu(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward(x > 0)
+    written(x, x.detach().relu())
+    return x * 2
+
+
+def _operator_clamp(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    ctx.save_for_backward(x > 0)
+    return x.clamp_(0, 1) * 2
+
+
+def _where_positive(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.contiguous()
+    written(gradient, gradient * ctx.saved_tensors[0])
+    return gradient * 2
+
+
+@pytest.mark.parametrize("forward", [_kernel_relu, _operator_clamp])
+def test_writes_that_leave_many_numbers_are_known(forward: Any) -> None:
+    """Of numbers between 0 and 1 they leave all."""
+    use = function_of(forward, _where_positive)
+
+    def twice(h: torch.Tensor) -> torch.Tensor:
+        made = h * 1
+        return use(made) + made.detach()
+
+    train(twice)
+
+
 def test_a_derived_function_is_declared_itself() -> None:
     train(lambda h: h + DeclaredKernel.apply(h, 2.0))
 
@@ -727,6 +756,11 @@ def _by_sign(ctx: Any, x: torch.Tensor) -> Any:
     return x.clone()
 
 
+def _doubles_if_low(x: torch.Tensor) -> None:
+    if x.sum() < -x.numel():
+        x.detach().mul_(2)
+
+
 CHANGING: dict[str, tuple[Any, str]] = {
     "an attribute": (function_of(_by_sign), "something else"),
     "a shape": (
@@ -737,6 +771,17 @@ CHANGING: dict[str, tuple[Any, str]] = {
         "something else",
     ),
     "memory": (function_of(lambda ctx, x: x if x.sum() < 0 else x.clone()), "something else"),
+    "a write": (
+        function_of(lambda ctx, x: (_doubles_if_low(x), x.clone())[1]),
+        "has written into",
+    ),
+    "a write of the backward": (
+        function_of(
+            lambda ctx, x: (ctx.save_for_backward(x), x.clone())[1],
+            lambda ctx, g: (_doubles_if_low(ctx.saved_tensors[0]), g.clone())[1],
+        ),
+        "has written into",
+    ),
     "a draw": (function_of(lambda ctx, x: x + (torch.rand(4) if x.sum() < 0 else 0)), "drawn"),
     "what is saved": (
         function_of(lambda ctx, x: (ctx.save_for_backward(x[: 1 + int(x.min() < 0)]), x * 1)[1]),

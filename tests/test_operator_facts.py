@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.utils.flop_counter import flop_registry
 
-from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.costs.estimate import flops_of
 from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.operators.rows import (
@@ -63,9 +61,7 @@ SHOWN_BY = {
     "flops_like": "test_operator_facts.test_operations_are_counted",
     "repeats_heads": "test_operator_facts.test_operations_are_counted",
     "matrix_product": "test_operator_facts.test_matrix_products",
-    "casts": "test_operator_facts.test_casts",
     "casts_inside": "test_effects.test_kernels_cast_inside_as_in_eager",
-    "composite": "test_operator_facts.test_what_is_composite_is_not_recorded",
     "effect": "test_effects.test_effects_of_operators",
 }
 """Fact -> the test that goes through the rows which state it."""
@@ -423,30 +419,12 @@ def test_matrix_products(row: OperatorFacts) -> None:
     assert of_row(row)[0].overloadpacket in flop_registry
 
 
-@by_name(stating("casts"))
-def test_casts(row: OperatorFacts) -> None:
-    (operator,) = of_row(row)
-    x = torch.randn(4)
-    assert torch.equal(operator(x, dtype=torch.float64), x.double())
-
-
-def test_what_is_composite_is_not_recorded() -> None:
-    assert facts.facts_of(aten.dropout.default).composite
-    assert not facts.facts_of(aten.native_dropout.default).composite
-    lowered = capture(nn.Sequential(nn.Linear(4, 4), nn.Dropout()), (torch.randn(2, 4),), {})
-    recorded = {call.call.op for call in lowered.calls}
-    assert not any(facts.facts_of(op).composite for op in recorded)
-
-
 SHOWN = {
     "aten.native_dropout.default": """\
 aten.native_dropout.default
   draws                yes
   draws if             train
   function             torch._VF.native_dropout""",
-    "aten.batch_norm.default": """\
-aten.batch_norm.default
-  composite            yes""",
     "aten.native_batch_norm.default": """\
 aten.native_batch_norm.default
   writes               running_mean, running_var

@@ -91,9 +91,12 @@ def _run_backward(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
 
 def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Run a known call on `tensors` for real; return its results in new memory. Raises
-    UnsupportedModel if its outcome differs from the recorded one, or if it draws random numbers."""
+    UnsupportedModel if its outcome differs from the recorded one, or if it draws random numbers or,
+    by an operator of PyTorch, writes into other tensors."""
     before = generator_states(tensors)
     run = known.run(tensors)
+    storages = known.call.tensors.storages
+    written = {storages[i] for i in run.written} - {storages[i] for i in known.changed}
     if isinstance(known.call, opaque_functions.OpaqueBackward) and run.outcome != known.outcome:
         run = _with_copies(known, run)
     called = known.call.called
@@ -108,6 +111,11 @@ def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> 
         raise UnsupportedModel(
             f"{called}, an opaque function, has drawn random numbers, which it did not when it was "
             "planned: a run of it in a plan could not repeat them"
+        )
+    if written:
+        raise UnsupportedModel(
+            f"{called}, an opaque function, has written into an argument (tensor {min(written)}), "
+            "which it did not when it was planned. Let it always write, or never"
         )
     return run.fresh()
 

@@ -10,7 +10,7 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
@@ -150,28 +150,54 @@ def _set_on_context(ctx: Any, known: Known, tensors: Sequence[torch.Tensor]) -> 
 # Trials: runs on made-up numbers; generators are put back
 
 
+class _Trial(NamedTuple):
+    """A run on made-up tensors. written: places of those that it wrote into."""
+
+    run: OpaqueRun
+    written: set[int]
+    has_drawn: bool
+
+
 def _found_out(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Known:
     """Run `call` on made-up tensors, a backward that writes into its arguments once more on copies
     of these. Refuses what a plan cannot do: draws, views of another kind."""
+    below: set[int] = set()
     with _generators_restored(call):
-        tensors = _tensors_for(call, recorder)
-        before = [_bytes(t).clone() for t in tensors]
-        states = _all_generator_states(tensors)
-        run = _run(call.run, call, tensors, recorder)
-        if _all_generator_states(tensors) != states:
-            recorder.refuse_here(NAMED["draws of an opaque function"].text(function=call.called))
-        pairs = enumerate(zip(tensors, before, strict=True))
-        is_written = {i for i, (t, content) in pairs if not torch.equal(_bytes(t), content)}
-        changed = tuple(sorted(is_written | run.outcome.dirty))
-        if changed and isinstance(call, OpaqueBackward):
-            again = functools.partial(call.run, copied=changed)
-            run = _run(again, call, _tensors_for(call, recorder), recorder)
+        try:
+            # Below 0, too, where a kernel may write that leaves the rest (and some cannot run).
+            with contextlib.suppress(Exception):
+                below = _tried(call, least=-1).written
+            run, written, has_drawn = _tried(call, least=0)
+            changed = tuple(sorted(written | below))
+            if changed and isinstance(call, OpaqueBackward):
+                run = call.run(_tensors_for(call, least=0), copied=changed)
+        except RockplanError:
+            raise
+        except Exception as error:
+            facts = {
+                "function": call.called,
+                "error": f"{type(error).__name__}: {error}".rstrip("."),
+            }
+            recorder.refuse_here(NAMED["run of an opaque function"].text(**facts))
+    if has_drawn:
+        recorder.refuse_here(NAMED["draws of an opaque function"].text(function=call.called))
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
         is_plain = not (made.spec.is_conj or made.spec.is_neg)
         if not is_plain or (base is not None and base.dtype != made.spec.dtype):
             recorder.refuse_here(NAMED["view by an opaque function"].text(function=call.called))
     return Known(call, run.outcome, run.results, run.structure, run.attributes, changed)
+
+
+def _tried(call: OpaqueForward | OpaqueBackward, least: int) -> _Trial:
+    tensors = _tensors_for(call, least)
+    before = [_bytes(t).clone() for t in tensors]
+    states = _all_generator_states(tensors)
+    run = call.run(tensors)
+    pairs = enumerate(zip(tensors, before, strict=True))
+    written = {i for i, (t, content) in pairs if not torch.equal(_bytes(t), content)}
+    has_drawn = _all_generator_states(tensors) != states
+    return _Trial(run, written | run.written | run.outcome.dirty, has_drawn)
 
 
 def _all_generator_states(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -196,28 +222,12 @@ def _generators_restored(call: OpaqueForward | OpaqueBackward) -> Iterator[None]
             GENERATOR.write(one, elements)
 
 
-def _run(
-    run: Callable[[list[torch.Tensor]], OpaqueRun],
-    call: OpaqueForward | OpaqueBackward,
-    tensors: list[torch.Tensor],
-    recorder: Recorder,
-) -> OpaqueRun:
-    try:
-        return run(tensors)
-    except RockplanError:
-        raise
-    except Exception as error:
-        facts = {"function": call.called, "error": f"{type(error).__name__}: {error}".rstrip(".")}
-        recorder.refuse_here(NAMED["run of an opaque function"].text(**facts))
-
-
-def _tensors_for(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> list[torch.Tensor]:
+def _tensors_for(call: OpaqueForward | OpaqueBackward, least: int) -> list[torch.Tensor]:
     # For a backward those that a run of the forward saves, and made-up gradients.
     if isinstance(call, OpaqueForward):
-        return _made_up(call.tensors)
-    forward = call.forward
-    run = _run(forward.run, forward, _made_up(forward.tensors), recorder)
-    tensors = _made_up(call.tensors)
+        return _made_up(call.tensors, least)
+    run = call.forward.run(_made_up(call.forward.tensors, least))
+    tensors = _made_up(call.tensors, least)
     refs = [*call.saved, *(leaf for _, leaves, _ in call.attributes for leaf in leaves)]
     made = [*run.outcome.saved, *(leaf for _, leaves, _ in run.attributes for leaf in leaves)]
     for to, ref in zip(refs, made, strict=True):
@@ -226,21 +236,22 @@ def _tensors_for(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> li
     return tensors
 
 
-def _made_up(tensors: Tensors) -> list[torch.Tensor]:
-    """By place, sharing storages as they say: numbers in [0, 1), zeros for integers."""
+def _made_up(tensors: Tensors, least: int) -> list[torch.Tensor]:
+    """By place, sharing storages as they say: numbers in [least, 1), zeros for integers."""
+    numbers = functools.partial(_numbers, least)
     storages: dict[int, torch.UntypedStorage] = {}
     made: list[torch.Tensor] = []
     of = zip(tensors.specs, tensors.storages, tensors.sizes, strict=True)
     for spec, storage, size_bytes in of:
         if storage not in storages:
-            storages[storage] = tensor_of(spec, _numbers, size_bytes).untyped_storage()
+            storages[storage] = tensor_of(spec, numbers, size_bytes).untyped_storage()
         made.append(tensor_in(storages[storage], spec))
     return made
 
 
-def _numbers(elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def _numbers(least: int, elements: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if dtype.is_floating_point or dtype.is_complex:
-        return torch.rand(elements, device=device).to(dtype)
+        return torch.empty(elements, device=device).uniform_(least, 1).to(dtype)
     return torch.zeros(elements, dtype=dtype, device=device)
 
 

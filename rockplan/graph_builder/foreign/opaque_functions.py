@@ -13,7 +13,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,13 +96,15 @@ class OpaqueForward:
             [outcomes.taken(x, arguments) for x in self.leaves], self.structure
         )
         ctx, function = outcomes.Context(self.needs), self.function
+        before = _versions(arguments)
         with _as_in_eager(self.autocast):
             if function.setup_context is None:
                 result = function.forward(ctx, *args)
             else:
                 result = function.forward(*args)
                 function.setup_context(ctx, args, result)
-        return outcomes.run_of(result, arguments, ctx)
+        run = outcomes.run_of(result, arguments, ctx)
+        return replace(run, written=_written(arguments, before))
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,11 +144,23 @@ class OpaqueBackward:
             setattr(ctx, name, pytree.tree_unflatten(real, structure))
         gradients = [outcomes.taken(ref, own) for ref in self.gradients]
         kept = [t for i, t in enumerate(own) if i not in copied]
+        before = _versions(own)
         with _as_in_eager(self.autocast):
             result = function.backward(ctx, *gradients)
         results = result if isinstance(result, tuple) else (result,)
         needed = (r if i >= len(needs) or needs[i] else None for i, r in enumerate(results))
-        return outcomes.run_of(tuple(needed), kept, None)
+        run = outcomes.run_of(tuple(needed), kept, None)
+        return replace(run, written=_written(own, before) - {*copied})
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    # Tensors of inference count none.
+    return [0 if t.is_inference() else t._version for t in tensors]
+
+
+def _written(tensors: Sequence[torch.Tensor], before: Sequence[int]) -> frozenset[int]:
+    pairs = enumerate(zip(before, _versions(tensors), strict=True))
+    return frozenset(place for place, (was, version) in pairs if was != version)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

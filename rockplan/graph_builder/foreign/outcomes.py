@@ -112,13 +112,15 @@ _OF_AUTOGRAD = {
 @dataclass(frozen=True, slots=True, eq=False)
 class OpaqueRun:
     """One run. tensors: the arguments, then what it made; results, structure, attributes: as in the
-    outcome, but with the objects in place of descriptions."""
+    outcome, but with the objects in place of descriptions; written: places of arguments that
+    operators of PyTorch wrote into."""
 
     outcome: Outcome
     tensors: tuple[torch.Tensor, ...]
     results: tuple[Any, ...]
     structure: Any
     attributes: Attributes = ()
+    written: frozenset[int] = frozenset()
 
     def fresh(self) -> list[torch.Tensor]:
         """Return the tensors in new memory, which the operator returns."""

@@ -101,8 +101,6 @@ def _facts_of_schema(operator: OpOverload) -> rows.OperatorFacts:
     because = instead = ""
     if torch.Tag.inplace_view in operator.tags and view is None:
         because, instead = "changes the shape of a tensor in place", "use an operator that does not"
-    is_implicit = torch._C._dispatch_has_kernel_for_dispatch_key
-    has_kernel = torch._C._dispatch_has_kernel(operator.name())
     if "nested" in name:
         because, instead = f"makes or reads a nested tensor, {rows.OF_UNKNOWN_SIZES}", rows.PAD
     return rows.OperatorFacts(
@@ -121,7 +119,6 @@ def _facts_of_schema(operator: OpOverload) -> rows.OperatorFacts:
         shape_rule=rows.ShapeRule.OF_A_RUN
         if namespace == rows.OPAQUE
         else rows.ShapeRule.OF_PYTORCH,
-        composite=has_kernel and is_implicit(operator.name(), "CompositeImplicitAutograd"),
         casts_inside=() if aliased or namespace in rows.OF_PYTORCH else DEVICE_TYPES,
         effect=_effect(operator),
     )

@@ -107,9 +107,8 @@ class OperatorFacts:
     overload whose in-place variant does that. method: of a tensor, function: of PyTorch, that call
     just this operator, faster than its overload. flops_like: the operator whose formula counts its
     operations. repeats_heads: it repeats heads of keys and values if queries have more.
-    matrix_product: selective checkpoints keep its result. casts: it only changes dtype or device.
-    casts_inside: types of devices where its kernel may call operators that autocast casts for.
-    composite: the operators that it calls are recorded instead. effect: its side effect.
+    matrix_product: selective checkpoints keep its result. casts_inside: types of devices where its
+    kernel may call operators that autocast casts for. effect: its side effect.
     """
 
     name: str
@@ -141,9 +140,7 @@ class OperatorFacts:
     flops_like: str = ""
     repeats_heads: bool = False
     matrix_product: bool = False
-    casts: bool = False
     casts_inside: tuple[str, ...] = ()
-    composite: bool = False
     effect: Effect = Effect.NONE
 
     def __str__(self) -> str:
@@ -461,7 +458,6 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten.relu_.default aten.sum.dim_IntList",
         function="torch._VF.{packet}",
     ),
-    OperatorFacts("aten._to_copy.default", casts=True),
     # Of 446 operators of PyTorch's own database and those of its modules, these. (On CUDA autocast
     # casts for `bilinear`, which calls the former.)
     OperatorFacts("aten._trilinear.default", casts_inside=("cpu",)),
