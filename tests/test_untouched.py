@@ -7,6 +7,7 @@ import copy
 import functools
 import importlib
 import sys
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,3 +236,19 @@ def test_files_imported_by_the_first_forward_stay_registered(
     for module in (planned, eager):
         module(x).sum().backward()
     assert torch.equal(planned.linear.weight.grad, eager.linear.weight.grad)
+
+
+class ImportsAnew(nn.Linear):
+    """Each call imports a file, and says so."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.imported = f"made_anew_{len(sys.modules)}"
+        sys.modules[self.imported] = types.ModuleType(self.imported)
+        return super().forward(x)
+
+
+def test_files_imported_by_each_forward_are_refused() -> None:
+    with pytest.raises(rockplan.UnsupportedModel, match="self.imported"):
+        rockplan.solve(ImportsAnew(4, 4), torch.ones(2, 4), "min", options=OPTIONS)
+    for name in [n for n in sys.modules if n.startswith("made_anew_")]:
+        del sys.modules[name]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,7 @@ def capture(
     call = forward or module.forward
     sample = Sample(module, call, args, kwargs, incoming, only_loss, _rows, earlier, unread)
     while (recorded := record(sample)) is None:
-        pass
+        sample = replace(sample, imports=sample.imports - 1)
     return recorded
 
 
