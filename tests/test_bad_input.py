@@ -820,7 +820,7 @@ HELD: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "where"), zip(GENERATORS, itertools.cycle(HELD)))
+@pytest.mark.parametrize(("kind", "where"), [*zip(GENERATORS, itertools.cycle(HELD))])
 def test_draws_from_what_the_module_holds_are_refused(kind: str, where: str) -> None:
     (make, draw), (hold, read) = GENERATORS[kind], HELD[where]
     model = nn.Sequential(DrawsFromIts(hold(make()), draw, read))
@@ -991,7 +991,7 @@ WRITING: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize(("body", "is_reentrant"), zip(WRITING, itertools.cycle([False, True])))
+@pytest.mark.parametrize(("body", "is_reentrant"), [*zip(WRITING, itertools.cycle([False, True]))])
 def test_what_is_changed_inside_a_checkpoint_is_refused(body: str, is_reentrant: bool) -> None:
     """Eager changes it once more in the backward pass. What the refusal advises is planned."""
     torch.manual_seed(0)
@@ -1084,7 +1084,7 @@ class Multiplies(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
-@pytest.mark.parametrize(("kind", "where"), zip(SPARSE, itertools.cycle(["made", "read"])))
+@pytest.mark.parametrize(("kind", "where"), [*zip(SPARSE, itertools.cycle(["made", "read"]))])
 def test_sparse_matrices_are_refused_by_their_layout(kind: str, where: str) -> None:
     model = Multiplies(SPARSE[kind], where)
     layout = SPARSE[kind]().layout
