@@ -113,7 +113,7 @@ OVERLAPPING: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "changed"), zip(OVERLAPPING, itertools.cycle([0, 1])))
+@pytest.mark.parametrize(("kind", "changed"), [*zip(OVERLAPPING, itertools.cycle([0, 1]))])
 def test_results_that_share_memory_may_not_change(kind: str, changed: int) -> None:
     planned, eager = pair(shares_case(OVERLAPPING[kind]))
 
@@ -152,7 +152,7 @@ APART: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "changed"), zip(APART, itertools.cycle([0, 1])))
+@pytest.mark.parametrize(("kind", "changed"), [*zip(APART, itertools.cycle([0, 1]))])
 def test_results_without_common_elements_may_change(kind: str, changed: int) -> None:
     planned, eager = pair(shares_case(APART[kind]))
 
@@ -247,7 +247,7 @@ WATCHED: dict[str, Callable[[torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "also_used"), zip(WATCHED, itertools.cycle([True, False])))
+@pytest.mark.parametrize(("kind", "also_used"), [*zip(WATCHED, itertools.cycle([True, False]))])
 def test_hooks_on_results_behind_others_are_refused(kind: str, also_used: bool) -> None:
     planned, _ = pair(steps_case())
     result = planned(SAMPLE)
@@ -333,7 +333,7 @@ ASKED: dict[str, Callable[[torch.Tensor, torch.Tensor], Any]] = {
 }
 
 
-@pytest.mark.parametrize(("kind", "also_used"), zip(ASKED, itertools.cycle([True, False])))
+@pytest.mark.parametrize(("kind", "also_used"), [*zip(ASKED, itertools.cycle([True, False]))])
 def test_gradients_between_results_are_refused(kind: str, also_used: bool) -> None:
     planned, _ = pair(steps_case())
     result = planned(SAMPLE)
