@@ -421,7 +421,6 @@ ROWS: Mapping[str, OptionRow] = {
                 "which does not count the memory of graphs: leave it out, and read "
                 "rockplan.plan(model, sample, budget, options=Options(graph=True)).pool_bytes"
             ),
-            "pareto": "which makes no graphs: leave it out, or call rockplan.plan with a budget",
         },
         not_with=dict.fromkeys(
             ("in_flight", "host", "released", "reserve"),

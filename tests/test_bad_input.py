@@ -932,7 +932,7 @@ def test_graphs_are_refused_wherever_none_is_made() -> None:
     options = rockplan.Options(graph=True, cache=False)
     with pytest.raises(rockplan.InvalidInput, match="computes on cpu"):
         plan_each(model, x, ["100%"], options=options)
-    with pytest.raises(rockplan.InvalidInput, match=r"rockplan\.pareto, which makes no graphs"):
+    with pytest.raises(rockplan.InvalidInput, match=r"rockplan\.pareto, which runs no plan"):
         rockplan.pareto(model, x, options=options)
 
 
