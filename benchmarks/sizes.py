@@ -175,7 +175,7 @@ def difference(eager: nn.Module, planned: Any, inputs: tuple[Tensor, ...], seed:
     """What differs in one step of both; '' if nothing does."""
     found = []
     for module in (eager, planned):
-        own = [x.clone().requires_grad_(x.requires_grad) for x in inputs]
+        own = [x.detach().clone().requires_grad_(x.requires_grad) for x in inputs]
         module.zero_grad()
         torch.manual_seed(seed)
         results = differentiable(module(*own))
