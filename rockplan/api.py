@@ -52,7 +52,7 @@ from rockplan.search import planning
 from rockplan.search.planning import curve_of
 from rockplan.side_by_side import device_of
 from rockplan.store.plan_file import read_plans
-from rockplan.values.curve import Curve, best_of
+from rockplan.values.curve import Curve, useful
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 
@@ -429,7 +429,8 @@ def pareto(
     checked(options, "pareto")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     _, problems = prepared(model, largest_call(model, args, kwargs, options), options)
-    return best_of([curve_of(problem, options) for problem in problems])
+    curves = [curve_of(problem, options) for problem in problems]
+    return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
 
 @at_users_line

@@ -208,26 +208,22 @@ def _makers(
         "checkpoint_sequential": lambda: wrap.sequential(model),
         "selective, saves matmuls": lambda: wrap.selective(model),
     }
-    makers |= {f"compile {r}": functools.partial(_compiled, model, r) for r in compile_budgets}
+    makers |= {f"compile {r}": functools.partial(_Compiled, model, r) for r in compile_budgets}
     return makers | {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
 
 
 class _Compiled(nn.Module):
-    """A module compiled under an activation_memory_budget."""
+    """A copy of a model that is compiled under an activation_memory_budget."""
 
-    def __init__(self, module: nn.Module, ratio: float) -> None:
+    def __init__(self, model: nn.Module, ratio: float) -> None:
         super().__init__()
-        self.compiled: Any = torch.compile(module)
+        torch._dynamo.reset()
+        self.compiled: Any = torch.compile(wrap.sharing_copy(model))
         self.ratio = ratio
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch._functorch.config.patch(activation_memory_budget=self.ratio):
             return self.compiled(*args, **kwargs)
-
-
-def _compiled(model: nn.Module, ratio: float) -> nn.Module:
-    torch._dynamo.reset()
-    return _Compiled(wrap.sharing_copy(model), ratio)
 
 
 def _written(

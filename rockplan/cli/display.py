@@ -6,10 +6,9 @@ takes: plans, curves, entries of the cache. returns: rows, or prints them. Nothi
 from __future__ import annotations
 
 import json
-import re
 import sys
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -21,8 +20,7 @@ from rockplan.errors import InfeasibleBudget
 from rockplan.oracles.simulate import simulate
 from rockplan.reports.explain import WIDTH
 from rockplan.values.curve import Curve
-from rockplan.values.graph import as_eager
-from rockplan.values.names import operator_of
+from rockplan.values.graph import ComputeNode, as_eager
 from rockplan.values.plan import Plan, format_bytes, recomputations
 from rockplan.values.schedule import keep_all, kept_data
 
@@ -169,27 +167,17 @@ def kept_whole(plan: Plan) -> Plan:
     return replace(plan, graph=graph, schedule=schedule, saved_bytes=saved_bytes)
 
 
-def shares_by_module(plan: Plan) -> list[CostShare]:
-    """Return the shares of modules, layers of one stack together, those that keep most first."""
-    names = {n.index: re.sub(r"\d+", "*", n.module) or "(root)" for n in plan.graph.nodes}
-    return _shares(plan, names)
-
-
-def shares_by_operator(plan: Plan) -> list[CostShare]:
-    """Return the shares of kinds of operations, those that keep most first."""
-    return _shares(plan, {n.index: operator_of(n) for n in plan.graph.nodes})
-
-
-def _shares(plan: Plan, names: dict[int, str]) -> list[CostShare]:
+def shares(plan: Plan, name_of: Callable[[ComputeNode], str]) -> list[CostShare]:
+    """Return the shares of operations, those of one name together, those that keep most first."""
     kept = kept_data(plan.graph, plan.schedule)
     operations, times, sizes = Counter[str](), Counter[str](), Counter[str]()
     for node in plan.graph.nodes:
-        name = names[node.index]
+        name = name_of(node)
         operations[name] += 1
         times[name] += node.time_ns
         sizes[name] += sum(plan.graph.data[d].size_bytes for d in node.writes if d in kept)
-    shares = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
-    return sorted(shares, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
+    found = [CostShare(name, operations[name], times[name], sizes[name]) for name in operations]
+    return sorted(found, key=lambda s: (-s.kept_bytes, -s.time_ns, s.name))
 
 
 def show_shares(title: str, shares: Sequence[CostShare], top: int) -> None:

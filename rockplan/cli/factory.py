@@ -121,7 +121,9 @@ def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], 
     attribute: Any = module
     for part in path.split("."):
         if not hasattr(attribute, part):
-            near = ", ".join(sorted(n for n, v in vars(module).items() if _is_own(module, v)))
+            called = ((n, v) for n, v in vars(module).items() if callable(v))
+            own = (n for n, v in called if getattr(v, "__module__", None) == module.__name__)
+            near = ", ".join(sorted(own))
             raise InvalidInput(
                 f"{module_name} has no {path!r}" + (f"; it has {near}" if near else "")
             )
@@ -133,7 +135,3 @@ def _attribute(module: ModuleType, module_name: str, path: str) -> Callable[[], 
         )
     factory: Callable[[], object] = attribute
     return factory
-
-
-def _is_own(module: ModuleType, value: object) -> bool:
-    return callable(value) and getattr(value, "__module__", None) == module.__name__

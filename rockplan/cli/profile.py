@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import asdict, replace
 from typing import Annotated
 
@@ -14,6 +15,7 @@ from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.reports.explain import wrapped
 from rockplan.reports.progress_bars import waiting
+from rockplan.values.names import operator_of
 from rockplan.values.plan import format_bytes
 
 EXAMPLE = "Example: rockplan profile rockplan.examples:transformer"
@@ -38,7 +40,9 @@ def profile(
             lower = needed_bytes_with(**subject.call, options=options, everything_kept=True)
         explanation = replace(rockplan.explain(plan, unplanned=True), needed_bytes_with=lower)
         plan = display.kept_whole(plan)
-    modules, operators = display.shares_by_module(plan), display.shares_by_operator(plan)
+    # Layers of one stack together.
+    modules = display.shares(plan, lambda n: re.sub(r"\d+", "*", n.module) or "(root)")
+    operators = display.shares(plan, operator_of)
     if as_json:
         row = display.plan_row("100%", plan)
         facts = ("eager_peak_bytes", "eager_time_ns", "saved_bytes", "operations")

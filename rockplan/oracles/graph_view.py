@@ -85,8 +85,9 @@ class GraphView:
 
     @cached_property
     def again(self) -> frozenset[int]:
-        """Nodes that may run more than once."""
-        return graphs.may_run_again(self.graph)
+        """Nodes that may run more than once, which none may that hands a gradient to autograd."""
+        nodes, handed = self.graph.nodes, frozenset(self.graph.handed)
+        return frozenset(n.index for n in nodes if n.recomputable and handed.isdisjoint(n.writes))
 
     @cached_property
     def made_bytes(self) -> tuple[int, ...]:

@@ -240,6 +240,8 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         if stay.kind in _KEPT_KINDS and stay.node in block_of:
             own[block_of[stay.node]].append(stay)
     boundary = bisect_left(predicted.moments, predicted.backward_ns, key=lambda m: m.start_ns)
+    names = operation_names(plan.graph)
+    titles = (b.name or names[(*b.forward, *b.backward)[0]] for b in plan.blocks)
     rows = (
         BlockRow(
             name=title,
@@ -247,7 +249,7 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
             alive=tuple(_alive_steps(own[index], predicted)),
             saved_bytes=sum(s.size_bytes for s in own[index] if s.first < boundary <= s.last),
         )
-        for index, (block, title) in enumerate(zip(plan.blocks, block_titles(plan), strict=True))
+        for index, title in enumerate(titles)
     )
     copies = clock(plan.graph, plan.schedule).copies
     ways = {"to the host": Queue.OUT, "from the host": Queue.IN} if copies else {}
@@ -256,12 +258,6 @@ def block_rows(plan: Plan) -> tuple[BlockRow, ...]:
         for name, queue in ways.items()
     }
     return (*rows, *(BlockRow(name, own_runs, (), 0) for name, own_runs in runs.items()))
-
-
-def block_titles(plan: Plan) -> tuple[str, ...]:
-    """Return the module of each block; if it has none, its first operation."""
-    names = operation_names(plan.graph)
-    return tuple(b.name or names[(*b.forward, *b.backward)[0]] for b in plan.blocks)
 
 
 def _alive_steps(stays: Sequence[Stay], predicted: MemoryTimeline) -> Iterator[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 from rockplan.values.block import undominated
 from rockplan.values.plan import Certificate, Status, format_bytes
@@ -33,12 +33,6 @@ def useful(points: Iterable[CurvePoint]) -> tuple[CurvePoint, ...]:
     """Return the Pareto-optimal points by ascending peak: each is faster than all before it."""
     ranked = sorted(points, key=lambda p: (p.peak_bytes, p.time_ns))
     return undominated(ranked, lambda p: (p.peak_bytes, p.time_ns))
-
-
-def best_of(curves: Sequence[Curve]) -> Curve:
-    """Join curves of one call: the fastest plan at each peak. Unplanned peak and digests are those
-    of the first curve."""
-    return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
 
 @dataclass(frozen=True, slots=True)

@@ -459,13 +459,6 @@ def required(nodes: Iterable[ComputeNode]) -> tuple[int, ...]:
     return tuple([n.index for n in nodes if not n.optional])
 
 
-def may_run_again(graph: CDGraph) -> frozenset[int]:
-    """Return the nodes that a schedule may execute more than once. A node that hands a gradient to
-    autograd may not: autograd would get it twice."""
-    handed = frozenset(graph.handed)
-    return frozenset(n.index for n in graph.nodes if n.recomputable and handed.isdisjoint(n.writes))
-
-
 def added_to(graph: CDGraph) -> frozenset[int]:
     """Return the gradients to which autograd may add others, in the order of the nodes that read
     them: the handed ones, and those of inputs, which are alive to the end."""

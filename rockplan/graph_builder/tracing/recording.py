@@ -244,12 +244,11 @@ def _exchanged(recording: _Recording) -> _Exchanged:
     inputs = tuple((i, recorder.value(stand_ins.of(leaf))) for i, leaf in real_leaves.items())
     parameters = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[0])
     buffers = tuple((n, recorder.value(stand_ins.of(t))) for n, t in names[1])
-    of = stand_ins.of_registered(registered)
     found.exchange(
         lambda part: (
             left_behind.NotAdvanced(recorder.refuse_here, type(part).__name__)
             if is_iterator(type(part))
-            else replaced(part, of)
+            else replaced(part, lambda t: stand_ins.of(t) if id(t) in registered else None)
         )
     )
     questions = Questions(recording.fake_mode, stand_ins.real, recorder.refuse_here)

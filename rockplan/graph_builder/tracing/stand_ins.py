@@ -112,12 +112,6 @@ class StandIns:
         fake: torch.Tensor = made
         return fake
 
-    def of_registered(
-        self, registered: dict[int, torch.Tensor]
-    ) -> Callable[[torch.Tensor], torch.Tensor | None]:
-        """Return a function: a tensor -> its stand-in if it is a parameter or buffer, else None."""
-        return lambda tensor: self._of[id(tensor)] if id(tensor) in registered else None
-
     @contextlib.contextmanager
     def without_history(self) -> Iterator[None]:
         """While active, the run may write what has a gradient into stand-ins; afterwards they are
