@@ -208,15 +208,19 @@ def test_a_block_without_backward_has_one_option() -> None:
 
 
 SCRIPT = """
-from rockplan.ilp.blocks.pareto_search import Settings
-from rockplan.ilp.blocks.pareto_search import option_families
-from testing.graphs import attention_block, mlp_block
+import random
+from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.partition import partition
+from rockplan.ilp.blocks.pareto_search import Settings, option_families
+from testing.graphs import attention_block, mlp_block, random_chain
+chain, _ = random_chain(random.Random(3), (3, 4, 3))
+print(graph_digest(chain), *(block.digest for block in partition(chain)))
 print(option_families([mlp_block(), attention_block()], settings=Settings(effort=3_000)))
 """
 
 
-def test_families_do_not_depend_on_the_hash_seed(capsys: pytest.CaptureFixture[str]) -> None:
-    """This process has one of its own."""
+def test_no_digest_or_family_depends_on_the_seed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of hashes: this process has one of its own."""
     exec(SCRIPT, {})
     other = subprocess.run(
         [sys.executable, "-c", SCRIPT],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import re
 import shutil
 import subprocess
@@ -41,8 +42,7 @@ def test_every_public_name_exists() -> None:
 
 
 def test_modules_do_not_hide_functions_of_their_name() -> None:
-    program = "import rockplan, rockplan.values.plan, rockplan.api; print(callable(rockplan.plan))"
-    assert run(program) == "True\n"
+    importlib.import_module("rockplan.values.plan")
     assert callable(rockplan.plan)
     beside = {path.stem for path in (ROOT / "rockplan").iterdir()}
     assert not beside & {*rockplan.__all__}, "importing one hides the name"
