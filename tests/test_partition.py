@@ -241,6 +241,7 @@ def test_masks_from_floating_inputs_are_activations() -> None:
     graph = chain_with_mask("torch.bfloat16")
     assert side_storages(graph) == frozenset()
     assert [len(b.forward) for b in partition(graph, pins=frozenset())] == [1, 4]
+    assert len(partition(graph, differentiable_inputs=frozenset({0}))) == 4
 
 
 def test_pins_are_taken_out_of_the_search() -> None:

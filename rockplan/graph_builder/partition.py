@@ -36,13 +36,19 @@ _FLOATING = ("torch.float", "torch.bfloat", "torch.complex")
 
 
 @paused_collection()
-def partition(graph: CDGraph, pins: frozenset[int] | None = None) -> tuple[Block, ...]:
+def partition(
+    graph: CDGraph,
+    differentiable_inputs: frozenset[int] | None = None,
+    pins: frozenset[int] | None = None,
+) -> tuple[Block, ...]:
     """Cut `graph` into a chain of blocks, each a graph of its own: a cut is where later nodes read
     one storage besides pinned ones, which every block may read.
 
-    pins: activations to pin besides those that must be; None leaves the choice to `choose_pins`.
+    differentiable_inputs: data of kind INPUT that carry activations, so that what is computed from
+    them is worth recomputing; None means the inputs of floating dtype. pins: activations to pin
+    besides those that must be; None leaves the choice to `choose_pins`.
     """
-    side = side_storages(graph).difference(graph.dropped)
+    side = side_storages(graph, differentiable_inputs).difference(graph.dropped)
     kept = _unavoidable_pins(graph) | side
     kept |= choose_pins(graph, kept) if pins is None else pins
     # A gradient that crosses several boundaries wherever they are should not influence their
@@ -58,15 +64,22 @@ def partition(graph: CDGraph, pins: frozenset[int] | None = None) -> tuple[Block
     return tuple(_block(chain, s, background[s]) for s in range(len(chain.forward)))
 
 
-def side_storages(graph: CDGraph) -> frozenset[int]:
-    """Return the activations made by nodes that are not random from constants and inputs that are
-    not of a floating dtype alone: masks, position ids, rotary tables. One copy serves every
-    block."""
-    floating = {v.data for v in graph.values if v.spec.dtype.startswith(_FLOATING)}
+def side_storages(
+    graph: CDGraph, differentiable_inputs: frozenset[int] | None = None
+) -> frozenset[int]:
+    """Return the activations made by nodes that are not random from constants and inputs without
+    gradient alone: masks, position ids, rotary tables. One copy serves every block.
+    differentiable_inputs: storages of inputs with gradient; None means those of floating dtype."""
+    if differentiable_inputs is None:
+        floating = {v.data for v in graph.values if v.spec.dtype.startswith(_FLOATING)}
+        differentiable_inputs = frozenset(
+            d for d in floating if graph.data[d].kind is DataKind.INPUT
+        )
     known = {
         d.index
         for d in graph.data
-        if d.kind is DataKind.CONSTANT or (d.kind is DataKind.INPUT and d.index not in floating)
+        if d.kind is DataKind.CONSTANT
+        or (d.kind is DataKind.INPUT and d.index not in differentiable_inputs)
     }
     side: set[int] = set()
     for node in graph.forward:
