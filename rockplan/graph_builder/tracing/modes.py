@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing.eager_paths import WARNING_OF_COMPILED_MODULES
-from rockplan.graph_builder.tracing.patches import in_this_thread, patched
+from rockplan.graph_builder.tracing.patches import exchanged, in_this_thread, patched
 from rockplan.graph_builder.tracing.refusals import HOOKS
 
 _COMPILED = (
@@ -57,16 +57,10 @@ def without_saved_tensor_hooks() -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def without_logs_of_fake_tensors() -> Iterator[None]:
+def without_logs_of_fake_tensors() -> contextlib.AbstractContextManager[None]:
     """While active, fake tensors log nothing: of a failing operator a traceback, whose error is
     raised, and becomes one of ours."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before, logger.disabled = logger.disabled, True
-    try:
-        yield
-    finally:
-        logger.disabled = before
+    return exchanged(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True)
 
 
 @contextlib.contextmanager
