@@ -13,7 +13,7 @@ from torch import Tensor
 from rockplan.graph_builder.costs import call_costs, price
 from rockplan.graph_builder.costs.estimate import CPU_RATES, estimate
 from rockplan.ilp.whole_graph import refine
-from rockplan.options import Options
+from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.search import planning
 from rockplan.search.limits import Limits
 from rockplan.values import progress
@@ -24,14 +24,17 @@ thorough_limits, THOROUGH_ITERATIONS = planning.limits_of, refine.ITERATIONS
 
 def quick_limits(options: Options) -> Limits:
     """Local searches take a fortieth of their effort, and a third of the relaxations for the least
-    peak: for a few layers that is the same smallest budget in a third of the time."""
+    peak: for a few layers that is the same smallest budget in a third of the time. Integer programs
+    raise bounds, which leaves plans as they are, where a test says for how long."""
     usual = thorough_limits(options)
+    is_asked = options.bound_time_limit_s != DEFAULT_OPTIONS.bound_time_limit_s
     exchange, squeeze = usual.exchange, usual.squeeze
     return replace(
         usual,
         exchange=replace(exchange, effort=exchange.effort // 40),
         squeeze=replace(squeeze, effort=squeeze.effort // 40, start=squeeze.start // 40),
         missing=usual.missing // 3,
+        proof_s=usual.proof_s if is_asked else 0.0,
     )
 
 

@@ -96,7 +96,7 @@ def test_a_plan_is_not_used_where_inputs_differ(
         case "budget":
             make_plan("81%")
         case "option":
-            make_plan(bound_time_limit_s=4.0)
+            make_plan(bound_time_limit_s=0.1)
         case "planner":
             monkeypatch.setattr("rockplan.search.planning.planner", lambda: "rockplan 99")
             make_plan()

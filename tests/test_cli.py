@@ -238,7 +238,7 @@ def test_profile_explains_the_model_as_it_runs_unplanned() -> None:
     assert explanation["peak_bytes"] == found["eager_peak_bytes"]
     assert sum(t["size_bytes"] for t in explanation["tenants"]) == found["eager_peak_bytes"]
     model, tokens = examples.transformer()
-    plan = rockplan.plan(model, tokens, "min", options=QUICK)
+    plan = rockplan.plan(model, tokens, "100%", options=QUICK)
     assert explanation["peak_operation"] == rockplan.explain(plan, unplanned=True).peak_operation
     assert len(set(re.findall(r"\bpeak ([\d.]+ MiB)", run("profile", TRANSFORMER)))) == 1
 

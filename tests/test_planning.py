@@ -77,7 +77,7 @@ def test_what_the_relaxation_proves_near_ends_the_search(problem: Problem) -> No
     assert found.certificate.status is not Status.TIME_LIMIT
     assert {"eviction", "blocks", "proof"}.isdisjoint(stages_of(found))
     goal = Goal(problem.constrained, problem.blocks, found.budget_bytes)
-    searched = run(STAGES, goal, Limits(nearness=-1.0))
+    searched = run(STAGES, goal, replace(quick_limits(NO_CACHE), nearness=-1.0))
     assert [trace.stage for trace in searched.trace][-2:] == ["exchange", "proof"]
     assert searched.bound_ns <= searched.time_ns <= found.time_ns
 
