@@ -15,7 +15,7 @@ from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
 from rockplan.options import Options
-from rockplan.reports.listing import kernel_calls, kernel_listing, passes_trace
+from rockplan.reports.listing import kernel_calls, passes_trace
 from rockplan.reports.progress_bars import waiting
 from rockplan.values.plan import Plan
 
@@ -56,12 +56,12 @@ def show(
             plans, text, lower = _planned(source, budget, code, explain, autocast, options)
         found = [rockplan.explain(p) for p in plans] if explain else []
         explanations = [replace(one, needed_bytes_with=lower) for one in found]
+        counted = kernel_calls(plans[0].graph, plans[0].schedule).items() if kernels else ()
     if as_json:
         rows = [display.plan_row(f"{p.budget_bytes}", p) for p in plans]
         for row, explanation in zip(rows, explanations, strict=False):
             row["explanation"] = explanation.as_json()
         if kernels:
-            counted = kernel_calls(plans[0].graph, plans[0].schedule).items()
             rows[0]["kernels"] = [
                 {"name": k.name, "calls": count, "operators": str(k)} for k, count in counted
             ]
@@ -69,7 +69,7 @@ def show(
     else:
         shown = [text] if code else [*map(str, explanations or plans)]
         if kernels:
-            shown.append(kernel_listing(plans[0].graph, plans[0].schedule))
+            shown += [f"{count} x {kernel}" for kernel, count in counted] or ["no compiled kernels"]
         print(display.printable("\n\n".join(shown)))
 
 

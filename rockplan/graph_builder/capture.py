@@ -51,14 +51,8 @@ def capture(
 
 
 def _rows() -> Iterator[Patch]:
-    yield from _of_dtensors()
     yield from opaque_calls.patches()
     yield from triton_launches.patches()
-
-
-def _of_dtensors() -> Iterator[Patch]:
-    # What DTensor makes of an operator are operators of local tensors, which are recorded as any
-    # others. To know shapes it runs operators of the whole tensors beside: none of the step.
     attention: Any = nn.functional.scaled_dot_product_attention
     if str(getattr(attention, "__module__", "")).startswith("torch.distributed."):
         yield Patch(
@@ -67,6 +61,8 @@ def _of_dtensors() -> Iterator[Patch]:
             refusing("context parallel"),
             "context_parallel has put a function in its place that calls kernels by other rules",
         )
+    # What DTensor makes of an operator are operators of local tensors, which are recorded as any
+    # others. To know shapes it runs operators of the whole tensors beside: none of the step.
     file = sys.modules.get("torch.distributed.tensor._sharding_prop")
     propagator: Any = getattr(file, "ShardingPropagator", None)
     name = "_propagate_tensor_meta_non_cached"

@@ -29,15 +29,6 @@ def kernel_calls(graph: CDGraph, schedule: Schedule) -> dict[Kernel, int]:
     return dict(sorted(counted.items(), key=lambda one: -one[1]))
 
 
-def kernel_listing(graph: CDGraph, schedule: Schedule) -> str:
-    """Return, for each kernel, the number of calls in a step, and a line for each of its
-    operators."""
-    calls = kernel_calls(graph, schedule)
-    if not calls:
-        return "no compiled kernels"
-    return "\n\n".join(f"{count} x {kernel}" for kernel, count in calls.items())
-
-
 PASSES_HEADING = ("pass", "forward", "backward", "seconds")
 HEADING = ("stage", "overhead", "proven", "peak", "seconds")
 
