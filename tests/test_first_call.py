@@ -138,7 +138,7 @@ class Model(nn.Module):
 PLANNED: dict[str, tuple[str, Callable[[Any], list[nn.Module]]]] = {
     "": ("planned Model at its first call", lambda m: [m]),
     "whole": ("its decoder is tried", lambda m: [m.model]),
-    "decoder": ("so 3 of its parts are, in place. Of the whole", lambda m: [*m.model.layers]),
+    "decoder": ("so 3 of its parts are, in place", lambda m: [*m.model.layers]),
     "blocks": ("nothing is planned", lambda m: []),
 }
 
@@ -164,6 +164,22 @@ def test_parts_instead_of_the_whole(sample: Any, caplog: pytest.LogCaptureFixtur
     assert "'layers.1' is left: " in caplog.text and len(rockplan.blocks_of(fast).blocks) == 2
 
 
+@pytest.mark.parametrize("option", ["tile", "only_loss"])
+@pytest.mark.parametrize("sample", [None, X], ids=["first call", "sample"])
+def test_parts_without_options_of_the_whole(
+    option: str, sample: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """What has no effect beside blocks does not take the blocks away."""
+    options = replace(QUICK, on_refused="blocks", **{option: True})
+    model, eager = Model("whole"), Model("whole")
+    fast = rockplan.solve(model, sample, "50%", options=options)
+    for module in (fast, eager):
+        module(X)["loss"].backward()
+    assert_same_state(fast, eager, option)
+    assert [m for m in model.modules() if is_in_place(m)] == [*model.model.layers]
+    assert f"Options({option}=...) is left out" in caplog.text
+
+
 @pytest.mark.parametrize("sample", [None, X], ids=["first call", "sample"])
 def test_no_part_can_be_planned(sample: Any) -> None:
     options = replace(QUICK, on_refused="blocks")
@@ -172,12 +188,15 @@ def test_no_part_can_be_planned(sample: Any) -> None:
             rockplan.solve(Decoder("blocks"), sample, "50%", options=options)(X)
 
 
+@pytest.mark.parametrize("only_loss", [False, True])
 @pytest.mark.parametrize("refuses", PLANNED)
-def test_in_place_what_can_be_is_planned(refuses: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_in_place_what_can_be_is_planned(
+    refuses: str, only_loss: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     says, planned = PLANNED[refuses]
     model, eager = Model(refuses), Model(refuses)
     with caplog.at_level(logging.WARNING, logger="rockplan"):
-        PlanWhenCalled("50%", None, QUICK).begin(model)
+        PlanWhenCalled("50%", None, replace(QUICK, only_loss=only_loss)).begin(model)
         same_steps(model, eager, refuses)
     assert says in caplog.text
     assert [m for m in model.modules() if is_in_place(m)] == planned(model)

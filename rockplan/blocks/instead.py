@@ -16,7 +16,7 @@ from rockplan.captures.parts import ADVICE, parts_beside
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, InvalidInput
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.options import Options
+from rockplan.options import DEFAULT_OPTIONS, Options, without_effect
 from rockplan.runtime.program import ModuleCall
 
 _LOGGER = logging.getLogger("rockplan")
@@ -37,6 +37,8 @@ def plan_parts(
     if isinstance(refused, ForwardRaises):
         raise refused
     parts = parts_beside(model, refused)
+    without = without_effect(options, "solve_blocks")
+    usual = {name: getattr(DEFAULT_OPTIONS, name) for name in without}
     try:
         solve_blocks(
             model,
@@ -46,7 +48,7 @@ def plan_parts(
             optimizer=optimizer,
             sample_kwargs=call.kwargs,
             loss=loss,
-            options=replace(options, on_refused="leave"),
+            options=replace(options, on_refused="leave", **usual),
         )
         planned = blocks_of(model)
     except (CaptureError, InvalidInput) as error:
@@ -54,6 +56,7 @@ def plan_parts(
         raise refused from error
     why = str(refused).partition(ADVICE)[0]
     left = "".join(f"; '{path}' is left: {reason}" for path, reason in planned.left)
+    left += "".join(f"; Options({name}=...) is left out" for name in without)
     _LOGGER.warning(
         "the whole cannot be planned, so %s of its parts are, in place%s. Of the whole: %s",
         *(len(planned.blocks), left, why),

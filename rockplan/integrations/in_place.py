@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -44,8 +44,9 @@ class PlanWhenCalled:
         """Plan what is called of `model` at its first call in training."""
         self._plan(model, functools.partial(self._after_the_whole, model))
 
-    def _plan(self, module: nn.Module, on_refused: Any) -> None:
-        wanted = AtFirstCall(parse_budget(self.budget), self.optimizer, USUAL, self.options)
+    def _plan(self, module: nn.Module, on_refused: Any, **changed: Any) -> None:
+        options = replace(self.options, **changed)
+        wanted = AtFirstCall(parse_budget(self.budget), self.optimizer, USUAL, options)
         become_planned(module, wanted.settings(module, on_refused, is_in_place=True))
 
     def _after_the_whole(self, model: nn.Module, call: ModuleCall, error: CaptureError) -> None:
@@ -54,7 +55,9 @@ class PlanWhenCalled:
             self._plan_blocks(call, error)
             return
         LOG.warning("the whole cannot be planned, its decoder is tried: %s", error)
-        self._plan(decoder, lambda _, of_decoder: self._plan_blocks(call, of_decoder))
+        # These are of the result of the whole.
+        others = {"only_loss": False, "released": (), "differentiated": None}
+        self._plan(decoder, lambda _, of_it: self._plan_blocks(call, of_it), **others)
 
     def _plan_blocks(self, call: ModuleCall, error: CaptureError) -> None:
         try:
