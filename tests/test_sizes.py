@@ -138,6 +138,41 @@ class Recurrent(nn.Module):
         return (x[:, :-1] * weight[:, 1:]).sum()
 
 
+class Positions(nn.Module):
+    """Patches with positions of one size, resampled to that of the image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patches, self.mix = nn.Conv2d(3, 16, 4, 4), nn.Linear(16, 16)
+        self.positions = nn.Parameter(torch.randn(1, 16, 4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.patches(x)
+        h = h + nn.functional.interpolate(self.positions, h.shape[-2:], mode="bicubic")
+        rows = h.flatten(2).mT
+        attended = nn.functional.scaled_dot_product_attention(rows, rows, rows)
+        return (self.mix(attended) + rows).square().mean()
+
+
+class Windows(nn.Module):
+    """Attention in shifted windows of a padded image."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.three, self.mix = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        batch, rows, columns, width = x.shape
+        x = nn.functional.pad(x, (0, 0, 0, -columns % 4, 0, -rows % 4))
+        down, across = x.shape[1] // 4, x.shape[2] // 4
+        x = torch.roll(x, (-2, -2), (1, 2)).view(batch, down, 4, across, 4, width)
+        q, k, v = self.three(x.transpose(2, 3).reshape(-1, 16, width)).chunk(3, -1)
+        x = self.mix(nn.functional.scaled_dot_product_attention(q, k, v))
+        x = x.view(batch, down, across, 4, 4, width).transpose(2, 3)
+        x = torch.roll(x.reshape(batch, 4 * down, 4 * across, width), (2, 2), (1, 2))
+        return x[:, :rows, :columns].square().mean()
+
+
 def tokens(model: Callable[[], Case]) -> Callable[[], tuple[nn.Module, Callable[..., Any]]]:
     def made() -> tuple[nn.Module, Callable[..., Any]]:
         case = model()
@@ -175,6 +210,16 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
         lambda: (Convolutions(), lambda b, h, w: {"x": torch.randn(b, 3, h, w)}),
         [(4, 32, 32), (3, 24, 48), (5, 40, 16), (2, 64, 20), (4, 33, 35)],
         "90%",
+    ),
+    "images with positions": (
+        lambda: (Positions(), lambda h, w: {"x": torch.randn(1, 3, 4 * h, 4 * w)}),
+        [(5, 6), (8, 7), (6, 11), (4, 9), (12, 5)],
+        "100%",
+    ),
+    "windows": (
+        lambda: (Windows(), lambda h, w: {"x": torch.randn(2, 4 * h + 1, 4 * w + 3, 16)}),
+        [(3, 2), (4, 5), (6, 3), (2, 7)],
+        "100%",
     ),
     "messages": (
         lambda: (

@@ -7,6 +7,7 @@ called.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -32,6 +33,7 @@ from rockplan.graph_builder.operators.facts import (
 )
 from rockplan.graph_builder.operators.rows import Effect, ShapeRule
 from rockplan.graph_builder.operators.symbols import are_known, hints, known_number
+from rockplan.values.sizes import text_of
 
 # Functions of the base class, as in `recorded.run.tensor_spec`.
 _OF = torch._C.TensorBase
@@ -46,6 +48,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     also on other devices. The rules of operators that copy a whole storage make only the elements
     that the argument shows.
     """
+    if operator is torch.ops.aten.view.default and (dense := _dense_view(*args)) is not None:
+        return dense
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
         return args[0]
@@ -55,7 +59,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return _grouped_product(operator, args, kwargs)
     if rule is ShapeRule.INPUT_SIZE:
         sizes: Any = given(operator, "input_size", args, kwargs)
-        if not are_known(sizes):  # the rule takes no symbols
+        enlarged: Any = given(operator, "output_size", args, kwargs)
+        if not are_known((*sizes, *enlarged)):  # the rule takes no symbols
             return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
     result = operator(*args, **kwargs)
     if rule is ShapeRule.STORAGE_AS_LARGE:
@@ -70,6 +75,24 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return result
     pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
+
+
+def _dense_view(tensor: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor | None:
+    """Return a view of memory without gaps, whose sizes are symbols; None of any other. PyTorch's
+    rule asks how each dimension meets another, seconds for sizes such as those of windows."""
+    as_new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    if are_known((*tensor.shape, *sizes)) or _texts(as_new.stride()) != _texts(tensor.stride()):
+        return None
+    shape, count = [*sizes], tensor.numel()
+    for place in (p for p, n in enumerate(sizes) if type(n) is int and n == -1):
+        shape[place] = count // math.prod((*sizes[:place], *sizes[place + 1 :]))
+    torch._check(math.prod(shape) == count)
+    strides = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).stride()
+    return tensor.as_strided(shape, strides, tensor.storage_offset())
+
+
+def _texts(numbers: Sequence[Any]) -> list[str]:
+    return [text_of(known_number(n)) for n in numbers]
 
 
 def _grouped_product(operator: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
@@ -303,14 +326,17 @@ def _at_hint(leaf: Any) -> Any:
 
 def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the strides of a real result as expressions: of a dense one those that follow from its
-    shape, else those that the fake result has too."""
+    shape, else those that the fake result has too, there or (of a dimension of size 1) beside
+    another dimension or within it."""
     if _is_static(leaf):
         return stride
     order = outermost_first(stride)
     if dense_strides(hints(shape), order) == stride:
         return dense_strides(shape, order)
-    pairs = zip(_OF.stride(leaf), stride, strict=True)
-    return tuple(own if known_number(own) == real else real for own, real in pairs)
+    own = _OF.stride(leaf)
+    others = (*own, *(length * size for length, size in zip(own, shape, strict=True)))
+    pairs = zip(own, stride, strict=True)
+    return tuple(next((n for n in (s, *others) if known_number(n) == r), r) for s, r in pairs)
 
 
 def _real_layouts(

@@ -10,6 +10,7 @@ shapes, strides, dtypes, devices and literals.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
+from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators import facts, layouts
 from rockplan.graph_builder.operators.symbols import are_known
 from rockplan.graph_builder.recorded.specs import spanned
@@ -27,6 +29,11 @@ from rockplan.graph_builder.recorded.specs import spanned
 # is intercepted in Python.
 _OF = torch._C.TensorBase
 _ATTRIBUTE = object.__getattribute__
+
+
+ANY_S, CALL_S = 10.0, 0.05
+"""CPU seconds that the rules of shapes may take with symbols, at all and for each call: they take
+up to 0.02 for one in most models, 0.5 where sizes divide one another."""
 
 
 # `fake_device` is a property from torch 2.13 on, which reads `_fake_device`.
@@ -78,6 +85,7 @@ class Results:
         self.fake_mode = fake_mode
         self._layouts = layouts.Layouts()
         self._known: dict[Hashable, _Recipe | None] = {}
+        self._left_s = ANY_S
 
     def of(self, operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Any:
         """Return the result of a call on fake tensors: by the recipe of an equal call, a run of the
@@ -91,9 +99,13 @@ class Results:
         can_run = is_static and key is not None and not kwargs
         recipe = _worked_out(operator, args, tensors) if can_run else None
         if recipe is None and not is_static:
+            began = time.process_time()
             # Around the rules alone: around the forward it would change what autograd calls.
             with enable_python_dispatcher():
                 result = layouts.fake_result(operator, args, kwargs)
+            self._left_s += CALL_S - (time.process_time() - began)
+            if self._left_s < 0:
+                raise CaptureError("PyTorch's rules of shapes take too long with symbols")
         elif recipe is None:
             result = layouts.fake_result(operator, args, kwargs)
         else:
