@@ -636,6 +636,22 @@ def test_writes_that_leave_many_numbers_are_known(forward: Any) -> None:
     train(twice)
 
 
+def test_trials_below_zero_end_before_lookups() -> None:
+    """On CUDA a number that is no index ends the process."""
+    said: list[str] = []
+
+    def looks_up(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        index = (x.detach() * 4).long().clamp(-8, 7)
+        try:
+            return x * torch.arange(8.0)[index]
+        except ValueError as error:
+            said.append(str(error))
+            raise
+
+    train(function_of(looks_up))
+    assert {*said} == {"aten.index.Tensor looks at made-up numbers"}
+
+
 def test_a_derived_function_is_declared_itself() -> None:
     train(lambda h: h + DeclaredKernel.apply(h, 2.0))
 

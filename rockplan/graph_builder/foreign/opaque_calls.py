@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from rockplan.errors import RockplanError
 from rockplan.graph_builder.foreign import opaque
@@ -150,6 +150,22 @@ def _set_on_context(ctx: Any, known: Known, tensors: Sequence[torch.Tensor]) -> 
 # Trials: runs on made-up numbers; generators are put back
 
 
+_CHECKING = (
+    *("aten::_assert", "aten::bernoulli", "aten::binary_cross_entropy", "aten::embedding"),
+    *("aten::_embedding", "aten::gather", "aten::index", "aten::_index", "aten::multinomial"),
+    *("aten::nll_loss", "aten::put", "aten::scatter", "aten::take"),
+)
+"""Beginnings of names of operators that look at numbers: wrong ones end all use of a CUDA device by
+this process."""
+
+
+class _EndsBeforeChecks(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().startswith(_CHECKING):
+            raise ValueError(f"{func} looks at made-up numbers")
+        return func(*args, **(kwargs or {}))
+
+
 class _Trial(NamedTuple):
     """A run on made-up tensors. written: places of those that it wrote into."""
 
@@ -165,7 +181,7 @@ def _found_out(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Know
     with _generators_restored(call):
         try:
             # Below 0, too, where a kernel may write that leaves the rest (and some cannot run).
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception), _EndsBeforeChecks():
                 below = _tried(call, least=-1).written
             run, written, has_drawn = _tried(call, least=0)
             changed = tuple(sorted(written | below))
