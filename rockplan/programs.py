@@ -203,19 +203,20 @@ def new_or_known_program(
 
 def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> PlannedProgram | None:
     """None if there is no program for calls of many sizes."""
-    known = sized_problem(call, options)
-    if known is None:
+    found = sized_problem(call, options)
+    if found is None:
         return None
-    program, problem, interface = known
+    program, problem, interface = found
     limit_bytes = budget.within(needed_bytes(problem.unplanned, options.in_flight))
+    less = budget if limit_bytes is None else Budget(size_bytes=int(limit_bytes * NEARLY))
+    family = program.open and program.open.workspaces
+    opened = ((p.plan, p.open) for p in planned_state.programs_of(call.module))
+    alike = [plan for plan, known in opened if known and known.workspaces is family]
     with planned_state.PLANNING:
-        plan = None
-        if limit_bytes is not None:
-            less = Budget(size_bytes=int(limit_bytes * NEARLY))
-            plan = replayed([program.plan], problem, less)
-            if plan is None:
-                with contextlib.suppress(InfeasibleBudget):
-                    plan = plan_as_asked([problem], less, replace(options, on_infeasible="error"))
+        plan = replayed(alike, problem, less)
+        if plan is None and limit_bytes is not None:
+            with contextlib.suppress(InfeasibleBudget):
+                plan = plan_as_asked([problem], less, replace(options, on_infeasible="error"))
         plan = plan or plan_as_asked([problem], budget, options)
     plan = replace(plan, budget_bytes=limit_bytes or plan.budget_bytes)
     return rung_program(call, program, plan, interface, options)

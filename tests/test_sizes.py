@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import rockplan
-from rockplan.graph_builder.costs import scaled
+from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
@@ -30,7 +30,7 @@ from testing.graphs import repeated_chain
 from testing.models import Case
 from testing.training import QUICK, train_side_by_side
 from tests.kernels import distance, gradients, interpret
-from tests.planning import heard, set_times
+from tests.planning import WITHOUT_SEARCH, heard, set_times
 
 OPTIONS = replace(QUICK, cache=False, bound_time_limit_s=0)
 
@@ -796,6 +796,22 @@ def test_sizes_beyond_the_budget_are_refused() -> None:
     assert all(plan.peak_bytes <= 4000 for plan in planned.plans)
 
 
+def test_later_sizes_search_no_smallest_plan() -> None:
+    build, sizes, _ = MODELS["llama"]
+    torch.manual_seed(0)
+    model, call = build()
+    planned: Any = rockplan.solve(model, (), "min", sample_kwargs=call(*sizes[0]), options=OPTIONS)
+    case_of(model, call(*sizes[1])).step(planned)
+    least = planned.plan.budget_bytes
+    for size in sizes[2:]:
+        case = case_of(model, call(*size))
+        assert heard(lambda case=case: case.step(planned)) <= WITHOUT_SEARCH, size
+        peak_bytes, _ = rockplan.peak_live_bytes(lambda case=case: case.step(planned), 1)
+        plan = planned.plan
+        assert peak_bytes <= plan.peak_bytes <= plan.budget_bytes, size
+        assert plan.budget_bytes <= max(least, 0.9 * plan.eager_peak_bytes), size
+
+
 def test_sizes_in_a_range_mismatch_nothing() -> None:
     torch.manual_seed(0)
     model = Treats(SEEN["padding"])
@@ -829,13 +845,13 @@ def test_workspaces_are_bounded_by_their_own_sizes() -> None:
 
 def test_only_convolutions_run_at_each_size(monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
-    measure = scaled.measure_memory
+    measure = price.measure_memory
 
     def measured(inputs: Any, calls: dict[str, Call], *more: Any) -> Any:
         ran.extend(call.op for call in calls.values())
         return measure(inputs, calls, *more)
 
-    monkeypatch.setattr(scaled, "measure_memory", measured)
+    monkeypatch.setattr(price, "measure_memory", measured)
     torch.manual_seed(0)
     model = Convolutions()
     sizes = [(5, 40, 36), (4, 48, 44), (4, 36, 32), (3, 28, 24), (4, 36, 32)]

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from rockplan.graph_builder.costs.call_key import call_keys
-from rockplan.graph_builder.costs.price import price
-from rockplan.graph_builder.costs.scaled import plain_workspace_bytes, sized
+from rockplan.graph_builder.costs.estimate import fallback_rates, roofline
+from rockplan.graph_builder.costs.price import price, with_measured_memory
 from rockplan.graph_builder.recorded.specs import is_floating
 from rockplan.values.graph import (
     CDGraph,
@@ -45,8 +45,7 @@ def with_open_workspaces(graph: CDGraph, earlier: Sequence[int]) -> CDGraph:
     open_kinds = {
         kinds[n.index]
         for n in graph.nodes
-        if (n.workspace_bytes != before[n.index] or n.workspace_bytes and _has_kernels(n))
-        and any(plain_workspace_bytes(graph, call) is None for call in n.calls)
+        if n.workspace_bytes != before[n.index] or n.workspace_bytes and _has_kernels(n)
     }
     return _opened(graph, kinds, open_kinds)
 
@@ -160,7 +159,9 @@ class OpenWorkspaces:
         if missing:
             graph = self.graph_at(numbers, missing)
             keys = call_keys(graph)
-            priced = price(graph, sized(graph, given, keys, is_once=True), keys)
+            profile = roofline(graph, fallback_rates(graph), keys)
+            profile = with_measured_memory(graph, given, profile, keys, is_once=True)
+            priced = price(graph, profile, keys)
             found = {n.index: n.workspace_bytes for n in priced.nodes}
             for name in missing:
                 self.known[name][own[name]] = found[self.of[name]]

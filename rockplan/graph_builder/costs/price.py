@@ -86,13 +86,18 @@ def measure(
 
 
 def with_measured_memory(
-    graph: CDGraph, values: Mapping[int, torch.Tensor], profile: Profile, keys: Keys
+    graph: CDGraph,
+    values: Mapping[int, torch.Tensor],
+    profile: Profile,
+    keys: Keys,
+    is_once: bool = False,
 ) -> Profile:
     """Return `profile` with workspaces and sizes of results as measured; calls that fail keep what
-    they have. values: as in `measure`; keys: those of the calls of `graph`."""
+    they have. values: as in `measure`; keys: those of the calls of `graph`; is_once: as for
+    `measure_memory`."""
     calls = {key: same[0] for key, same in calls_by_key(graph, keys).items()}
     with as_executed(graph):
-        memory = measure_memory(inputs_of(graph, values), calls)
+        memory = measure_memory(inputs_of(graph, values), calls, is_once)
     costs = dict(profile.costs)
     for key, found in memory.items():
         costs[key] = replace(
