@@ -12,7 +12,7 @@ import sys
 import types
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ import rockplan
 from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
+from testing import models
 from testing.blocks import QUICK, Stack
 from testing.blocks import batch as rows
 from testing.trainers import (
@@ -208,6 +209,32 @@ def test_losses_without_logits_train_as_the_original(name: str, tmp_path: Path) 
     trained = zip(ours.model.parameters(), expected.model.parameters(), strict=True)
     for p, q in trained:
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_a_large_vocabulary_beside_blocks() -> None:
+    """What the refusals of `tile` and `only_loss` advise: a loss on the hidden states, measured
+    beside the blocks of the model without its head."""
+    case = models.llama(layers=2, width=32, vocabulary=32_000, batch=1, length=512)
+    causal, ids, sample = case.model, case.kwargs["input_ids"], case.kwargs
+    for option in ("tile", "only_loss"):
+        wished = replace(OPTIONS, **{option: True})
+        with pytest.raises(rockplan.InvalidInput, match=f"{option}=.*rockplan.token_log_probs"):
+            rockplan.solve_blocks(causal, (), "min", sample_kwargs=sample, options=wished)
+
+    def loss(result: Any) -> torch.Tensor:
+        hidden, weight = result.last_hidden_state, causal.lm_head.weight
+        return -rockplan.token_log_probs(hidden[:, :-1], weight, ids[:, 1:]).mean()
+
+    case.step()
+    expected = [p.grad for p in causal.parameters()]
+    causal.zero_grad()
+    body = rockplan.solve_blocks(causal.model, ids, "min", loss=loss, options=OPTIONS)
+    peak_bytes = peak_live_bytes(lambda: loss(body(ids)).backward()).peak_bytes
+    assert peak_bytes == rockplan.blocks_of(body).peak_bytes < ids.numel() * 32_000 * 4 / 6
+    causal.zero_grad()
+    loss(body(ids)).backward()
+    for parameter, gradient in zip(causal.parameters(), expected, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
 
 
 def test_what_is_collected_inside_of_blocks() -> None:
