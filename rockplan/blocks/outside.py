@@ -111,10 +111,11 @@ def _of_all(
 
 def _marked(model: nn.Module, blocks: Sequence[nn.Module], step: Step, mark: Mark) -> None:
     """The mark comes before other hooks on a block's result, since one may replace the result."""
-    returned = functools.partial(_returned, mark)
+    returned = functools.partial(_marked_at, mark, RETURNED)
     handles: list[RemovableHandle] = [model.register_forward_hook(returned)]
     for number, block in enumerate(blocks):
-        before = functools.partial(_before, mark, number)
+        begins = Border(number, is_backward=False, begins=True)
+        before = functools.partial(_marked_at, mark, begins)
         after = functools.partial(_after, mark, number)
         handles.append(block.register_forward_pre_hook(before))
         handles.append(block.register_forward_hook(after, prepend=True, with_kwargs=True))
@@ -133,15 +134,10 @@ class Border(NamedTuple):
     begins: bool
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
-def _returned(mark: Mark, module: nn.Module, args: object, result: object) -> None:
-    mark(RETURNED)
-
-
 # Not compiled: a compiled caller would leave the marks out.
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def _before(mark: Mark, number: int, module: nn.Module, args: object) -> None:
-    mark(Border(number, is_backward=False, begins=True))
+def _marked_at(mark: Mark, place: object, *given: object) -> None:
+    mark(place)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -377,21 +377,21 @@ class _Job:
             budget_bytes = sequence.budget_bytes(budget)
             chosen = self._chosen(sequence, budget_bytes)
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
+            rows = [(p, b.kind, o) for (p, b), o in zip(captured.items(), chosen, strict=True)]
             numbers = {kind: i for i, kind in enumerate(kinds)}
-            of_kind = {path: block.kind for path, block in captured.items()}
             words = {
                 (kind, option): in_words(kinds[kind].problem.graph, option.schedule)
-                for kind, option in {*zip(of_kind.values(), chosen, strict=True)}
+                for kind, option in {(kind, option) for _, kind, option in rows}
             }
             placed = tuple(
                 PlacedBlock(path, numbers[kind], option, kinds[kind].eager, *words[kind, option])
-                for (path, kind), option in zip(of_kind.items(), chosen, strict=True)
+                for path, kind, option in rows
             )
             # A budget in bytes is never exceeded; others may grow with the size of a call.
             grows = budget.is_minimum or budget.share is not None
             allowances = [
-                Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[b.kind].eager.saved_bytes)
-                for b, o in zip(captured.values(), chosen, strict=True)
+                Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[kind].eager.saved_bytes)
+                for _, kind, o in rows
             ]
             self._install(captured, kinds, chosen, allowances)
             self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others, step.least)

@@ -11,6 +11,7 @@ that saves no more and takes no longer is as good for all that follow.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -131,13 +132,7 @@ def least_budget(
     # If blocks run backward in another order, the limits may ask for more than the peak.
     while not has_choice(high):
         low, high = high + 1, 2 * high
-    while low < high:
-        middle = (low + high) // 2
-        if has_choice(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect_left(range(high), x=True, lo=low, key=has_choice)
 
 
 def _has_choice(families: Families, moments: Sequence[StepMoment], budget_bytes: int) -> bool:

@@ -25,11 +25,8 @@ from rockplan.values.plan import format_bytes
 
 @functools.cache
 def _streams(device: str) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    return _stream(device), _stream(device)
-
-
-def _stream(device: str) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    make: Any = torch.cuda.Stream
+    return make(device), make(device)
 
 
 def _runtime() -> Any:
