@@ -361,12 +361,6 @@ ROWS: Mapping[str, OptionRow] = {
     ),
     "host": OptionRow(
         _host,
-        no_effect={
-            FSDP2: (
-                "goes to each block where rockplan.solve_blocks plans them, and no row of blocks "
-                "under shard='fsdp2' counts it: leave it out"
-            )
-        },
         not_with={
             "in_flight": (
                 "plans of several calls at once (in_flight={0.in_flight}) page nothing to the "

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.autograd.profiler import record_function
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -28,13 +29,14 @@ from rockplan.captures.captured_calls import arguments, captured_call, problems_
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.fitting.changes import Holding, left_alive, peak_of
 from rockplan.fitting.exchange import Transport
-from rockplan.fitting.optimizer import optimizer_steps
+from rockplan.fitting.optimizer import OptimizerSteps, optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.shards import DDP, Shards
-from rockplan.fitting.timeline import passes_of, timeline_of
-from rockplan.fitting.ways import kept_whole, per_block
+from rockplan.fitting.timeline import Passes, passes_of, timeline_of
+from rockplan.fitting.ways import kept_whole, pages_of, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled, profiler_events
 from rockplan.runtime.program import ModuleCall
+from rockplan.values.copies import Host
 from testing.models import Case
 
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -60,28 +62,19 @@ def fake_group(count: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rank:
-    """How a process trains. make: a case whose model computes its loss; how: 'ddp' or 'fsdp2'."""
+    """How a process trains. make: a case whose model computes its loss; how: 'ddp' or 'fsdp2';
+    host: that blocks page to, in what is said."""
 
     make: Callable[[], Case]
     how: str
     optimizer: Make
     checkpointed: bool = False
+    host: Host | None = None
 
     def said_bytes(self) -> int:
         """At the peak of a step that finds the optimizer's state, beside inputs and the caller's
         scalars."""
-        case = self.make()
-        model = case.model
-        shards, blocks = Shards(dist.get_world_size(), self.how), repeated_blocks(model)
-        call = ModuleCall(model, *arguments(model, case.args, case.kwargs))
-        source = captured_call(call, Options())
-        graph = problems_of(source, Options())[0].graph
-        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        steps = optimizer_steps(self.optimizer, named, metered=True, shards=shards)
-        way = per_block(graph, blocks) if self.checkpointed else kept_whole(graph)
-        groups = shards.groups(model, blocks)
-        transport = TRANSPORTS[dist.get_backend()]
-        passes = passes_of(*way, source.lowered.interface, steps, groups, transport, is_eager=True)
+        model, shards, steps, passes = self._said()
         resident = {
             Holding.PARAMETERS: shards.parameter_sizes(model),
             Holding.BUFFERS: storage_sizes(model.buffers()),
@@ -92,6 +85,29 @@ class Rank:
         for change in left_alive(first).values():
             held[change.owner] += change.size_bytes
         return peak_of((c for c in later if c.owner is not Holding.CALLER), held).size_bytes
+
+    def said_alive_bytes(self) -> int:
+        """At the peak of forward and backward, beside parameters and `.grad`."""
+        changes = (c for c in self._said()[-1].first if "parts of gradients" not in str(c.key))
+        return peak_of((c for c in changes if c.owner is not Holding.CALLER), {}).size_bytes
+
+    def _said(self) -> tuple[nn.Module, Shards, OptimizerSteps, Passes]:
+        case = self.make()
+        model = case.model
+        shards, blocks = Shards(dist.get_world_size(), self.how), repeated_blocks(model)
+        call = ModuleCall(model, *arguments(model, case.args, case.kwargs))
+        source = captured_call(call, Options())
+        graph = problems_of(source, Options())[0].graph
+        named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        steps = optimizer_steps(self.optimizer, named, metered=True, shards=shards)
+        way = per_block(graph, blocks) if self.checkpointed else kept_whole(graph)
+        if self.host:
+            way = per_block(graph, (), pages_of(graph, blocks, self.host))
+        groups = shards.groups(model, blocks)
+        transport = TRANSPORTS[dist.get_backend()]
+        interface, is_eager = source.lowered.interface, self.host is None
+        passes = passes_of(*way, interface, steps, groups, transport, is_eager=is_eager)
+        return model, shards, steps, passes
 
     def measured_bytes(self, steps: int) -> int:
         """The same, measured: the least of so many steps.
@@ -105,7 +121,7 @@ class Rank:
         gc.collect()
         with profiled() as session:
             case = self.make()
-            module = self._wrapped(case.model)
+            module = self.wrapped(case.model)
             optimizer = self.optimizer(module.parameters())
             gc.collect()
             for _ in range(1 + steps):
@@ -124,7 +140,7 @@ class Rank:
         inputs = tree_leaves((case.args, case.kwargs))
         return live[first] + rise + sum(storage_sizes(map(_own, made))) - sum(storage_sizes(inputs))
 
-    def _wrapped(self, model: Any) -> Any:
+    def wrapped(self, model: Any) -> Any:
         blocks = [model.get_submodule(path) for path in repeated_blocks(model)]
         for block in blocks if self.checkpointed else ():
             # The state of the CPU's generator is no memory of a GPU.

@@ -11,7 +11,10 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import rockplan
 from rockplan.fitting.shards import DDP, FSDP2
+from rockplan.search import paging
+from rockplan.values.copies import Host, HostLink
 from testing import models
 from testing.ranks import Rank, fake_group
 
@@ -97,10 +100,32 @@ def check(rank: Rank, processes: str, *, is_upper: bool = True) -> None:
         assert said <= real + SCALARS_BYTES + READ_BYTES, what
 
 
+def check_paging() -> None:
+    """In the bytes that are said of blocks that page and run nothing again there is a plan of real
+    ones that takes no longer, and they need no more than it promises."""
+    torch.manual_seed(0)
+    paging.LEAST_BYTES = 1 << 12
+    case = models.llama(layers=3, width=128, heads=4, vocabulary=64, batch=1, length=256)
+    kept = Rank(lambda: case, FSDP2, torch.optim.AdamW)
+    said = replace(kept, host=Host(1 << 30, HostLink(10**13, 10**13))).said_alive_bytes()
+    options = rockplan.Options(host="1GiB", link="10000GB/s", cache=False, time_limit_s=2)
+    assert said < 0.7 * kept.said_alive_bytes()
+    model = kept.wrapped(case.model)
+    rockplan.solve_blocks(model, (), said, sample_kwargs=case.kwargs, options=options)
+    plan = rockplan.blocks_of(model)
+    model(**case.kwargs).loss.backward()
+    step = functools.partial(case.step, model)
+    real = min(rockplan.peak_live_bytes(step, 1).peak_bytes for _ in range(3))
+    what = f"{said} said, {plan.peak_bytes} promised, {real} measured"
+    assert real <= plan.peak_bytes <= said, what
+    assert plan.paged_bytes and plan.overhead < 0.01, what
+
+
 def main() -> None:
     dist.init_process_group("gloo")
     check(Rank(summed, DDP, MOMENTUM), "two")
     check(Rank(tied, FSDP2, torch.optim.AdamW), "two", is_upper=False)
+    check_paging()
     first = not dist.get_rank()
     dist.destroy_process_group()
     if not first:

@@ -115,6 +115,25 @@ def test_blocks_beyond_checkpointing_hold_fewer_samples(
     assert more < planned.reserved_bytes <= found.usable_bytes
 
 
+@pytest.mark.parametrize(
+    ("device", "link", "pages"),
+    [("700MiB", "1000GB/s", True), ("700MiB", "1MB/s", False), ("8GiB", "1000GB/s", False)],
+)
+def test_blocks_page_where_that_takes_less_time(device: str, link: str, pages: bool) -> None:
+    """A row beside that of blocks that page nothing, which it is where paging gains nothing."""
+    model = nn.ModuleDict({"layers": nn.ModuleList(wide() for _ in range(6))})
+    model.forward = lambda x: forward(model, x)  # type: ignore[method-assign]
+    sizes, host_bytes = {0: (1, 4096)}, 6 * (17 << 20)
+    options = replace(QUICK, host=host_bytes, link=link)
+    found = rockplan.fit(model, torch.empty(2, 64), device, sizes=sizes, gpus=2, options=options)
+    plain, paging = found.rows[2:]
+    assert paging.way == "rockplan, blocks, paging" and paging.batch == plain.batch
+    assert paging.reserved_bytes <= found.usable_bytes
+    assert (0 < paging.host_bytes <= host_bytes) is pages
+    assert (paging.overhead < plain.overhead) is pages
+    assert paging == replace(plain, way=paging.way) or pages
+
+
 def wide() -> nn.Sequential:
     return nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
 
@@ -176,7 +195,7 @@ TILED = {"options": rockplan.Options(tile=True, host="1GiB", link="9GB/s", cache
         (on_meta(blocks=64), "610MiB", {"gpus": 9, "shard": "ddp"}, r"gpus=\d+, shard='fsdp2';"),
         (on_meta(blocks=64), "610MiB", STEPPED, "--shard fsdp2, without in_backward"),
         (on_meta(blocks=64), "610MiB", AVERAGED, "--shard fsdp2, without average"),
-        (on_meta(blocks=64), "610MiB", TILED, "--shard fsdp2, without tile, host"),
+        (on_meta(blocks=64), "610MiB", TILED, "--shard fsdp2, without tile"),
         (on_meta(blocks=64), "500MiB", {}, "fit in no number of shards"),
         (
             on_meta(blocks=2, width=4096),
@@ -215,7 +234,6 @@ def test_a_remedy_is_one_that_helps(
         ({"gpus": 2, "step": rockplan.TrainingStep(in_backward=True)}, "in_backward"),
         ({"gpus": 2, "step": rockplan.TrainingStep(average=True)}, "average is AveragedModel"),
         ({"gpus": 2, "options": rockplan.Options(tile=True)}, "tile says something"),
-        ({"gpus": 2, "options": rockplan.Options(host="1GiB")}, "host goes to each block"),
     ],
 )
 def test_what_several_processes_cannot_have_is_refused(how: dict[str, Any], said: str) -> None:

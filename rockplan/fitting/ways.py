@@ -9,9 +9,12 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain, islice, pairwise, takewhile
+from typing import NamedTuple
 
 from rockplan.oracles.verify import verify
-from rockplan.values.graph import CDGraph, ComputeNode, in_eager_order, producers
+from rockplan.search.paging import SHARE, by_worth, chosen
+from rockplan.values.copies import Host, HostLink, paged, with_copies
+from rockplan.values.graph import CDGraph, ComputeNode, in_eager_order, producers, readers
 from rockplan.values.order import remade
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all, with_frees
 
@@ -50,11 +53,39 @@ def compiled_whole(graph: CDGraph) -> tuple[CDGraph, Schedule]:
     return graph, keep_all(graph)
 
 
-def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]:
+class BlockPages(NamedTuple):
+    """What blocks page to the host, each within its own forward and backward. blocks: paths of all
+    that may page; storages: ascending; link: that is planned for."""
+
+    blocks: Sequence[str] = ()
+    storages: tuple[int, ...] = ()
+    link: HostLink = HostLink(1, 1)
+
+
+NO_PAGES = BlockPages()
+
+
+def pages_of(graph: CDGraph, blocks: Sequence[str], host: Host) -> BlockPages:
+    """Return what takes longest to make for each byte, as far as the link carries it while its
+    block runs, and as it fits in the block's equal part of the host. What other blocks read stays
+    on the device."""
+    eager, link = as_autograd_runs(graph), host.link.share(SHARE)
+    parts = [block_of(node, blocks) for node in eager.nodes]
+    makers, uses = producers(eager), readers(eager)
+    own = {d: parts[maker] for d, maker in makers.items() if parts[maker]}
+    inside = [d for d in by_worth(eager) if {parts[n] for n in uses[d]} == {own.get(d)}]
+    own_bytes = host.size_bytes // max(len(blocks), 1)
+    return BlockPages(blocks, chosen(eager, inside, link, 1.0, own_bytes, parts), link)
+
+
+def per_block(
+    graph: CDGraph, blocks: Sequence[str], pages: BlockPages = NO_PAGES
+) -> tuple[CDGraph, Schedule]:
     """Return (graph as eager runs it, schedule of a step with `torch.utils.checkpoint` on each of
     `blocks`, paths of modules): what the backward of a block reads of its forward is re-executed
-    before that backward begins, and what that reads is held until it ends."""
-    eager = as_autograd_runs(graph)
+    before that backward begins, and what that reads is held until it ends. What is paged comes
+    back, and is not made again."""
+    eager = with_copies(as_autograd_runs(graph), pages.storages, pages.link)
     makers = producers(eager)
     forward, backward = keep_all(eager).phases
     path_of = {n.index: block_of(n, blocks) for n in eager.nodes}
@@ -74,14 +105,35 @@ def per_block(graph: CDGraph, blocks: Sequence[str]) -> tuple[CDGraph, Schedule]
         block = path_of[index]
         if block not in begun:
             begun.add(block)
-            again = remade(eager, makers, read[block], inside[block])
+            again = remade(eager, makers, read[block], inside[block].difference(pages.storages))
             for data in {d for node in again for d in eager.nodes[node].reads} - inside[block]:
                 held[data].append(block)
             order += again
         order.append(index)
-    schedule = _freed_as_eager_does(eager, with_frees(eager, forward, order), path_of, held)
+    orders = _with_trips(eager, forward, order, pages.blocks)
+    schedule = _freed_as_eager_does(eager, with_frees(eager, *orders), path_of, held)
     verify(eager, schedule)
     return eager, schedule
+
+
+def _with_trips(
+    graph: CDGraph, forward: Sequence[int], backward: Sequence[int], blocks: Sequence[str]
+) -> tuple[list[int], list[int]]:
+    """Copies out stand at the end of their block's forward, copies in at the begin of its backward,
+    those first that are read first."""
+    parts = [block_of(node, blocks) for node in graph.nodes]
+    ends = {parts[index]: position for position, index in enumerate(forward)}
+    turns = [*enumerate(backward)][::-1]
+    begins = {parts[index]: position for position, index in turns}
+    reads = {data: position for position, index in turns for data in graph.nodes[index].reads}
+    after, before = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    for page in sorted(paged(graph), key=lambda page: reads[page.data]):
+        after[ends[parts[page.store]]].append(page.store)
+        before[begins[parts[page.fetch]]].append(page.fetch)
+    return (
+        [*chain(*((index, *after[position]) for position, index in enumerate(forward)))],
+        [*chain(*((*before[position], index) for position, index in enumerate(backward)))],
+    )
 
 
 def _freed_as_eager_does(
@@ -96,14 +148,17 @@ def _freed_as_eager_does(
     events, boundary = schedule.events, schedule.forward_length
     last = {d: node.index for node in graph.nodes for d in node.ends}
     maker, forward = producers(graph), len(graph.forward)
-    runs, block_end = defaultdict[int, list[int]](list), dict[str, int]()
+    runs, makes = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+    block_end = dict[str, int]()
     for position, event in enumerate(events):
         if isinstance(event, Compute):
             runs[event.node].append(position)
+            for data in graph.nodes[event.node].writes:
+                makes[data].append(position)
             block_end[path_of[event.node]] = position
 
     def end(position: int, data: int) -> int:
-        node, made_by = last.get(data, -1), maker.get(data, -1)
+        node = last.get(data, -1)
         ends = [position]
         if position >= boundary:
             ends += (block_end[block] for block in held.get(data, ()))
@@ -112,10 +167,12 @@ def _freed_as_eager_does(
             phase_end = boundary if position < boundary else None
             following = enumerate(islice(events, position, phase_end), position)
             computed = ((p, e.node) for p, e in following if isinstance(e, Compute))
-            ends += (p for p, _ in takewhile(lambda pair: pair[1] <= node, computed))
-        elif position >= boundary or not path_of[made_by]:
+            # Copies are numbered behind all of their phase.
+            runs_on = (pair for pair in computed if not graph.nodes[pair[1]].optional)
+            ends += (p for p, _ in takewhile(lambda pair: pair[1] <= node, runs_on))
+        elif position >= boundary or not path_of[maker.get(data, -1)]:
             ends += runs[node]
-        again = next((p for p in runs[made_by] if p > position), len(events))
+        again = next((p for p in makes[data] if p > position), len(events))
         return max(p for p in ends if p < again)
 
     frees = defaultdict[int, list[Event]](list)

@@ -12,8 +12,10 @@ and its copies placed anew.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate, chain
 
 from rockplan.errors import InvalidInput
 from rockplan.options import Options
@@ -27,7 +29,7 @@ from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal, Problem
 from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
-from rockplan.values.graph import CDGraph, DataKind, TensorSpec
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, TensorSpec, producers
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, keep_all, kept_data
 
@@ -184,55 +186,60 @@ def by_worth(graph: CDGraph) -> list[int]:
 
 
 def chosen(
-    graph: CDGraph, ranked: Sequence[int], link: HostLink, amount: float, host_bytes: int
+    graph: CDGraph,
+    ranked: Sequence[int],
+    link: HostLink,
+    amount: float,
+    host_bytes: int,
+    parts: Sequence[str] | None = None,
 ) -> tuple[int, ...]:
     """Return the storages, ascending, to page: each of `ranked`, in order, that fits beside those
-    taken before it into host_bytes and on the link. Copies out have the time from their making to
-    the start of the backward phase, copies in that from there to their first read. amount: share of
-    the link's rate."""
-    before_ns, after_ns = _times(graph)
+    taken before it of its part into host_bytes and on the link. A copy out has the time from the
+    making of its storage to the end of the part's forward, a copy in that from the begin of the
+    part's backward to its first read, without re-executions. amount: share of the link's rate;
+    parts: node -> the part of the graph that it is in; None: all are one."""
+    parts = parts or [""] * len(graph.nodes)
+    before_ns, after_ns = _times(graph, parts)
     directions = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
-    taken: dict[int, int] = {}
-    sizes = view_of(graph).sizes
+    taken = defaultdict[str, dict[int, int]](dict)
+    sizes, makers = view_of(graph).sizes, producers(graph)
     for d in ranked:
-        tried = taken | {d: sizes[d]}
+        part = parts[makers[d]]
+        tried = taken[part] | {d: sizes[d]}
         carried = (
             _is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in directions
         )
         if sum(tried.values()) <= host_bytes and all(carried):
-            taken = tried
-    return tuple(sorted(taken))
+            taken[part] = tried
+    return tuple(sorted(chain(*taken.values())))
 
 
 def _is_carried(sizes: Mapping[int, int], left_ns: Mapping[int, int], rate: float) -> bool:
     """One after the other, each within the time that it has from the common start. rate: bytes per
     ns."""
-    carried = 0
-    for d in sorted(sizes, key=left_ns.__getitem__):
-        carried += sizes[d]
-        if carried > rate * left_ns[d]:
-            return False
-    return True
+    ordered = sorted(sizes, key=left_ns.__getitem__)
+    carried = accumulate(sizes[d] for d in ordered)
+    return all(
+        bytes_so_far <= rate * left_ns[d] for d, bytes_so_far in zip(ordered, carried, strict=True)
+    )
 
 
-def _times(graph: CDGraph) -> tuple[dict[int, int], dict[int, int]]:
-    """Storage -> ns from its making to the turn (the start of the backward phase), and -> ns from
-    the turn to its first read after it, without re-executions."""
+def _times(graph: CDGraph, parts: Sequence[str]) -> tuple[dict[int, int], dict[int, int]]:
+    """Storage -> ns for its copy out, and -> ns for its copy in (`chosen`)."""
     everything = keep_all(graph)
     starts_ns = clock(graph, everything).starts_ns
-    turn = everything.forward_length
-    before_turn_ns: dict[int, int] = {}
-    after_turn_ns: dict[int, int] = {}
+    runs: tuple[list[tuple[int, ComputeNode]], ...] = [], []
     for position, event in enumerate(everything.events):
-        if not isinstance(event, Compute):
-            continue
-        node = graph.nodes[event.node]
-        if position < turn:
-            before_turn_ns |= dict.fromkeys(node.writes, starts_ns[turn] - starts_ns[position + 1])
-        else:
-            for d in node.reads:
-                after_turn_ns.setdefault(d, starts_ns[position] - starts_ns[turn])
-    return before_turn_ns, after_turn_ns
+        if isinstance(event, Compute):
+            is_backward = position >= everything.forward_length
+            at_ns = starts_ns[position + (not is_backward)]
+            runs[is_backward].append((at_ns, graph.nodes[event.node]))
+    forward, backward = runs[0], runs[1][::-1]
+    ends_ns, begins_ns = ({parts[n.index]: ns for ns, n in phase} for phase in (forward, backward))
+    return (
+        {d: ends_ns[parts[n.index]] - ns for ns, n in forward for d in n.writes},
+        {d: ns - begins_ns[parts[n.index]] for ns, n in backward for d in n.reads},
+    )
 
 
 # -- plans read from files ------------------------------------------------------------------------

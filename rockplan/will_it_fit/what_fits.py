@@ -28,9 +28,17 @@ from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.shards import FSDP2, Shards, unknown_to_fsdp2
 from rockplan.fitting.timeline import Timeline
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.fitting.ways import as_autograd_runs, compiled_whole, kept_whole, per_block
+from rockplan.fitting.ways import (
+    NO_PAGES,
+    as_autograd_runs,
+    compiled_whole,
+    kept_whole,
+    pages_of,
+    per_block,
+)
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
+from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import unplanned
 from rockplan.values.copies import Host, HostLink
@@ -330,7 +338,11 @@ class _Length:
             for name, batch in largest.items()
         ]
         if self.question.shards.are_parts:
-            return [*rows, self._row_of_blocks(max(largest.values()))]
+            for question, _ in self.planned.values():
+                row = replace(self, question=question)._row_of_blocks(max(largest.values()))
+                best = max(rows[-1], row, key=lambda r: (r.batch, -r.overhead))
+                rows.append(replace(best, way=row.way) if question.unpaged else row)
+            return rows
         most = max(largest, key=lambda name: largest[name])
         for name, (question, calls) in self.planned.items():
             planned = replace(self, question=question)
@@ -399,24 +411,32 @@ class _Length:
         return None
 
     def _row_of_blocks(self, batch: int) -> FitRow:
-        """As few whole blocks run again as fit at this batch. By bisection, since less is alive
-        with more of them; where that is not so and none is found, the row is of all of them and as
-        many samples as fit then."""
+        """As few whole blocks run again as fit at this batch; with a host all page what the link
+        carries, but for what would be waited for. By bisection, since less is alive with more of
+        them; where that is not so and none is found, the row is of all of them and as many samples
+        as fit then."""
         call = self.calls.at(batch or self.calls.least, self.length)
-        blocks = self.question.blocks
+        blocks, host = self.question.blocks, self.question.host
+        pages = pages_of(call.graph, blocks, host) if host else NO_PAGES
 
         def way(call: PricedCall, count: int) -> Scheduled:
-            return per_block(call.graph, blocks[:count])
+            return per_block(call.graph, blocks[:count], pages)
 
         def fits(count: int) -> bool:
             return self.question.fits(self.question.timeline(call, *way(call, count)))
 
         every = functools.partial(way, count=len(blocks))
-        least = bisect.bisect_left(range(len(blocks)), x=True, key=fits) if batch else len(blocks)
+        late, least = {-1}, len(blocks)
+        while late:
+            if batch:
+                least = bisect.bisect_left(range(len(blocks)), x=True, key=fits)
+            late = {trip.data for trip in trips(*way(call, least)) if trip.waits_ns}
+            pages = pages._replace(storages=tuple(d for d in pages.storages if d not in late))
         if batch and not fits(least):
             least, batch = len(blocks), self._largest(every, self.calls)
         found = functools.partial(way, count=least)
-        return self._row(f"{PLANNED}, blocks", self.calls, batch, found, found)
+        name = f"{PLANNED}, blocks, paging" if host else f"{PLANNED}, blocks"
+        return self._row(name, self.calls, batch, found, found)
 
     def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
         """By the smallest plan of an earlier length, if that fits as many samples as `wanted`, else
