@@ -12,37 +12,15 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.paging.files import FileArena
-from rockplan.paging.pinned import PinnedArena
+from rockplan.paging.files import FileArena, FileCopy
+from rockplan.paging.pinned import PinnedArena, StreamCopy
 
-
-class PageCopy(Protocol):
-    """A copy that has begun."""
-
-    def wait(self) -> None:
-        """Make later computations of the device come after the copy. Raises HostMemoryError if it
-        failed."""
-
-    def outlive(self, kept: object) -> None:
-        """Keep `kept` alive until the copy is done, without waiting for it."""
-
-
-class Arena(Protocol):
-    """A region of host memory. process: id of the process that owns it."""
-
-    size_bytes: int
-    process: int
-
-    def begin_out(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
-        """Begin to copy a storage to a place in the arena, once the storage is computed."""
-
-    def begin_in(self, offset_bytes: int, storage: torch.UntypedStorage) -> PageCopy:
-        """Begin to fill a storage from a place in the arena."""
+PageCopy = FileCopy | StreamCopy
+Arena = FileArena | PinnedArena
 
 
 class Lease:

@@ -35,7 +35,8 @@ def submit(direction: str, work: Callable[[], None]) -> Future[None]:
 
 
 class FileCopy:
-    """As `arenas.PageCopy`."""
+    """A copy that has begun. `wait` makes later computations of the device come after it, and
+    raises HostMemoryError if it failed; `outlive` keeps an object alive until it is done."""
 
     def __init__(self, done: Future[None]) -> None:
         self._done = done
@@ -49,7 +50,8 @@ class FileCopy:
 
 
 class FileArena:
-    """As `arenas.Arena`."""
+    """A region of host memory, of the process that has this id. `begin_out` begins to copy a
+    storage to a place in it, once the storage is computed, `begin_in` to fill one from there."""
 
     def __init__(self, size_bytes: int, folder: str | None = None) -> None:
         """Raises HostMemoryError if the folder has no room, or is not writable."""

@@ -34,7 +34,7 @@ def _runtime() -> Any:
 
 
 class StreamCopy:
-    """As `arenas.PageCopy`. stream: on which the device memory was allocated."""
+    """As `files.FileCopy`. stream: on which the device memory was allocated."""
 
     def __init__(self, done: torch.cuda.Event, stream: torch.cuda.Stream) -> None:
         self._done, self._stream = done, stream
@@ -48,7 +48,7 @@ class StreamCopy:
 
 
 class PinnedArena:
-    """As `arenas.Arena`."""
+    """As `files.FileArena`."""
 
     def __init__(self, size_bytes: int, device: str) -> None:
         """Raises HostMemoryError if the host has too little memory, or does not pin it."""
