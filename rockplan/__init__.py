@@ -48,7 +48,6 @@ if TYPE_CHECKING:
     from rockplan.graph_builder.costs.ruler import peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
-    from rockplan.loader_kinds import Kinds, kinds
     from rockplan.log_probs import token_log_probs
     from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
@@ -68,7 +67,6 @@ _NAMES = {
     "explanations": "explain",
     "will_it_fit.what_fits": "fit",
     "reports.html": "html_report",
-    "loader_kinds": "Kinds kinds",
     "api": "load pareto plan solve",
     "graph_builder.costs.ruler": "peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
@@ -96,7 +94,6 @@ __all__ = [
     "InvalidBudget",
     "InvalidConstraint",
     "InvalidInput",
-    "Kinds",
     "MissingLibrary",
     "NothingToDifferentiate",
     "Options",
@@ -122,7 +119,6 @@ __all__ = [
     "explained",
     "fit",
     "html_report",
-    "kinds",
     "load",
     "opaque",
     "pareto",

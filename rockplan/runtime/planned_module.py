@@ -27,7 +27,6 @@ from rockplan.python_state.distributed import is_awaited, with_collectives_done
 from rockplan.python_state.surroundings import Surroundings
 from rockplan.runtime import call_checks
 from rockplan.runtime.bound_program import BoundProgram, matching, run
-from rockplan.runtime.differences import Differences
 from rockplan.runtime.guards import call_key, opened_key
 from rockplan.runtime.planned_state import (
     PLANNING,
@@ -38,7 +37,7 @@ from rockplan.runtime.planned_state import (
     original_forward,
 )
 from rockplan.runtime.program import PlannedProgram
-from rockplan.runtime.replanning import Called, Situation, bound_program, changes_from
+from rockplan.runtime.replanning import Called, Situation, bound_program
 from rockplan.runtime.switches import function_modes, without_default_device
 from rockplan.values.classes import once_for_each_class
 from rockplan.values.garbage_collection import paused_collection
@@ -176,20 +175,6 @@ def _bound(planned: HasPlans, call: Called) -> BoundProgram | None:
             bound = state.choose(call.key, leaves) if state.chosen else None
             bound = bound or bound_program(planned, call)
     return bound
-
-
-def planned_for(
-    planned: HasPlans, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[PlannedProgram | None, Differences | None]:
-    """Return the program that a call would run, planned now if there is none, and how the call
-    differs from those before; (None, ...) if it would run the original, (..., None) of the first
-    call. Nothing runs."""
-    state = planned._rockplan
-    call = _called(state, args, kwargs)
-    differences = changes_from(planned, call) if state.programs else None
-    bound = _bound(planned, call)
-    state.has_run = True
-    return (None if bound is None else bound.program), differences
 
 
 def _surround(copied: Any, planned: Planned) -> None:
