@@ -453,6 +453,9 @@ argument, too (pytorch/pytorch issue 64000, pull request 65242): with eager atte
 layer and sample, which the model that is asked for here has. resnet152 is too low by the workspaces
 that cuDNN takes inside of convolutions. litgpt's rows are of transformers' code in its place. Where
 a range is wide the host decides, whose speed a name of a GPU does not say.
+MPT is 1.19 and 1.21 on H100, 1.01 and 1.03 on A100, the same code in two sizes: eight H100 reached
+less of their best product there than eight A100. One H200 did not (Llama of width 2048, compiled:
+45.7 ms of results/gpu.md, of which products and attention are said to take 35.6): no rule is made.
 
 | model | GPU | way | figure | published | said | ratio | source |
 |---|---|---|---|---|---|---|---|
