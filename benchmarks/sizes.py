@@ -19,6 +19,7 @@ import functools
 import logging
 import math
 import random
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -302,7 +303,7 @@ def main() -> None:
     before, _, rest = text.partition(f"\n{part}\n")
     after = "\n## " + rest.partition("\n## ")[2] if "\n## " in rest else ""
     rows = holes() if arguments.part == "holes" else fuzz(arguments.seconds, arguments.first)
-    said = f"`python -m benchmarks.sizes {arguments.part}`, {where()}"
+    said = f"`python -m benchmarks.sizes {' '.join(sys.argv[1:])}`, {where()}"
     RESULTS.write_text("\n".join([before.rstrip(), "", part, "", said, "", *rows, ""]) + after)
 
 
