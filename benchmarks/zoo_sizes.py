@@ -45,7 +45,7 @@ def calls_of(case: Any, dimension: int) -> list[Any]:
     arguments = case.args, case.kwargs
     if dimension:
         arguments = resized(case.model, arguments, {0: 3})
-    least = 3 if dimension == 0 else size_of(arguments, 1)
+    least = 3 if dimension == 0 else size_of(case.model, arguments, 1)
     made = []
     for size in range(least, least + 4):
         args, kwargs = resized(case.model, arguments, {dimension: size})

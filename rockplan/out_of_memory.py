@@ -138,7 +138,7 @@ def _told(call: _FailedCall, on: torch.device, frames: list[FrameType]) -> str:
     model = twin_of(unplanned(call.module), on.type)
     args, kwargs = with_values(call.arguments)
     question = FitQuestion(model, model, (args, kwargs), gpu(on), None, USUAL, Options(cache=False))
-    whole = question.whole((size_of((args, kwargs), BATCH), None))
+    whole = question.whole((size_of(model, (args, kwargs), BATCH), None))
     ways = fit(model, args, on, sample_kwargs=kwargs, optimizer=steps, options=OPTIONS)
     of_others = ""
     if on.type == "cuda":

@@ -40,6 +40,7 @@ from rockplan.fitting.training_step import USUAL
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.costs.estimate import Rates
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
+from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
@@ -526,6 +527,56 @@ class Scaled(torch.nn.Module):
         return (x * self.scale).exp().sum()
 
 
+def test_lengths_beside_it_decide_no_row() -> None:
+    case = models.llama(layers=2, width=64, heads=4, vocabulary=512, batch=2, length=32)
+    options = Options(cache=False, only_loss=True, time_limit_s=100)
+    asked: Any = {"sample_kwargs": case.kwargs, "options": options}
+    both, alone = (
+        rockplan.fit(case.model, case.args, "600MiB", sizes={0: (1, 16), 1: (n, 128)}, **asked)
+        for n in (64, 128)
+    )
+    assert alone.rows == both.rows[3:]
+
+
+class Seeing(torch.nn.Module):
+    """Reads words beside pictures, whose dimension 1 is of colours."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.seen = torch.nn.Embedding(64, 32), torch.nn.Linear(8, 32)
+
+    def forward(self, pictures: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        read = self.words(ids).exp().square()
+        return (read + self.seen(pictures).mean((1, 2))[:, None]).square().mean()
+
+
+SEEING = """
+import torch
+from tests.test_fit import Seeing
+
+def make():
+    return Seeing(), (torch.zeros(2, 3, 8, 8), torch.zeros(2, 16, dtype=torch.long))
+"""
+
+
+def test_lengths_of_some_tensors_are_named(tmp_path: Path) -> None:
+    """As the refusal says, in both languages."""
+    (tmp_path / "model.py").write_text(SEEING)
+    flags = ["fit", f"{tmp_path / 'model.py'}:make", "--gpu", "8GiB", "--json", "--length"]
+    refused = CliRunner().invoke(app, [*flags, "16:64"])
+    said = " ".join(refused.stderr.split())
+    assert "dimension 1 is 3 in 'pictures', 16 in 'ids': name the tensors" in said
+    assert "sizes={'ids': {1: (16, 64)}} (--length ids=16:64)" in said
+    named = CliRunner().invoke(app, [*flags, "ids=16:64"])
+    rows = rockplan.Fit.from_json(named.stdout).rows
+    assert {row.length for row in rows} == {16, 32, 64}
+    sample = torch.zeros(2, 3, 8, 8), torch.zeros(2, 16, dtype=torch.long)
+    sizes = {"ids": {1: (16, 64)}}
+    assert rockplan.fit(Seeing(), sample, "8GiB", sizes=sizes, options=QUICK).rows == rows
+    wrong = CliRunner().invoke(app, [*flags, "idx=16:64"])
+    assert "pictures, ids" in wrong.stderr
+
+
 def test_heads_in_parts_fit_more() -> None:
     """Logits of a large vocabulary are most of the memory; a model without a head has no such
     row."""
@@ -753,7 +804,7 @@ def test_what_does_not_fit_says_what_is_known() -> None:
         rockplan.fit(model, x, "600MiB")
     for given, said in [
         (("h1000",), "h100-80"),
-        (("t4", {"sizes": {0: (8, 4)}}), "pass {0: "),
+        (("t4", {"sizes": {0: (8, 4)}}), "smallest size comes first"),
         (("t4", {"sizes": {2: (1, 4)}}), "pass {0: "),
         (("t4", {"optimizer": "adan"}), "adamw"),
     ]:

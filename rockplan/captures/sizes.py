@@ -65,27 +65,38 @@ def sized_calls(
     assert isinstance(ranges, tuple)
     if not ranges:
         return (SizedCall(args, kwargs),)
-    leaves, spec = trees.tree_flatten((args, kwargs))
-    given = named_arguments(forward, args, kwargs)
-    names = [f"{name}{path}" for name, a in given for path, _ in trees.named_leaves(a)]
-    tensors = {
-        n: t
-        for n, t in zip(names, leaves, strict=True)
-        if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested
-    }
-    varying = _varying(ranges, tensors)
+    named, (_, spec) = _named_leaves(forward, args, kwargs), trees.tree_flatten((args, kwargs))
+    varying = _varying(ranges, tensors := tensors_of(forward, args, kwargs))
     calls: dict[tuple[tuple[str, Shape], ...], SizedCall] = {}
     for which in ("largest size", "sample", "smallest size"):
         shapes = {name: _shape(which, tensors[name], of) for name, of in varying.items()}
         made: dict[tuple[int, Shape], torch.Tensor] = {}
         others = [
             _resized_once(made, leaf, shapes[name]) if name in shapes else leaf
-            for name, leaf in zip(names, leaves, strict=True)
+            for name, leaf in named
         ]
         own_args, own_kwargs = trees.tree_unflatten(others, spec)
         rows = tuple(shapes.items())
         calls.setdefault(rows, SizedCall(own_args, own_kwargs, which, rows))
     return tuple(calls.values())
+
+
+def _named_leaves(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[tuple[str, Any]]:
+    given = named_arguments(forward, args, kwargs)
+    return [(f"{name}{path}", leaf) for name, a in given for path, leaf in trees.named_leaves(a)]
+
+
+def tensors_of(
+    forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Return name -> tensor, of the tensors of a call whose sizes may vary."""
+    return {
+        name: t
+        for name, t in _named_leaves(forward, args, kwargs)
+        if isinstance(t, torch.Tensor) and t.layout is torch.strided and not t.is_nested
+    }
 
 
 def _varying(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +15,7 @@ from rockplan.cli import display
 from rockplan.cli.ending import ending
 from rockplan.cli.factory import make_subject
 from rockplan.errors import InvalidInput
+from rockplan.options import SizeRange
 from rockplan.reports.progress_bars import waiting
 from rockplan.store.plan_file import write_whole
 
@@ -47,7 +49,9 @@ def fit(
     ] = None,
     length: Annotated[
         str | None,
-        typer.Option(metavar="LEAST:MOST", help="Of dimension 1 of the sample's tensors."),
+        typer.Option(
+            metavar="LEAST:MOST", help="Of dimension 1 of the sample's tensors; of some: ids=1:64."
+        ),
     ] = None,
     accumulate: Annotated[
         int, typer.Option(metavar="N", help="Forward and backward passes before each step.")
@@ -95,8 +99,7 @@ def fit(
             text = listing()
         else:
             options = shared.planning_options(context.params)
-            ranges = {0: _range("--batch", batch), 1: _range("--length", length)}
-            sizes = {dimension: ends for dimension, ends in ranges.items() if ends}
+            sizes = (*_ranges("--batch", 0, batch), *_ranges("--length", 1, length))
             step = rockplan.TrainingStep(
                 accumulate, not keep_gradients, clip_norm, grad_scaler, average, in_backward
             )
@@ -137,11 +140,12 @@ def _answer(model: str, gpu: str, autocast: str | None, asked: dict[str, Any]) -
         return rockplan.fit(**subject.call, device=device, **asked)
 
 
-def _range(option: str, text: str | None) -> tuple[int, int] | None:
+def _ranges(option: str, dimension: int, text: str | None) -> Iterator[SizeRange]:
     if text is None:
-        return None
-    match = re.fullmatch(r"(\d+)(?::(\d+))?", text)
-    least, most = (int(match[1]), int(match[2] or match[1])) if match else (0, 0)
-    if not 0 < least <= most:
+        return
+    match = re.fullmatch(r"(?:(.+)=)?(\d+)(?::(\d+))?", text)
+    least, most = (int(match[2]), int(match[3] or match[2])) if match else (0, 0)
+    if not match or not 0 < least <= most:
         raise InvalidInput(f"{option} {text}: write LEAST:MOST, such as {option} 1:64, or one size")
-    return least, most
+    for name in (match[1] or "").split(","):
+        yield SizeRange(name, dimension, least, most)

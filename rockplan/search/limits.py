@@ -29,7 +29,7 @@ class Limits:
     schedule; rungs: number of the smallest relaxed schedules from which exchanges begin; worth:
     other starts may need up to so many times the peak of the best one; again: how often exchanges
     begin again from a faster schedule within the best peak; ends: as `blocks`, for options of
-    blocks.
+    blocks; enough_bytes: a peak of the relaxation of at most so many ends the search.
 
     paging: nodes of all graphs that are planned with storages on the host, in sum; paging_again:
     how often for one amount, each time without storages that came late.
@@ -51,6 +51,7 @@ class Limits:
     rungs: int = 2
     worth: float = 1.5
     again: int = 1
+    enough_bytes: int = 0
 
     @property
     def is_over(self) -> bool:

@@ -48,6 +48,15 @@ def is_short(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
     return incumbent.is_exhausted
 
 
+def not_enough(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
+    """True unless the least peak is to be no more than the incumbent's."""
+    return incumbent.schedule is None or incumbent.peak_bytes > limits.enough_bytes
+
+
+def lowerable(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
+    return something_fits(goal, incumbent, limits) and not_enough(goal, incumbent, limits)
+
+
 def something_fits(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
     return incumbent.schedule is not None and not limits.is_over
 
@@ -93,10 +102,10 @@ POLISH = tuple(stage for stage in STAGES if stage.when in (improvable, unproven)
 LEAST_PEAK = (
     Stage("keep-all", stages.keep_everything, always),
     Stage("relaxation", stages.relax, something_fits),
-    Stage("eviction", stages.evict, always),
+    Stage("eviction", stages.evict, not_enough),
     Stage("blocks", stages.combine_blocks, is_short),
-    Stage("exchange", stages.exchange, something_fits),
-    Stage("descent", stages.descend, something_fits, sees_measured=True),
+    Stage("exchange", stages.exchange, lowerable),
+    Stage("descent", stages.descend, lowerable, sees_measured=True),
 )
 """The search for the schedule with the least peak."""
 
@@ -117,14 +126,18 @@ def run(
             continue
         if not stage.when(goal, incumbent, limits):
             # If the incumbent is not near the bound, the stage did not run for lack of time.
-            is_due = stage.when in (not_near, improvable, unproven, something_fits)
+            is_due = stage.when in (not_near, improvable, unproven, something_fits, lowerable)
             if is_due and limits.is_over and not incumbent.is_near(goal, limits):
                 incumbent = replace(incumbent, is_complete=False)
             continue
         since = time.monotonic()
         incumbent = stage.run(goal, incumbent, limits)
         seconds = time.monotonic() - since
-        if limits.is_over and stage.when is not always and not incumbent.is_near(goal, limits):
+        if (
+            limits.is_over
+            and stage.when not in (always, not_enough)
+            and not incumbent.is_near(goal, limits)
+        ):
             incumbent = replace(incumbent, is_complete=False)
         incumbent = replace(incumbent, trace=(*incumbent.trace, _trace(stage, incumbent, seconds)))
     return incumbent

@@ -126,12 +126,9 @@ class Fit:
     def from_json(cls, text: str) -> Fit:
         """Read what `to_json` wrote. Raises AttributeError, KeyError, TypeError or ValueError for
         anything else."""
-        facts = json.loads(text)
-        rows, inference = (
-            tuple(FitRow(**_hashable(row)) for row in facts.pop(name))
-            for name in ("rows", "inference")
-        )
-        return cls(**_hashable(facts), rows=rows, inference=inference)
+        facts = _hashable(json.loads(text))
+        rows = {name: tuple(FitRow(**r) for r in facts[name]) for name in ("rows", "inference")}
+        return cls(**facts | rows)
 
     @property
     def headline(self) -> str:

@@ -12,15 +12,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import nn
 
 from rockplan.captures.captured_calls import captured_call
-from rockplan.captures.sizes import sized_calls
+from rockplan.captures.sizes import sized_calls, tensors_of
 from rockplan.codegen.load import Expressions
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
@@ -45,8 +46,13 @@ from rockplan.values.profile import Profile
 from rockplan.values.sizes import LEAST, CallSizes, at_sizes, text_of, texts_in
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+Named = Mapping[int, Sequence[str]]
+"""Dimension -> names of the tensors that vary in it, all that have it where there are none."""
+
 Size = tuple[int, int | None]
 """(batch, length); length None if lengths do not vary."""
+
+NOT_NAMED: Named = MappingProxyType({})
 
 SMALL_LENGTH = 64
 
@@ -189,12 +195,13 @@ def open_call(
     free: Sequence[int],
     options: Options,
     rates: Rates,
+    named: Named = NOT_NAMED,
 ) -> OpenCall:
     """Record a call of one size with symbols for the sizes of the dimensions `free`, and price it.
     Raises StaticSizes, or whatever PyTorch raises of its symbols."""
-    own = {dimension: size_of(arguments, dimension) for dimension in free}
     # By a number for each dimension, so that no two are taken for one size.
-    others = resized(module, arguments, {d: n + 1 + i for i, (d, n) in enumerate(own.items())})
+    own = {d: size_of(module, arguments, d, named) + 1 + i for i, d in enumerate(free)}
+    others = resized(module, arguments, own, named)
     leaves = enumerate(trees.tree_leaves(others))
     layouts = {i: (t.shape, t.stride()) for i, t in leaves if isinstance(t, torch.Tensor)}
     lowered = _lowered(module, arguments, options, CallSizes(layouts, {}, ()))
@@ -236,48 +243,60 @@ def _refuse_large_operations(graph: CDGraph, most_bytes: int) -> None:
             )
 
 
-def resized(module: nn.Module, arguments: Arguments, sizes: dict[int, int]) -> Arguments:
+def resized(
+    module: nn.Module, arguments: Arguments, sizes: dict[int, int], named: Named = NOT_NAMED
+) -> Arguments:
     """Return the arguments with other sizes (dimension -> size), in the tensors that
     `Options.sizes` would vary: repeated or cut."""
     args, kwargs = arguments
     for dimension, size in sizes.items():
-        own = size_of((args, kwargs), dimension)
+        own = size_of(module, (args, kwargs), dimension, named)
         ranges: Any = {dimension: (min(own, size), max(own, size))}
+        ranges = dict.fromkeys(named.get(dimension, ()), ranges) or ranges
         calls = sized_calls(original_forward(module), args, kwargs, Options(sizes=ranges))
         made = calls[0] if size >= own else calls[-1]
         args, kwargs = made.args, made.kwargs
     return args, kwargs
 
 
-def size_of(tree: Any, dimension: int) -> int:
-    """Return the size of a dimension of the first tensor that has it. Raises InvalidInput."""
-    for leaf in trees.tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor) and leaf.dim() > dimension:
-            return leaf.shape[dimension]
-    raise InvalidInput(f"no tensor of the sample has a dimension {dimension}")
+def size_of(
+    module: nn.Module, arguments: Arguments, dimension: int, named: Named = NOT_NAMED
+) -> int:
+    """Return the size of a dimension of the first tensor that varies in it. Raises InvalidInput."""
+    tensors = tensors_of(original_forward(module), *arguments)
+    for name in named.get(dimension) or tensors:
+        if name in tensors and tensors[name].dim() > dimension:
+            return tensors[name].shape[dimension]
+    raise InvalidInput(
+        f"no tensor of the sample that is to vary has a dimension {dimension}; it has "
+        f"{', '.join(tensors) or 'none'}"
+    )
 
 
 @dataclass(slots=True)
 class SizedCalls:
-    """Calls in batches from `least` to `most`, at each of `lengths` (ascending). capture: makes the
-    call of one size; record: those of all sizes, from one and the dimensions that are free; None if
-    each size is captured."""
+    """Calls in batches from `least` to `most`, at each of `lengths` (ascending), and at `own`, that
+    of the sample. capture: makes the call of one size; record: those of all sizes, from one and the
+    dimensions that are free; None if each size is captured."""
 
     capture: Callable[[Size], PricedCall]
     least: int
     most: int
     lengths: Sequence[int | None] = (None,)
     record: Callable[[Size, Sequence[int]], OpenCall] | None = None
+    own: int | None = None
     captured: dict[Size, PricedCall] = field(init=False, default_factory=dict)
     recorded: list[OpenCall] = field(init=False, default_factory=list)
     _free: list[int] = field(init=False)
+    _lengths: list[int | None] = field(init=False)
     _tried: set[int | None] = field(init=False, default_factory=set)
     _last: dict[Size, PricedCall] = field(init=False, default_factory=dict)
     _forms: dict[object, int] = field(init=False, default_factory=dict)
     _seen: SeenLayouts = field(init=False, default_factory=SeenLayouts)
 
     def __post_init__(self) -> None:
-        free = [(0, self.most > self.first), (1, len(self.lengths) > 1)]
+        self._lengths = sorted({*self.lengths, self.own or self.lengths[0]}, key=lambda n: n or 0)
+        free = [(0, self.most > self.first), (1, len(self._lengths) > 1)]
         self._free = [dimension for dimension, is_free in free if is_free]
 
     @property
@@ -307,7 +326,7 @@ class SizedCalls:
         """Return the recording that a size is one of; None if it is captured by itself."""
         batch, length = size
         while not (found := [one for one in self.recorded if one.is_for(size)]):
-            lengths = self.lengths if 1 in self._free else [length]
+            lengths = self._lengths if 1 in self._free else [length]
             batches = range(self.first, self.most + 1 if 0 in self._free else self.first + 1)
             is_worth_it = len(lengths) * len(batches) >= SEVERAL
             if self.record is None or batch < LEAST or length in self._tried or not is_worth_it:

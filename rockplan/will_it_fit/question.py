@@ -41,6 +41,7 @@ from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Schedule
 from rockplan.will_it_fit.captured_sizes import (
     Arguments,
+    Named,
     OpenCall,
     PricedCall,
     Size,
@@ -56,9 +57,6 @@ TRIES = 5
 """Plans that are tried for the remaining memory of a device."""
 
 Scheduled = tuple[CDGraph, Schedule]
-BESIDE_THE_RELAXATION = ("eviction", "blocks", "exchange", "descent")
-"""Stages that lower a smallest plan by the last percent, and take most of the time."""
-
 BESIDE_PAGING = ("relaxation", "eviction", "blocks", "exchange", "proof", "descent")
 """Stages that find nothing within less than the smallest plan without paging needs."""
 
@@ -79,7 +77,8 @@ class FitQuestion:
     """One question of `fit`. given: the caller's model, whose parameters the optimizer has; model:
     the one that is captured; on: the device; host: the memory that plans may page to; unpaged: the
     same question without it; shards: how processes share the model; blocks: paths of its repeated
-    blocks; untried: the least sizes that count as too large since none can try them here."""
+    blocks; named: tensors that vary, where the caller says so; untried: the least sizes that count
+    as too large since none can try them here."""
 
     given: nn.Module
     model: nn.Module
@@ -92,6 +91,7 @@ class FitQuestion:
     unpaged: FitQuestion | None = None
     shards: Shards = ALONE
     blocks: tuple[str, ...] = ()
+    named: Named = field(default_factory=dict)
     untried: set[Size] = field(default_factory=set)
     _steps: dict[Hashable, OptimizerSteps] = field(default_factory=dict)
     _smallest: dict[int, Smallest] = field(default_factory=dict)
@@ -99,6 +99,11 @@ class FitQuestion:
     def paging_to(self, host: Host) -> FitQuestion:
         """Return the same question for plans that may page to `host`."""
         return replace(self, host=host, unpaged=self, _smallest={})
+
+    def at_one_length(self) -> FitQuestion:
+        """Return the same question, whose further plans this one will not know."""
+        unpaged = self.unpaged and self.unpaged.at_one_length()
+        return replace(self, unpaged=unpaged, _smallest={**self._smallest})
 
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:
@@ -226,12 +231,13 @@ class FitQuestion:
         """Record the calls of all sizes, as `open_call`."""
         options = replace(self.options, tile=False)
         with self.on_device():
-            return open_call(size, self.model, self.resized(size), free, options, rates_of(self.on))
+            call, rates = self.resized(size), rates_of(self.on)
+            return open_call(size, self.model, call, free, options, rates, self.named)
 
     def resized(self, size: Size) -> Arguments:
         """Return the arguments of the sample at this (batch, length)."""
         sizes = {d: n for d, n in zip((BATCH, LENGTH), size, strict=True) if n is not None}
-        return resized(self.model, self.arguments, sizes)
+        return resized(self.model, self.arguments, sizes, self.named)
 
     def on_device(self) -> contextlib.AbstractContextManager[None]:
         """While active, operators are those of the device."""
@@ -253,7 +259,7 @@ class FitQuestion:
 
     def replayed(self, call: PricedCall) -> Scheduled:
         """Return the smallest plan found for calls of this form, replayed; searched first if there
-        is none (as for a single sample)."""
+        is none."""
         if not self.has_smallest(call):
             self.find_smallest(call)
         storages, schedule = self._smallest[call.form]
@@ -267,22 +273,18 @@ class FitQuestion:
 
     def find_smallest(self, call: PricedCall, enough_bytes: int = 0) -> None:
         """Search the plan with the least peak for a call and keep it for calls of the same form. If
-        the relaxation finds one that needs no more than `enough_bytes`, the other stages are left
-        out. With a host, search a smaller one that pages."""
+        the relaxation finds one that needs no more than `enough_bytes`, the other stages, which
+        lower it by the last percent and take most of the time, are left out. With a host, search a
+        smaller one that pages."""
         if self.unpaged:
             self._find_paged(self.unpaged, call, enough_bytes)
             return
         problem = self.problem(call)
-        plans: list[Plan] = []
-        for without in (BESIDE_THE_RELAXATION, ()):
-            options = replace(self.options, without=(*self.options.without, *without))
-            found = planning.least_peak_of(problem, options).find(planning.limits_of(options))
-            assert found.schedule is not None
-            if plan := planning.plan_of(problem, found.schedule, found.peak_bytes):
-                plans.append(plan)
-                if plan.peak_bytes <= enough_bytes:
-                    break
-        least = min(plans, key=lambda plan: plan.peak_bytes)
+        limits = replace(planning.limits_of(self.options), enough_bytes=enough_bytes)
+        found = planning.least_peak_of(problem, self.options).find(limits)
+        assert found.schedule is not None
+        least = planning.plan_of(problem, found.schedule, found.peak_bytes)
+        assert least is not None
         self.take(call, planning.waiting(least, problem.waits))
 
     def _find_paged(self, unpaged: FitQuestion, call: PricedCall, enough_bytes: int) -> None:

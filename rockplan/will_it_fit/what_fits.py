@@ -14,6 +14,7 @@ import contextlib
 import functools
 import logging
 import threading
+from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -21,6 +22,7 @@ from typing import Any
 from torch import nn
 
 from rockplan.captures.captured_calls import arguments
+from rockplan.captures.sizes import tensors_of
 from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.gpus import Gpu, gpu
@@ -37,10 +39,10 @@ from rockplan.fitting.ways import (
     per_block,
 )
 from rockplan.graph_builder.tiling.tile import MOST_PARTS
-from rockplan.options import DEFAULT_OPTIONS, Options, checked
+from rockplan.options import DEFAULT_OPTIONS, Options, Sizes, checked
 from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
-from rockplan.runtime.planned_state import unplanned
+from rockplan.runtime.planned_state import original_forward, unplanned
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, in_eager_order
@@ -117,7 +119,7 @@ def fit(
     device: object,
     *,
     optimizer: OptimizerLike = "adamw",
-    sizes: Mapping[int, tuple[int, int]] | None = None,
+    sizes: Sizes | None = None,
     sample_kwargs: Mapping[str, Any] | None = None,
     step: TrainingStep = USUAL,
     options: Options = DEFAULT_OPTIONS,
@@ -136,7 +138,8 @@ def fit(
     the first on which the largest batch fits at each length, else the last. optimizer: a
     name, a function from parameters to an optimizer, an optimizer, or None. sizes: ranges of
     dimension 0, the batch, and 1, the length; powers of two and the ends of a range are examined; a
-    dimension without a range stays as in the sample. step: what else a training step does. options:
+    dimension without a range stays as in the sample; of some tensors alone by their names, as
+    {0: (1, 64), "input_ids": {1: (512, 4096)}}. step: what else a training step does. options:
     of the plans. gpus: how many processes train together, each with such a device and batches of
     its own; shard: what each holds of the model, 'fsdp2' (`fully_shard` of each repeated block, and
     of the rest) or 'ddp' (`DistributedDataParallel`). Rows are of one process. remedies: where the
@@ -169,17 +172,20 @@ def fit(
         raise InvalidInput(f"{name} {why}")
     if shards.are_parts and (why := unknown_to_fsdp2(model, blocks)):
         raise InvalidInput(f"{why}; shard='ddp' does")
-    batches, lengths = _ranges((args, kwargs), sizes or {})
+    ranges, named = _ranges(model, (args, kwargs), sizes or ())
     host = _host(options, on)
     left_out = [*not_for_several(Shards(2), step, options)]
     options = replace(options, cache=False, host=None, link=None)
     question = FitQuestion(
-        given, model, (args, kwargs), on, optimizer, step, options, shards=shards, blocks=blocks
-    )
+        given, model, (args, kwargs), on, optimizer, step, options, shards=shards, blocks=blocks,
+        named=named,
+    )  # fmt: skip
     question.refuse_too_small(left_out)
     question = question if host is None else question.paging_to(host)
     record = None if question.is_tried else question.recorded
-    calls = SizedCalls(question.whole, *batches, lengths, record)
+    sample = {d: size_of(model, (args, kwargs), d, named) for d in {BATCH, *ranges}}
+    batches, lengths = ranges.get(BATCH, (sample[BATCH],) * 2), _lengths(ranges.get(LENGTH))
+    calls = SizedCalls(question.whole, *batches, lengths, record, sample.get(LENGTH))
     answer = _answer(question, calls)
     answer = replace(answer, notes=(*answer.notes, *note_of_others(on)))
     if not inference:
@@ -235,24 +241,41 @@ def _host(options: Options, on: Gpu) -> Host | None:
 
 
 def _ranges(
-    tree: Arguments, sizes: Mapping[int, tuple[int, int]]
-) -> tuple[tuple[int, int], list[int | None]]:
-    """(Least, most) of the batches; lengths: the ends and the powers of two between, [None] without
-    a range. Raises InvalidInput."""
-    for dimension, ends in sizes.items():
-        least, most = ends if isinstance(ends, tuple) and len(ends) == 2 else (0, 0)
-        if dimension not in (BATCH, LENGTH) or not 0 < least <= most:
+    model: nn.Module, arguments: Arguments, sizes: Sizes
+) -> tuple[dict[int, tuple[int, int]], dict[int, list[str]]]:
+    """Dimension -> its range, and dimension -> names of the tensors that vary, where the caller
+    names them. Raises InvalidInput."""
+    given = Options(sizes=sizes).sizes
+    assert isinstance(given, tuple)
+    ranges = {one.dimension: (one.least, one.most) for one in given}
+    if not ranges.keys() <= {BATCH, LENGTH} or len({one[1:] for one in given}) > len(ranges):
+        raise InvalidInput(
+            f"sizes has {sizes}: pass {{0: (least, most)}} for batches, {{1: (least, most)}} for "
+            "lengths, or both, and one range for all tensors that you name"
+        )
+    named = {d: [r.argument for r in given if r.argument and r.dimension == d] for d in ranges}
+    tensors = tensors_of(original_forward(model), *arguments)
+    for dimension, (least, most) in ranges.items():
+        found = {n: t.shape[dimension] for n, t in tensors.items() if t.dim() > dimension}
+        if not named[dimension] and len({*found.values()} - {1}) > 1:
+            shown = ", ".join(f"{size} in {name!r}" for name, size in found.items())
+            option = ("--batch", "--length")[dimension]
+            names = [name for name, size in found.items() if size == max(found.values())]
+            advised = dict.fromkeys(names, {dimension: (least, most)})
             raise InvalidInput(
-                f"sizes has {dimension!r}: {ends!r}; pass {{0: (least, most)}} for batches, "
-                "{1: (least, most)} for lengths, or both"
+                f"dimension {dimension} is {shown}: name the tensors that vary, such as "
+                f"sizes={advised} ({option} {','.join(names)}={least}:{most})"
             )
-    own = size_of(tree, BATCH)
-    batches = sizes.get(BATCH, (own, own))
-    if LENGTH not in sizes:
-        return batches, [None]
-    least, most = sizes[LENGTH]
+    return ranges, named
+
+
+def _lengths(ends: tuple[int, int] | None) -> list[int | None]:
+    """The ends and the powers of two between, [None] without a range."""
+    if ends is None:
+        return [None]
+    least, most = ends
     powers = {2**n for n in range(most.bit_length()) if least < 2**n < most}
-    return batches, sorted({least, most} | powers)
+    return sorted({least, most} | powers)
 
 
 @paused_collection()
@@ -264,14 +287,17 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
         ways = {KEPT: _once_a_form(compiled_whole, in_eager_order)}
     elif blocks := question.blocks:
         ways[CHECKPOINTED] = _once_a_form(lambda graph: per_block(graph, blocks))
-    planned = _planned(question, calls)
-    usual = question.unpaged or question
+    calls_of = _planned_calls(question, calls)
     known: dict[Hashable, tuple[Schedule, Timeline]] = {}
-    rows = [
-        row
-        for length in calls.lengths
-        for row in _Length(usual, calls, ways, planned, length, known).rows()
-    ]
+
+    def at(length: int | None, asked: FitQuestion) -> _Length:
+        paging = asked if asked.unpaged else None
+        return _Length(asked.unpaged or asked, paging, calls, ways, calls_of, length, known)
+
+    if calls.own and not question.shards.are_parts and calls.opened((calls.first, calls.own)):
+        # At a length that does not depend on which are asked for, so that no answer does.
+        deque(at(calls.own, question).found(), maxlen=0)
+    rows = [row for n in calls.lengths for row in at(n, question.at_one_length()).rows()]
     on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
     return Fit(
@@ -291,19 +317,6 @@ class _Timelines(dict[int, Timeline]):
         return made
 
 
-Planned = Mapping[str, tuple[FitQuestion, SizedCalls]]
-
-
-def _planned(question: FitQuestion, calls: SizedCalls) -> Planned:
-    """Paging, if asked for, comes last, with the calls of the row before."""
-    usual = question.unpaged or question
-    made = {name: (usual, one) for name, one in _planned_calls(usual, calls).items()}
-    if question.host:
-        name, (_, one) = [*made.items()][-1]
-        made[f"{name}, paging"] = question, one
-    return made
-
-
 def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedCalls]:
     """Without paging: the model as it is, and with options.tile with its head in parts, as many at
     all sizes. If there is no head to tile, the log says so."""
@@ -318,39 +331,51 @@ def _planned_calls(question: FitQuestion, calls: SizedCalls) -> dict[str, SizedC
 
 @dataclass(frozen=True, slots=True)
 class _Length:
-    """The rows of one length. calls: of the model; ways: name -> schedule without a search;
-    planned: name -> question and calls that are planned; known: timelines of recorded calls, those
-    of earlier lengths among them; seen: way and calls -> timelines of the batches that were looked
-    at."""
+    """The rows of one length. paging: the question of plans that may page, if they are asked for,
+    whose `unpaged` is `question`; calls: of the model; ways: name -> schedule without a search;
+    calls_of: name -> calls that are planned; known: timelines of recorded calls, those of earlier
+    lengths among them; seen: way and calls -> timelines of the batches that were looked at."""
 
     question: FitQuestion
+    paging: FitQuestion | None
     calls: SizedCalls
     ways: Mapping[str, Way]
-    planned: Planned
+    calls_of: Mapping[str, SizedCalls]
     length: int | None
     known: dict[Hashable, tuple[Schedule, Timeline]]
     seen: dict[tuple[Way, int], _Timelines] = field(default_factory=dict)
 
     def rows(self) -> list[FitRow]:
-        largest = {name: self._largest(way, self.calls) for name, way in self.ways.items()}
-        rows = [
-            self._row(name, self.calls, batch, self.ways[name], self.ways[name])
-            for name, batch in largest.items()
-        ]
+        rows = [row() for row in self.found()]
         if self.question.shards.are_parts:
-            for question, _ in self.planned.values():
-                row = replace(self, question=question)._row_of_blocks(max(largest.values()))
+            most = max(row.batch for row in rows)
+            for question in filter(None, (self.question, self.paging)):
+                row = replace(self, question=question)._row_of_blocks(most)
                 best = max(rows[-1], row, key=lambda r: (r.batch, -r.overhead))
                 rows.append(replace(best, way=row.way) if question.unpaged else row)
-            return rows
-        most = max(largest, key=lambda name: largest[name])
-        for name, (question, calls) in self.planned.items():
-            planned = replace(self, question=question)
-            wanted = max(largest[most], rows[-1].batch if question.unpaged else 0)
-            batch = planned._largest_planned(calls, self.ways[most], wanted)
-            way = question.faster if batch else question.replayed
-            rows.append(planned._row(name, calls, batch, way, question.replayed))
         return rows
+
+    def found(self) -> Iterator[Callable[[], FitRow]]:
+        """Find the largest batch of each way of the whole model, and yield what makes its row."""
+        largest: dict[str, int] = {}
+        for name, way in self.ways.items():
+            largest[name] = self._largest(way, self.calls)
+            yield functools.partial(self._row, name, self.calls, largest[name], way, way)
+        wanted = max(largest.values())
+        if self.question.shards.are_parts:
+            return
+        other = next(self.ways[name] for name, batch in largest.items() if batch == wanted)
+        asked = [(self, name, calls) for name, calls in self.calls_of.items()]
+        if self.paging:  # last, with the calls of the row before
+            _, name, calls = asked[-1]
+            asked.append((replace(self, question=self.paging), f"{name}, paging", calls))
+        batch = 0
+        for one, name, calls in asked:
+            least = wanted if one is self else max(wanted, batch)
+            smallest = one._smallest(other, least)
+            batch = one._largest_planned(calls, smallest, other, least)
+            way = one.question.faster if batch else smallest
+            yield functools.partial(one._row, name, calls, batch, way, smallest)
 
     def _row(self, name: str, calls: SizedCalls, batch: int, way: Way, least: Way) -> FitRow:
         """batch: 0 if none fits; then the figures are those of the least batch. least: the way by
@@ -438,21 +463,32 @@ class _Length:
         name = f"{PLANNED}, blocks, paging" if host else f"{PLANNED}, blocks"
         return self._row(name, self.calls, batch, found, found)
 
-    def _largest_planned(self, calls: SizedCalls, other: Way, wanted: int) -> int:
-        """By the smallest plan of an earlier length, if that fits as many samples as `wanted`, else
-        by one searched for that batch. other: the way that fits `wanted` samples without a plan."""
-        question, size = self.question, (max(wanted, calls.first), self.length)
-        call = calls.at(*size)
+    def _smallest(self, other: Way, wanted: int) -> Way:
+        """The smallest plan, searched where none is known of calls like this, as of a single
+        sample. other: the way that fits `wanted` samples without a plan."""
+
+        def way(call: PricedCall) -> Scheduled:
+            if not self.question.has_smallest(call):
+                enough_bytes = simulate(*other(call)).peak_bytes if wanted else 0
+                self.question.find_smallest(call, enough_bytes)
+            return self.question.replayed(call)
+
+        return way
+
+    def _largest_planned(self, calls: SizedCalls, smallest: Way, other: Way, wanted: int) -> int:
+        """By the smallest plan of the sample's length, if that fits as many samples as `wanted`,
+        else by one searched for that batch."""
+        question, call = self.question, calls.at(max(wanted, calls.first), self.length)
         if question.has_smallest(call):
-            batch = self._largest(question.replayed, calls)
+            batch = self._largest(smallest, calls)
             if batch >= wanted:
                 return batch
-        question.find_smallest(call, simulate(*other(self.calls.at(*size))).peak_bytes)
-        batch = self._largest(question.replayed, calls)
+        question.find_smallest(call, simulate(*other(call)).peak_bytes)
+        batch = self._largest(smallest, calls)
         if batch < wanted and question.unpaged:
             # What it pages of more samples is more than the host has.
             question.page_nothing(call)
-            batch = self._largest(question.replayed, calls)
+            batch = self._largest(smallest, calls)
         return batch
 
     def _largest(self, way: Way, calls: SizedCalls) -> int:
