@@ -29,7 +29,7 @@ from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal, Problem
 from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
-from rockplan.values.graph import CDGraph, ComputeNode, DataKind, TensorSpec, producers
+from rockplan.values.graph import CDGraph, ComputeNode, DataKind, TensorSpec
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, keep_all, kept_data
 
@@ -202,10 +202,10 @@ def chosen(
     before_ns, after_ns = _times(graph, parts)
     directions = ((before_ns, link.out_bytes_per_s), (after_ns, link.in_bytes_per_s))
     taken = defaultdict[str, dict[int, int]](dict)
-    sizes, makers = view_of(graph).sizes, producers(graph)
+    view = view_of(graph)
     for d in ranked:
-        part = parts[makers[d]]
-        tried = taken[part] | {d: sizes[d]}
+        part = parts[view.producer[d]]
+        tried = taken[part] | {d: view.sizes[d]}
         carried = (
             _is_carried(tried, times_ns, amount * rate / 1e9) for times_ns, rate in directions
         )
