@@ -48,7 +48,7 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     also on other devices. The rules of operators that copy a whole storage make only the elements
     that the argument shows.
     """
-    if operator is torch.ops.aten.view.default and (dense := _dense_view(*args)) is not None:
+    if operator in _VIEWS and (dense := _dense_view(*args)) is not None:
         return dense
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
@@ -75,6 +75,9 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return result
     pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
+
+
+_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
 
 
 def _dense_view(tensor: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor | None:
