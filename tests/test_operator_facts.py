@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from rockplan.graph_builder.operators.rows import (
     OperatorFacts,
     ViewKind,
 )
+from rockplan.graph_builder.operators.symbols import hints, new_env, new_symbol, printed
 from rockplan.graph_builder.tracing.value_shapes import rule_of
 from rockplan.values.graph import Call, TensorSpec, ValueRef
 
@@ -370,6 +371,8 @@ def test_shape_rules_are_those_of_kernels() -> None:
             args = (large, source[kind], *((0, 0) if kind == "select" else ()))
         elif kind == "as_strided":
             args = (large, torch.ones(2), [2], [1])
+        elif "view" in kind:
+            args = (args[0], [2, -1])
         elif "upsample" in kind:
             count = int(next(c for c in kind if c.isdigit()))
             corners = () if "nearest" in kind else (False,)
@@ -381,6 +384,29 @@ def test_shape_rules_are_those_of_kernels() -> None:
         real = operator(*args)
         assert (found.shape, found.stride()) == (real.shape, real.stride()), row.name
         assert found.untyped_storage().nbytes() == real.untyped_storage().nbytes(), row.name
+
+
+VIEWED: dict[str, Callable[[Any], list[Any]]] = {
+    "windows": lambda n: [n // 4, 4, 2, 4],
+    "a size to find": lambda n: [-1, 4],
+    "one dimension": lambda n: [8 * n],
+    "a dimension of 1": lambda n: [1, n, 8],
+}
+
+
+@pytest.mark.parametrize("name", VIEWED)
+def test_views_of_symbols_are_those_of_kernels(name: str) -> None:
+    env = new_env()
+    n = new_symbol(env, "n", 12)
+    with FakeTensorMode(shape_env=env):
+        tensor = torch.empty(n, 8)
+        found = layouts.fake_result(aten.view.default, (tensor, VIEWED[name](n)), {})
+    real = torch.empty(12, 8).view(VIEWED[name](12))
+    assert hints(found.shape) == tuple(real.shape) and hints(found.stride()) == real.stride()
+    assert found.untyped_storage()._cdata == tensor.untyped_storage()._cdata
+    guards = [printed(guard.expr) for guard in env.guards]
+    divides = {"windows": 4}.get(name)
+    assert any(f"{divides}" in guard for guard in guards) == (divides is not None), guards
 
 
 def test_calls_that_kernels_refuse_have_no_layouts() -> None:

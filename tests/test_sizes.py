@@ -20,6 +20,7 @@ from torch import Tensor, nn
 import rockplan
 from rockplan.graph_builder.costs import price
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces
+from rockplan.graph_builder.recorded import results
 from rockplan.oracles.simulate import simulate
 from rockplan.runtime.planned_state import programs_of
 from rockplan.search.in_flight import needed_bytes
@@ -794,6 +795,22 @@ def test_sizes_beyond_the_budget_are_refused() -> None:
         else:
             planned(torch.randn(n, 8)).backward()
     assert all(plan.peak_bytes <= 4000 for plan in planned.plans)
+
+
+def test_symbols_that_take_too_long_are_given_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(results, "ANY_S", 0.0)
+    monkeypatch.setattr(results, "CALL_S", 0.0)
+    torch.manual_seed(0)
+    model = Treats(lambda h, n: h.flatten().view(-1, 4))
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), "100%", options=OPTIONS)
+    for rows in (20, 33, 20):
+        case = case_of(model, {"x": torch.randn(rows, 8)})
+        train_side_by_side(case, planned, eager, steps=1)
+    assert not any(program.open for program in programs_of(planned))
+    assert caplog.text.count("take too long with symbols") == 1
 
 
 def test_later_sizes_search_no_smallest_plan() -> None:

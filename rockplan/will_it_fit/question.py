@@ -63,6 +63,8 @@ BESIDE_PAGING = ("relaxation", "eviction", "blocks", "exchange", "proof", "desce
 PAGED_SHARES = (0.5, 0.7, 0.85)
 """Of what the smallest plan without paging needs: budgets of plans that page."""
 
+LONGER = 3
+"""Times the limit, for a plan that serves all lengths, or the only one that might fit."""
 
 Smallest = tuple[tuple[int, ...], Schedule]
 """Storages that are paged, and a schedule of the graph with their copies."""
@@ -104,6 +106,11 @@ class FitQuestion:
         """Return the same question, whose further plans this one will not know."""
         unpaged = self.unpaged and self.unpaged.at_one_length()
         return replace(self, unpaged=unpaged, _smallest={**self._smallest})
+
+    def searched_longer(self) -> FitQuestion:
+        """Return the same question, of which searches may take `LONGER` times the limit."""
+        seconds = LONGER * self.options.time_limit_s
+        return replace(self, options=replace(self.options, time_limit_s=seconds))
 
     @property
     def resident(self) -> dict[Holding, tuple[int, ...]]:

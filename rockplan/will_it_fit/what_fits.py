@@ -82,9 +82,6 @@ REMEDIES: tuple[dict[str, Any], ...] = (
 PASSES = 8
 """Numbers of passes that are tried to accumulate a batch."""
 
-OF_ALL_LENGTHS = 3
-"""Times the limit for the search of a plan that serves all lengths."""
-
 Way = Callable[[PricedCall], Scheduled]
 
 _ONE_AT_A_TIME = threading.RLock()
@@ -299,9 +296,7 @@ def _answer(question: FitQuestion, calls: SizedCalls) -> Fit:
 
     if calls.own and not question.shards.are_parts and calls.opened((calls.first, calls.own)):
         # At a length that does not depend on which are asked for, so that no answer does.
-        seconds = OF_ALL_LENGTHS * question.options.time_limit_s
-        longer = replace(question, options=replace(question.options, time_limit_s=seconds))
-        deque(at(calls.own, longer).found(), maxlen=0)
+        deque(at(calls.own, question.searched_longer()).found(), maxlen=0)
     rows = [row for n in calls.lengths for row in at(n, question.at_one_length()).rows()]
     on = question.on
     facts = on.name, on.memory_bytes, on.usable_bytes, optimizer.name
@@ -475,7 +470,9 @@ class _Length:
         def way(call: PricedCall) -> Scheduled:
             if not self.question.has_smallest(call):
                 enough_bytes = simulate(*other(call)).peak_bytes if wanted else 0
-                self.question.find_smallest(call, enough_bytes)
+                # That nothing fits is said after a longer search alone.
+                question = self.question if wanted else self.question.searched_longer()
+                question.find_smallest(call, enough_bytes)
             return self.question.replayed(call)
 
         return way

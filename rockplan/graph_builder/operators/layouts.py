@@ -40,21 +40,21 @@ _OF = torch._C.TensorBase
 
 
 def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Return the result of a call on fake tensors, with three kinds of PyTorch's shape rules
+    """Return the result of a call on fake tensors, with four kinds of PyTorch's shape rules
     corrected.
 
     Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
     them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
     also on other devices. The rules of operators that copy a whole storage make only the elements
-    that the argument shows.
+    that the argument shows. The rule of views takes seconds for symbols that divide one another.
     """
-    if operator in _VIEWS and (dense := _dense_view(*args)) is not None:
-        return dense
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
         return args[0]
     if effect and not operator._schema.returns and not operator._schema.is_mutable:
         return None  # as the real call does; it may have no rule for fake tensors
+    if rule is ShapeRule.OF_DENSE and (dense := _dense_view(*args)) is not None:
+        return dense
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
     if rule is ShapeRule.INPUT_SIZE:
@@ -77,25 +77,21 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
 
 
-_VIEWS = (torch.ops.aten.view.default, torch.ops.aten._unsafe_view.default)
-
-
 def _dense_view(tensor: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor | None:
     """Return a view of memory without gaps, whose sizes are symbols; None of any other. PyTorch's
     rule asks how each dimension meets another, seconds for sizes such as those of windows."""
+    if are_known((*tensor.shape, *sizes)):
+        return None
     as_new = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
-    if are_known((*tensor.shape, *sizes)) or _texts(as_new.stride()) != _texts(tensor.stride()):
+    strides = zip(as_new.stride(), tensor.stride(), strict=True)
+    if any(text_of(known_number(a)) != text_of(known_number(b)) for a, b in strides):
         return None
     shape, count = [*sizes], tensor.numel()
     for place in (p for p, n in enumerate(sizes) if type(n) is int and n == -1):
         shape[place] = count // math.prod((*sizes[:place], *sizes[place + 1 :]))
     torch._check(math.prod(shape) == count)
-    strides = torch.empty(shape, dtype=tensor.dtype, device=tensor.device).stride()
-    return tensor.as_strided(shape, strides, tensor.storage_offset())
-
-
-def _texts(numbers: Sequence[Any]) -> list[str]:
-    return [text_of(known_number(n)) for n in numbers]
+    made = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+    return tensor.as_strided(shape, made.stride(), tensor.storage_offset())
 
 
 def _grouped_product(operator: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
@@ -329,8 +325,8 @@ def _at_hint(leaf: Any) -> Any:
 
 def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) -> tuple[Any, ...]:
     """Return the strides of a real result as expressions: of a dense one those that follow from its
-    shape, else those that the fake result has too, there or (of a dimension of size 1) beside
-    another dimension or within it."""
+    shape, else those that the fake result has too; of a dimension of size 1, whose stride reaches
+    nothing, also one that another dimension has there, or that times its size."""
     if _is_static(leaf):
         return stride
     order = outermost_first(stride)
@@ -338,8 +334,11 @@ def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) 
         return dense_strides(shape, order)
     own = _OF.stride(leaf)
     others = (*own, *(length * size for length, size in zip(own, shape, strict=True)))
-    pairs = zip(own, stride, strict=True)
-    return tuple(next((n for n in (s, *others) if known_number(n) == r), r) for s, r in pairs)
+    found = []
+    for size, length, real in zip(shape, own, stride, strict=True):
+        tried = (length, *others) if type(size) is int and size == 1 else (length,)
+        found.append(next((n for n in tried if known_number(n) == real), real))
+    return tuple(found)
 
 
 def _real_layouts(

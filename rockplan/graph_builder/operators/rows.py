@@ -81,6 +81,7 @@ class ShapeRule(StrEnum):
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
     INPUT_SIZE = "of the sizes that it is given"
+    OF_DENSE = "of memory without gaps a view without gaps, where sizes are symbols"
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,12 +355,13 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten._conj.default aten._neg_view.default aten.view.dtype",
         view=ViewKind.OTHER_NUMBERS,
     ),
-    OperatorFacts("aten._unsafe_view.default", method="view", view=ViewKind.BY_STRIDES),
     OperatorFacts("aten.alias.default", view=ViewKind.SAME_VALUE),
+    OperatorFacts("aten.as_strided.default", method="as_strided", view=ViewKind.BY_STRIDES),
     *_alike(
-        "aten.as_strided.default aten.view.default",
-        method="{packet}",
+        "aten.view.default aten._unsafe_view.default",
+        method="view",
         view=ViewKind.BY_STRIDES,
+        shape_rule=ShapeRule.OF_DENSE,
     ),
     OperatorFacts("aten.detach.default", view=ViewKind.SAME_VALUE, monotone=True),
     *_alike(
