@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 import warnings
 from collections.abc import Callable
@@ -225,6 +226,27 @@ def test_results_from_outside_do_not_lower_workspaces(elements: int, inside: boo
     ((_, cost),) = measure(graph_of([spec(100)] * 3, 1, (made,)), {}).costs
     assert cost.result_bytes == (100 * FLOAT, 100 * FLOAT)
     assert elements * FLOAT <= cost.workspace_bytes <= elements * FLOAT + 100
+
+
+IS_FIRST_RUN = iter([True])
+
+
+@rockplan.pure
+@torch.library.custom_op("rockplan_test::collecting", mutates_args=())
+def collecting(x: torch.Tensor) -> torch.Tensor:
+    """Its first run leaves a tensor in a cycle; each makes enough objects for a collection."""
+    result = x.neg()
+    [[] for _ in range(2 * gc.get_threshold()[0])]
+    if next(IS_FIRST_RUN, False):
+        cycle: list[object] = [torch.empty(1000)]
+        cycle.append(cycle)
+    return result
+
+
+def test_collected_garbage_is_no_workspace() -> None:
+    made = call("rockplan_test.collecting.default", ref(0), results=(1,))
+    ((_, cost),) = measure(graph_of([spec(100)] * 2, 1, (made,)), {}).costs
+    assert (cost.workspace_bytes, cost.result_bytes) == (0, (100 * FLOAT,))
 
 
 def test_results_that_nobody_names_are_workspace() -> None:

@@ -29,6 +29,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.specs import allocated_bytes
+from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import Call, CDGraph, Phase, refs
 from rockplan.values.profile import OpCost
 from rockplan.values.progress import report
@@ -47,6 +48,7 @@ class CallMemory:
     result_bytes: tuple[int, ...]
 
 
+@paused_collection()  # which would free, inside of a call, what others left in cycles
 def measure_memory(
     inputs: Inputs, calls: Mapping[str, Call], is_once: bool = False
 ) -> dict[str, CallMemory]:
