@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -11,6 +12,16 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from rockplan import peak_live_bytes
+
+
+@contextlib.contextmanager
+def gloo() -> Iterator[None]:
+    """The processes of a test, which end together."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    yield
+    dist.barrier()
+    dist.destroy_process_group()
 
 
 def sharded(model: Any, mesh: DeviceMesh, **how: Any) -> Any:

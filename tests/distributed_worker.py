@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rockplan
 from rockplan.runtime.planned_state import programs_of
 from rockplan.search import paging
+from testing.sharding import gloo
 from testing.training import QUICK
 from tests.planning import heard
 
@@ -247,16 +248,17 @@ def compare_compiled() -> None:
 
 
 def main() -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    compare(unused=True)
-    paging.LEAST_BYTES = 1 << 10
-    compare(unused=False, pages=True)
-    compare_compiled()
-    check_overlap()
-    compare_sharded()
-    compare_sharded_losses()
-    compare_lengths(is_of_blocks=False)
-    compare_lengths(is_of_blocks=True)
-    dist.barrier()
-    dist.destroy_process_group()
+    with gloo():
+        compare(unused=True)
+        check_overlap()
+        compare_sharded()
+        compare_lengths(is_of_blocks=True)
+
+
+def rest() -> None:
+    with gloo():
+        paging.LEAST_BYTES = 1 << 10
+        compare(unused=False, pages=True)
+        compare_compiled()
+        compare_sharded_losses()
+        compare_lengths(is_of_blocks=False)

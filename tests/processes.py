@@ -1,6 +1,6 @@
 """Scripts that run on several processes: by torchrun, or forked by one that has imported them.
 
-`python -m tests.processes COUNT MODULE [MODULE ...]` is the one that forks.
+`python -m tests.processes COUNT MODULE[:FUNCTION] ...` is the one that forks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def torchrun(script: Path, cache: Path) -> None:
 
 
 def on_processes(count: int, cache: Path, *modules: str) -> None:
-    """Run `main` of modules of tests, one after another on `count` new processes, none of which
-    imports it again."""
+    """Run `main` of modules of tests, or the function named after a colon, one after another on
+    `count` new processes, none of which imports it again."""
     _run([sys.executable, "-m", "tests.processes", str(count), *modules], cache)
 
 
@@ -99,5 +99,6 @@ def _started(main: Callable[[], None], rank: int, count: int, port: int) -> int:
 
 if __name__ == "__main__":
     plan_quickly()
-    parts = [importlib.import_module(name) for name in sys.argv[2:]]
-    sys.exit(not all(_forked(part.main, int(sys.argv[1])) for part in parts))
+    names = [name.partition(":") for name in sys.argv[2:]]
+    parts = [getattr(importlib.import_module(name), part or "main") for name, _, part in names]
+    sys.exit(not all(_forked(part, int(sys.argv[1])) for part in parts))

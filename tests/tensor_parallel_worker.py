@@ -29,7 +29,7 @@ import rockplan
 from rockplan import agreement
 from rockplan.graph_builder.tracing import recorder
 from testing.blocks import QUICK, Stack, batch
-from testing.sharding import HALF, everywhere, sharded
+from testing.sharding import HALF, everywhere, gloo, sharded
 from testing.tensor_parallel import (
     WORDS,
     Exchanges,
@@ -90,7 +90,7 @@ def check_peak(ours: Any, eager: Any, ids: torch.Tensor) -> None:
 
     def least_bytes(model: Any) -> int:
         return min(
-            rockplan.peak_live_bytes(lambda: model(ids).backward(), 1).peak_bytes for _ in range(8)
+            rockplan.peak_live_bytes(lambda: model(ids).backward(), 1).peak_bytes for _ in range(5)
         )
 
     plan, needed_bytes = rockplan.blocks_of(ours), least_bytes(ours)
@@ -225,18 +225,14 @@ def check_left(mesh: DeviceMesh) -> None:
 
 
 def on_one_mesh(mesh: DeviceMesh) -> None:
-    compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
     # Processes with other budgets have other plans, which exchange the same data in the same order.
     budget = ("min", "60%")[dist.get_rank()]
     model = compare("sequence parallel", lambda m: sequence_parallel(m, mesh), budget, words())
     check_peak(model, sequence_parallel(Llama().train(), mesh), words())
     check_reruns(mesh)
-    compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
     check_loss_parallel(mesh)
     check_others(mesh)
-    check_left(mesh)
     check_ends(mesh)
-    check_refused(mesh)
 
 
 def on_two_dimensions(mesh: DeviceMesh) -> None:
@@ -318,3 +314,12 @@ def main() -> None:
     check_plan_file(mesh)
     dist.barrier()
     dist.destroy_process_group()
+
+
+def rest() -> None:
+    with gloo():
+        mesh = init_device_mesh("cpu", (2,))
+        compare("tensor parallel", lambda model: tensor_parallel(model, mesh), "min", words())
+        compare("results", lambda model: placed(model, mesh), "min", batch(), kind=Placed)
+        check_left(mesh)
+        check_refused(mesh)

@@ -233,14 +233,14 @@ def test_profile() -> None:
 
 def test_profile_explains_the_model_as_it_runs_unplanned() -> None:
     """Not the plan for 100 %, which writes results where operands die, so needs less."""
-    found = as_json("profile", TRANSFORMER)
+    found = as_json("profile", MLP)
     explanation = found["explanation"]
     assert explanation["peak_bytes"] == found["eager_peak_bytes"]
     assert sum(t["size_bytes"] for t in explanation["tenants"]) == found["eager_peak_bytes"]
-    model, tokens = examples.transformer()
-    plan = rockplan.plan(model, tokens, "100%", options=QUICK)
+    model, args, _ = examples.mlp()
+    plan = rockplan.plan(model, args, "100%", options=QUICK)
     assert explanation["peak_operation"] == rockplan.explain(plan, unplanned=True).peak_operation
-    assert len(set(re.findall(r"\bpeak ([\d.]+ MiB)", run("profile", TRANSFORMER)))) == 1
+    assert len(set(re.findall(r"\bpeak ([\d.]+ MiB)", run("profile", MLP)))) == 1
 
 
 def test_solve_several_budgets() -> None:
@@ -459,7 +459,7 @@ def make():
 """
 
 
-@pytest.mark.parametrize("model", [MLP, "deep.py:make"])
+@pytest.mark.parametrize("model", ["deep.py:make", MLP])
 def test_explanations_are_within_80_columns(
     model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -607,9 +607,11 @@ def test_a_signal_ends_with_its_exit_code(own_folder: Path, how: str) -> None:
     assert err.rstrip().endswith("interrupted; nothing was left half-written")
 
 
-def test_progress_is_shown_on_a_terminal_only() -> None:
+def test_progress_is_shown_on_a_terminal_only(own_folder: Path) -> None:
     """A process with stderr on a terminal, a call without; stdout is the same document."""
-    words = ("profile", MLP, "--no-cache", "--json")
+    write(own_folder, "model.py", MODEL.format(sibling="sizes"))
+    write(own_folder, "sizes.py", "WIDTH = 4")
+    words = ("profile", f"{own_folder}/model.py:make.small", "--no-cache", "--json")
     controller, terminal = pty.openpty()
     shown = process(*words, stderr=terminal, env={**os.environ, "TERM": "xterm"})
     os.close(terminal)

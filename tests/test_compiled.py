@@ -107,13 +107,13 @@ def test_kernels_compiled_once_run_all_sizes() -> None:
 
     planned: Any = solved(case(64, model), "min", replace(OPTIONS, check=True))
     made = []
-    for rows in (48, 160, 90, 33):
+    for rows in (48, 160, 33):
         sized = case(rows, model)
         made.append("compiling kernels" in heard(lambda sized=sized: sized.step(planned)))
         assert distance(gradients(sized, planned), gradients(case(rows, eager), eager)) < 2e-6
         measured = rockplan.peak_live_bytes(lambda sized=sized: sized.step(planned)).peak_bytes
         assert planned.plan.peak_bytes - 8 <= measured <= planned.plan.peak_bytes, rows
-    assert made == [True, False, False, False]
+    assert made == [True, False, False]
     assert "of their norm" in planned.plan.checked
     with pytest.raises(IndexError, match="out of bounds"):
         planned(torch.randn(70, 16), torch.full((70,), 256))

@@ -34,6 +34,9 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(tmp_path)
 
 
+QUICKLY = "from tests.planning import plan_quickly\n\nplan_quickly()\n"
+
+
 def blocks(path: Path, kind: str) -> list[str]:
     return re.findall(rf"^```{kind}\n(.*?)^```", path.read_text(), re.DOTALL | re.MULTILINE)
 
@@ -55,7 +58,7 @@ def named(kind: str) -> dict[str, Any]:
 def test_example_runs(name: str, code: str, tmp_path: Path) -> None:
     if "torchrun" in code:
         script = tmp_path / "train.py"
-        script.write_text(code + LEAVE)
+        script.write_text(QUICKLY + code + LEAVE)
         torchrun(script, tmp_path)
         return
     exec(compile(code, name, "exec"), {"__name__": name})

@@ -507,7 +507,7 @@ def test_a_single_odd_sample_has_its_own_plan() -> None:
     """The only batch that fits; a result of one sample takes 24 MiB."""
     with torch.device("meta"):
         model, x = Lonely(), torch.empty(1, 24_576, 256)
-    found = rockplan.fit(model, x, "700MiB", optimizer="sgd", sizes={0: (1, 8)}, options=QUICK)
+    found = rockplan.fit(model, x, "700MiB", optimizer="sgd", sizes={0: (1, 2)}, options=QUICK)
     planned = found.rows[-1]
     assert planned.way == "rockplan" and planned.batch == 1
     assert (
@@ -950,7 +950,7 @@ def test_the_page_draws_bytes_over_batch_by_length(tmp_path: Path) -> None:
     file = tmp_path / "fit.html"
     words = ["fit", "rockplan.examples:transformer", "--gpu", "600MiB", "--batch", "1:64"]
     result = CliRunner().invoke(
-        app, [*words, "--length", "16:32", "--html", str(file), "--time-limit", "2", "--json"]
+        app, [*words, "--length", "16:32", "--html", str(file), "--time-limit", "0.2", "--json"]
     )
     assert result.exit_code == 0, result.output
     rows = json.loads(result.stdout)["rows"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,11 +20,6 @@ from rockplan.fitting.timeline import Timeline
 from rockplan.will_it_fit.page import fit_page
 from rockplan.will_it_fit.question import FitQuestion
 from testing.training import QUICK
-from tests.processes import on_processes
-
-
-def test_a_rank_needs_what_is_said(tmp_path: Path) -> None:
-    on_processes(2, tmp_path, "tests.ranks_worker")
 
 
 class Stack(nn.Module):

@@ -248,7 +248,7 @@ def test_a_chain_of_lengths_gets_no_worse() -> None:
     share = Budget(share=0.7)
     problem, _ = roofline_problem(of_size(case, 4, 24))
     plans = [planning.plan_within(problem, share, OPTIONS)]
-    for length in (30, 36, 43, 50, 58, 64, 56):
+    for length in (30, 43, 64, 56):
         problem, lowered = roofline_problem(of_size(case, 4, length))
         found = adapted(plans[-1:], lowered, (), share, OPTIONS)
         assert found is not None

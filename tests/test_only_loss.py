@@ -18,13 +18,11 @@ from typing import Any
 import accelerate
 import numpy as np
 import pytest
-import pytorch_lightning as lightning
 import torch
 import transformers
 from torch import nn
 from torch.nn import functional
 from torch.utils import _pytree as pytree
-from torch.utils.data import DataLoader
 from transformers.modeling_outputs import CausalLMOutput
 from typer.testing import CliRunner
 
@@ -417,60 +415,3 @@ def test_a_trainer_that_reads_logits_is_told(tmp_path: Path) -> None:
     trainer = transformers.Trainer(model=planned_gpt2(), args=smooth, train_dataset=Tokens(4))
     with pytest.raises(InvalidInput, match="labels"):
         trainer.train()
-
-
-def test_accelerate() -> None:
-    def train(model: nn.Module) -> tuple[nn.Module, list[float]]:
-        torch.manual_seed(4)
-        accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
-        accelerator = accelerate.Accelerator(mixed_precision="bf16", cpu=True)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = DataLoader(Tokens(10), batch_size=4)
-        prepared, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-        losses = []
-        for rows in loader:
-            result = prepared(input_ids=rows["input_ids"], labels=rows["labels"])
-            accelerator.backward(result.loss)
-            losses.append(result.loss.item())
-            assert result.logits.dtype is torch.float32  # converted, as a trainer does
-            optimizer.step()
-            optimizer.zero_grad()
-        return accelerator.unwrap_model(prepared, keep_fp32_wrapper=False), losses
-
-    (fast, found), (eager, expected) = train(planned_gpt2()), train(make_gpt2())
-    assert found == expected
-    assert_same_state(fast, eager, "after training")
-
-
-class Language(lightning.LightningModule):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def training_step(self, rows: Any, _: int) -> Any:
-        result = self.model(input_ids=rows["input_ids"], labels=rows["labels"])
-        return {"loss": result.loss, "result": result.logits}
-
-    def validation_step(self, rows: Any, _: int) -> Any:
-        logits = self.model(input_ids=rows["input_ids"]).logits
-        self.log("size", logits.abs().mean())
-
-    def configure_optimizers(self) -> Any:
-        return torch.optim.AdamW(self.parameters(), lr=1e-2)
-
-
-def test_lightning(tmp_path: Path) -> None:
-    def train(model: nn.Module) -> tuple[nn.Module, float]:
-        lightning.seed_everything(5, verbose=False)
-        trainer = lightning.Trainer(
-            max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False,
-            enable_progress_bar=False, enable_model_summary=False, precision="bf16-mixed",
-            default_root_dir=tmp_path,
-        )  # fmt: skip
-        module = Language(model.train())
-        trainer.fit(module, DataLoader(Tokens(10), batch_size=4), DataLoader(Tokens(4), 2))
-        return model, float(trainer.callback_metrics["size"])
-
-    (fast, found), (eager, expected) = train(planned_gpt2()), train(make_gpt2())
-    assert found == expected
-    assert_same_state(fast, eager, "after training")

@@ -10,6 +10,7 @@ import pickle
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_compiled_kernels_page_too() -> None:
     """Bits are those of the same kernels where nothing is paged."""
     torch.manual_seed(0)
     case = CASES["mlp"]()
-    options = rockplan.Options(compile=True)
+    options = replace(QUICK, compile=True)
     kept, planned = (solve_case(case, "100%", options=options) for _ in range(2))
     page(planned)
     assert any("frame.page_out" in line for line in planned.code.splitlines())

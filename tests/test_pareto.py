@@ -13,8 +13,8 @@ from rockplan.api import plan_each
 from testing.models import Case, mlp, resnet
 
 CASES: list[Callable[[], Case]] = [
-    lambda: resnet((1, 1), batch=2, size=32),
     lambda: mlp(depth=2),
+    lambda: resnet((1, 1), batch=2, size=32),
 ]
 Found = tuple[Case, rockplan.Curve]
 OPTIONS = rockplan.Options(bound_time_limit_s=0.1, time_limit_s=60.0)
@@ -22,7 +22,7 @@ OTHER_OPTIONS = replace(OPTIONS, bound_time_limit_s=0.05)
 """Of plans that are not those that the curve was made from: they are cached as others."""
 
 
-@pytest.fixture(scope="module", params=CASES, ids=["resnet", "mlp"])
+@pytest.fixture(scope="module", params=CASES, ids=["mlp", "resnet"])
 def found(request: pytest.FixtureRequest) -> Found:
     """A case with its curve; the cache of the test run holds the profile for its plans."""
     torch.manual_seed(0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import pickle
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -604,19 +603,10 @@ def test_files_say_in_how_many_parts(tmp_path: Path) -> None:
 def test_the_cache_knows_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ROCKPLAN_CACHE_DIR", str(tmp_path))
     case = head(cross_entropy(), torch.float32)
-    made = [plan_of(case, "min", cache=True, tile=tile) for tile in (False, 2, 4, False, 2)]
-    assert [p.graph.tiles for p in made] == [0, 2, 4, 0, 2]
+    made = [plan_of(case, "min", cache=True, tile=tile) for tile in (2, 4, False, 2)]
+    assert [p.graph.tiles for p in made] == [2, 4, 0, 2]
     assert len({p.graph_digest for p in made}) == 3
-    assert not made[3].trace and not made[4].trace  # of the cache
-
-
-def test_a_pickle_has_the_parts() -> None:
-    case = head(mean, torch.float32)
-    planned = in_parts(case)
-    expected = gradients(case, planned)
-    copied = pickle.loads(pickle.dumps(planned))
-    assert rockplan.plan_of(copied).graph.tiles == 4
-    assert all(map(torch.equal, gradients(replace(case, model=copied), copied), expected))
+    assert not made[3].trace  # of the cache
 
 
 @pytest.mark.parametrize("tile", [1, 0, -2, 2.5, "yes", None])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from torch import Tensor, nn
 
 import rockplan
 from testing.training import QUICK
-from tests.processes import on_processes
 
 
 def by_logits(
@@ -93,7 +91,7 @@ def test_plans_have_eagers_bits_within_budget(is_cast: bool) -> None:
 
 
 def test_frozen_heads_take_a_twentieth_of_logits() -> None:
-    rows, width, vocabulary = 512, 16, 150_000
+    rows, width, vocabulary = 512, 4, 80_000
     hidden = torch.randn(rows, width, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocabulary, width, dtype=torch.bfloat16)
     ids = torch.randint(vocabulary, (rows,))
@@ -124,7 +122,3 @@ def test_wrong_arguments_are_refused(change: dict[str, Any], error: str) -> None
 def test_ids_beyond_the_vocabulary_raise(wrong: int) -> None:
     with pytest.raises((IndexError, RuntimeError), match="out of"):
         rockplan.token_log_probs(torch.ones(2, 4), torch.ones(1000, 4), torch.tensor([3, wrong]))
-
-
-def test_heads_that_are_sharded(tmp_path: Path) -> None:
-    on_processes(2, tmp_path, "tests.log_probs_worker")

@@ -192,25 +192,6 @@ def test_trainer(kind: str, tmp_path: Path) -> None:
     assert len(fast.plans) == 1
 
 
-def test_the_trainer_holds_no_logits(tmp_path: Path) -> None:
-    """As the documents say."""
-    batch = batch_for("llama") | {"num_items_in_batch": torch.tensor(1.0)}
-    released = replace(QUICK, released=(1,))
-    fast, twin = rockplan.solve(make_llama(), batch, "min", options=released), make_llama()
-    arguments = transformers.TrainingArguments(**settings(tmp_path))
-    runs = [
-        transformers.Trainer(model=model, args=arguments, train_dataset=Rows())
-        for model in (fast, twin)
-    ]
-    assert history(runs[0]) == history(runs[1])
-    assert_same_state(fast, twin, "trained")
-    items = torch.tensor(ROWS * (LENGTH - 1.0))
-    assert peak_of_step(runs[0], fast, num_items_in_batch=items) <= fast.plan.budget_bytes
-    assert (
-        fast.plan.budget_bytes < rockplan.plan(make_llama(), batch, "min", options=QUICK).peak_bytes
-    )
-
-
 @pytest.mark.parametrize("other", ["a mask", "two tensors", "a whole number"])
 def test_trainers_calls_take_over_the_samples_plan(
     other: str, monkeypatch: pytest.MonkeyPatch

@@ -35,7 +35,6 @@ from testing.models import Case, mean_square
 from testing.training import (
     QUICK,
     assert_equal_trees,
-    assert_same_state,
     assert_same_tensor,
     solve_case,
     train_side_by_side,
@@ -51,7 +50,6 @@ from tests.usage import (
     both,
     count_programs,
     encoder_without_dropout,
-    mlp_case,
     net_case,
     pair,
 )
@@ -69,24 +67,6 @@ def test_it_recomputes() -> None:
 def recomputed(plan: rockplan.Plan) -> list[Any]:
     order = plan.schedule.computes
     return [plan.graph.nodes[i] for i in set(order) if order.count(i) > 1]
-
-
-def test_two_planned_models_alternate() -> None:
-    first, first_eager = pair(net_case())
-    second, second_eager = pair(mlp_case())
-    for _ in range(2):
-        both(first, first_eager, lambda m: net_case().step(m), "first")
-        both(second, second_eager, lambda m: mlp_case().step(m), "second")
-
-
-def test_the_same_module_planned_twice() -> None:
-    case = net_case()
-    eager = twin(case)
-    plans = [solve_case(case, budget) for budget in ("min", "90%")]
-    for planned in plans:
-        case.model.zero_grad()
-        eager.zero_grad()
-        both(planned, eager, case.step, "planned twice")
 
 
 def copies() -> dict[str, Callable[[nn.Module], nn.Module]]:
@@ -923,30 +903,6 @@ def test_hooks_on_all_modules_are_refused(monkeypatch: pytest.MonkeyPatch) -> No
     with FlopCounterMode(display=False):  # follows modules by hooks
         both(planned, eager, step, "counted")
     assert len(made) == 3  # the first, and those that were refused
-
-
-def test_threads() -> None:
-    torch.manual_seed(0)
-    cases = [encoder_without_dropout() for _ in range(2)]
-    pairs = [pair(case) for case in cases]
-    errors: list[BaseException] = []
-
-    def work(number: int) -> None:
-        try:
-            planned, eager = pairs[number]
-            for _ in range(3):
-                cases[number].step(planned)
-                cases[number].step(eager)
-            assert_same_state(planned, eager, f"thread {number}")
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors
 
 
 def test_a_check_under_autocast_goes_backward_without() -> None:
