@@ -1,6 +1,7 @@
 """Which architectures run batches of other sizes by one program, recorded with symbols?
 
-    OMP_NUM_THREADS=1 python -m benchmarks.zoo_sizes [--every 11] [--jobs 2] [--seconds 600]
+    OMP_NUM_THREADS=1 python -m benchmarks.zoo_sizes [--every 11] [--first 0] [--jobs 2]
+        [--seconds 600]
 
 Every so many of the architectures of `benchmarks.zoo` that train equal to eager (vision models of
 timm, models of transformers) is planned for 3 samples, and called with 4, 5 and 6; of models of
@@ -10,9 +11,10 @@ dimension is
     open     the second size was recorded with symbols, and the next two were captured no more
     static   each is captured, for the reason that the logger gives
     wrong    anything that is not eager's
-    -        eager itself does not take these sizes, or it is the number of channels
+    -        eager itself does not take these sizes, tensors have several, or it is the number of
+             channels
 
-Results: benchmarks/results/zoo_sizes.md.
+Results: benchmarks/results/zoo_sizes.jsonl and, of all rows in it, zoo_sizes.md.
 """
 
 from __future__ import annotations
@@ -33,23 +35,38 @@ from typing import Any
 from benchmarks import zoo
 from benchmarks.timing import where
 
-CASE_S = 120
+CASE_S = 300
+ROWS = zoo.RESULTS / "zoo_sizes.jsonl"
 DIMENSIONS = {0: "batch", 1: "length"}
 
 
 def calls_of(case: Any, dimension: int) -> list[Any]:
     """The case at four sizes that follow one another; [] if eager does not take them."""
+    from rockplan.captures.sizes import tensors_of
+    from rockplan.errors import InvalidInput
+    from rockplan.runtime.planned_state import original_forward
     from rockplan.will_it_fit.captured_sizes import resized, size_of
     from testing.zoo_cases import try_eager
 
     arguments = case.args, case.kwargs
+    named: dict[int, list[str]] = {}
     if dimension:
         arguments = resized(case.model, arguments, {0: 3})
-    least = 3 if dimension == 0 else size_of(case.model, arguments, 1)
+        try:
+            resized(case.model, arguments, {1: 3})
+        except InvalidInput:  # that of features is another one: tokens vary
+            tensors = tensors_of(original_forward(case.model), *arguments)
+            named = {
+                1: [n for n, t in tensors.items() if t.dim() > 1 and not t.is_floating_point()]
+            }
     made = []
-    for size in range(least, least + 4):
-        args, kwargs = resized(case.model, arguments, {dimension: size})
-        made.append(replace(case, args=args, kwargs=kwargs))
+    try:
+        least = 3 if dimension == 0 else size_of(case.model, arguments, 1, named)
+        for size in range(least, least + 4):
+            args, kwargs = resized(case.model, arguments, {dimension: size}, named)
+            made.append(replace(case, args=args, kwargs=kwargs))
+    except InvalidInput:  # several lengths that differ
+        return []
     return [] if any(try_eager(one) for one in made) else made
 
 
@@ -101,9 +118,11 @@ def here(name: str) -> dict[str, Any]:
     return row
 
 
-def report(rows: list[dict[str, Any]], left_out: int) -> str:
+def report(rows: list[dict[str, Any]]) -> str:
+    ended = [row for row in rows if "batch" in row]
+    left_out = [row["name"] for row in rows if "batch" not in row]
     counts = {
-        what: collections.Counter(row[what].partition(":")[0] for row in rows if what in row)
+        what: collections.Counter(row[what].partition(":")[0] for row in ended if what in row)
         for what in DIMENSIONS.values()
     }
     listed = [
@@ -114,13 +133,18 @@ def report(rows: list[dict[str, Any]], left_out: int) -> str:
         [
             "# Sizes in the zoo",
             "",
-            f"`python -m benchmarks.zoo_sizes` on {where()}: {len(rows)} architectures, "
-            f"{left_out} more not ended in {CASE_S} s each; {'; '.join(listed)}. What the words "
-            "mean is in `benchmarks/zoo_sizes.py`.",
+            f"{len(ended)} architectures, {len(left_out)} more not ended in time "
+            f"({', '.join(left_out) or 'none'}); {'; '.join(listed)}. What the words mean is in "
+            "`benchmarks/zoo_sizes.py`.",
+            "",
+            *(f"- {made}" for made in dict.fromkeys(row["where"] for row in rows)),
             "",
             "| architecture | batch | length |",
             "|---|---|---|",
-            *(f"| {r['name']} | {r['batch'][:160]} | {r.get('length', '-')[:160]} |" for r in rows),
+            *(
+                f"| {r['name']} | {r['batch'][:150]} | {r.get('length', '-')[:150]} |"
+                for r in ended
+            ),
             "",
         ]
     )
@@ -129,6 +153,7 @@ def report(rows: list[dict[str, Any]], left_out: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=11)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--seconds", type=float, default=600)
     parser.add_argument("--here", help=argparse.SUPPRESS)
@@ -139,11 +164,14 @@ def main() -> None:
     known = zoo.read_results(zoo.RESULTS / "zoo.jsonl")
     names = [n for n in zoo.case_names(["transformers", "timm"]) if _is_equal(known.get(n))]
     until = time.monotonic() + arguments.seconds
+    made = f"`python -m benchmarks.zoo_sizes {' '.join(sys.argv[1:])}`, {where()}"
+    chosen = names[arguments.first :: arguments.every]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
-        found = pool.map(lambda name: _in_a_process(name, until), names[:: arguments.every])
-        ended = [row for row in found if row is not None]
-    rows = [row for row in ended if len(row) > 1]
-    (zoo.RESULTS / "zoo_sizes.md").write_text(report(rows, len(ended) - len(rows)))
+        for row in pool.map(lambda name: _in_a_process(name, until), chosen):
+            if row is not None:
+                with ROWS.open("a") as rows:
+                    rows.write(json.dumps(row | {"where": made}) + "\n")
+    (zoo.RESULTS / "zoo_sizes.md").write_text(report([*zoo.read_results(ROWS).values()]))
 
 
 def _in_a_process(name: str, until: float) -> dict[str, Any] | None:
