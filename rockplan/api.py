@@ -144,9 +144,7 @@ def _solve(
         with first.named_in_errors():
             program, make = _first_program(first.of(model), room, options, agreed, loss)
         planned = _starting_with(program, model, first, make, options, room.budget.share)
-        if agreed is not ALONE:  # each process has a sample of its own, which may be an end
-            others.sort(key=lambda call: call.name == "sample")
-        _plan_ahead(planned, others, functools.partial(make, agreed=agreed))
+        _plan_ahead(planned, others, make)
         return planned
 
 

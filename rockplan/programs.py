@@ -178,24 +178,21 @@ def new_or_known_program(
 ) -> PlannedProgram:
     """Make the program of a call: in another schedule if the module has one for calls of its size
     too; of a plan that the module already has for the same graph, of one that can be adapted to the
-    call, or of a new one. agreed: processes that plan the same; source: the call as captured,
-    if it was."""
-    if agreed is ALONE and (rung := _another_rung(call, budget, options)) is not None:
+    call, or of a new one. agreed: processes that plan the same first call; source: the call as
+    captured, if it was."""
+    if (rung := _another_rung(call, budget, options)) is not None:
         return rung
-    if agreed is ALONE:
-        # Kernels for this size alone are compiled if there is no program for all.
-        is_first = source or not planned_state.programs_of(call.module)
-        source = source or captured_call(call, options if is_first else unfused(options))
-        opened = with_sizes_open(call, source, options)
-        is_open = opened is not source
-        source = opened if is_first or is_open or not options.compile else None
-    source = source or captured_call(call, options)
+    # Kernels for this size alone are compiled if there is no program for all.
+    is_first = source or not planned_state.programs_of(call.module)
+    source = source or captured_call(call, options if is_first else unfused(options))
+    opened = with_sizes_open(call, source, options)
+    if options.compile and opened is source and not is_first:
+        opened = captured_call(call, options)
+    source = opened
     for variant in source.variants:
         known = _known(call.module, variant)
         if (same := _known_for_graph(known, variant)) is not None:
             return replace(built_program(call, same, variant, options), is_taken_over=True)
-        if agreed is not ALONE:  # the processes have to agree on an adapted plan: `_new_program`
-            continue
         if (carried := _adapted(known, variant, budget, options)) is not None:
             return replace(built_program(call, carried, variant, options), is_taken_over=True)
     return _new_program(call, source, budget, options, agreed)
@@ -351,15 +348,7 @@ def _new_program(
     options: Options,
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
-    """If processes plan together, the one that plans for all adapts a plan it knows where it
-    can."""
-
     def make() -> Plan:
-        for variant in () if agreed is ALONE else source.variants:
-            if (
-                carried := _adapted(_known(call.module, variant), variant, budget, options)
-            ) is not None:
-                return carried
         with advised(call, source, options):
             problems = problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))

@@ -23,6 +23,7 @@ from testing.blocks import QUICK, Stack, batch
 from testing.sharding import everywhere, gloo, sharded
 from testing.trainer import digest, digest_of_blocks, trainer_step
 from testing.training import assert_same_state
+from tests.planning import heard
 
 TOGETHER = rockplan.Options(**{**QUICK, "time_limit_s": 0.5}, cache=False)
 
@@ -74,22 +75,20 @@ def check_whole(group: Any, budget: str) -> None:
 
 
 def check_sizes() -> None:
-    """Of sizes that are planned ahead, one adapts the plan of the largest for all, whatever sizes
-    their samples have."""
-    adapted = programs.adapted
-    made: list[rockplan.Plan] = []  # where there is one that could be adapted
-    programs.adapted = lambda known, *args: made.extend(known[:1]) or adapted(known, *args)  # type: ignore[func-returns-value]
+    """Sizes that are planned ahead have a plan of the largest that all share, and a program for all
+    others, whatever sizes the samples have."""
     options = replace(TOGETHER, group=dist.group.WORLD, sizes={0: (100, 256)})
-    rank = dist.get_rank()
-    sample = torch.randn((256, 100, 200, 200)[rank], 32)
-    try:
-        planned: Any = rockplan.solve(network(), sample, "50%", options=options)
-    finally:
-        programs.adapted = adapted
-    plans = [(p.graph_digest, p.schedule, p.peak_bytes, p.time_ns) for p in planned.plans]
-    assert len(plans) == (2, 2, 3, 3)[rank] and len({*everywhere(digest(plans[:2]))}) == 1
-    assert everywhere(digest(plans))[2] == everywhere(digest(plans))[3]
-    assert len(made) == (rank in (0, 2))
+    sample = torch.randn((256, 100, 200, 200)[dist.get_rank()], 32)
+    eager = network()
+    planned: Any = rockplan.solve(copy.deepcopy(eager), sample, "50%", options=options)
+    largest = planned.plans[0]
+    assert len({*everywhere(digest((largest.graph_digest, largest.schedule)))}) == 1
+    for rows in (150, 256, 100, 201):
+        x = torch.randn(rows, 32)
+        assert "capturing the model" not in heard(lambda x=x: step(planned, x)), rows
+        for module in (planned, eager):
+            module.zero_grad()
+        check_same(planned, eager, x)
 
 
 def check_blocks(options: rockplan.Options, budget: str, is_sharded: bool) -> None:
