@@ -174,6 +174,35 @@ class Windows(nn.Module):
         return x[:, :rows, :columns].square().mean()
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.GRU(8, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)[0].square().mean()
+
+
+class Spoken(nn.Module):
+    """A CTC loss of padded targets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 10))
+
+    def forward(self, x: Tensor, steps: Tensor, targets: Tensor, lengths: Tensor) -> Tensor:
+        scores = self.layers(x).log_softmax(-1).transpose(0, 1)
+        return nn.functional.ctc_loss(scores, targets, steps, lengths)
+
+
+def spoken(batch: int, steps: int, longest: int) -> dict[str, Tensor]:
+    lengths = torch.full((batch,), longest)
+    lengths[1:] -= 1
+    targets = torch.randint(1, 10, (batch, longest))
+    x, counts = torch.randn(batch, steps, 8), torch.full((batch,), steps)
+    return {"x": x, "steps": counts, "targets": targets, "lengths": lengths}
+
+
 def tokens(model: Callable[[], Case]) -> Callable[[], tuple[nn.Module, Callable[..., Any]]]:
     def made() -> tuple[nn.Module, Callable[..., Any]]:
         case = model()
@@ -248,6 +277,16 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
     "segments": (
         lambda: (Segments(), segments),
         [(20, 10, 30), (25, 11, 3, 31), (4, 9, 10, 40, 50), (17, 25, 30, 30), (29, 43)],
+        "90%",
+    ),
+    "ctc": (
+        lambda: (Spoken(), spoken),
+        [(4, 30, 5), (3, 50, 9), (8, 64, 7), (2, 21, 4)],
+        "100%",
+    ),
+    "gru of one length": (
+        lambda: (Gated(), lambda b: {"x": torch.randn(5, b, 8)}),
+        [(4,), (3,), (8,), (2,)],
         "90%",
     ),
     "recurrent": (
@@ -811,6 +850,28 @@ def test_symbols_that_take_too_long_are_given_up(
         train_side_by_side(case, planned, eager, steps=1)
     assert not any(program.open for program in programs_of(planned))
     assert caplog.text.count("take too long with symbols") == 1
+
+
+@torch.library.custom_op("rockplan_sizes::part", mutates_args=())
+def part(x: Tensor) -> Tensor:
+    """Returns a part of twice as much."""
+    return torch.cat([x, x])[: x.shape[0]]
+
+
+part.register_fake(torch.empty_like)
+part.register_autograd(lambda _, gradient: gradient)
+
+
+@pytest.mark.parametrize("kept", [lambda h: part(h).exp(), lambda h: nn.LSTM(8, 8)(h)[0]])
+def test_what_kernels_keep_is_within_the_peak(kept: Callable[[Tensor], Tensor]) -> None:
+    torch.manual_seed(0)
+    model = Treats(lambda h, n: kept(h))
+    planned: Any = rockplan.solve(model, torch.randn(12, 8), 10**6, options=OPTIONS)
+    for rows in (9, 40, 300):
+        case = case_of(model, {"x": torch.randn(rows, 8)})
+        case.step(planned)
+        peak_bytes, _ = rockplan.peak_live_bytes(lambda case=case: case.step(planned), 1)
+        assert peak_bytes <= planned.plan.peak_bytes, rows
 
 
 def test_later_sizes_search_no_smallest_plan() -> None:

@@ -166,6 +166,7 @@ def _program_differences(
     if len(graph.nodes) != len(other.nodes):
         found.append(f"{len(graph.nodes)} nodes in place of {len(other.nodes)}")
     others = {value for position, value in interface.inputs if position in unread}
+    storages = {graph.values[value].data for _, value in interface.inputs}
     read = (
         (a, b) for a, b in zip(graph.values, other.values, strict=True) if a.index not in others
     )
@@ -174,6 +175,11 @@ def _program_differences(
         if replace(a, spec=replace(a.spec, offset=a.spec.offset + moved)) != b:
             found.append(f"value {a.name}, {a.spec} in place of {b.spec}")
             break
+    # What a kernel keeps beside its results follows no expression.
+    sizes = ((d, other.data[d.index].size_bytes) for d in graph.data if d.index not in storages)
+    found += [
+        f"{d.name} of {d.size_bytes} bytes in place of {n}" for d, n in sizes if d.size_bytes != n
+    ]
     names = ("outputs", "held", "handed", "dropped", "rng_state_bytes")
     found += [name for name in names if getattr(graph, name) != getattr(other, name)]
     kept = tuple(g for g in interface.guards if not g.is_of_sizes)

@@ -41,7 +41,7 @@ _OF = torch._C.TensorBase
 
 def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     """Return the result of a call on fake tensors, with four kinds of PyTorch's shape rules
-    corrected.
+    corrected, and one that is missing.
 
     Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
     them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
@@ -53,6 +53,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         return args[0]
     if effect and not operator._schema.returns and not operator._schema.is_mutable:
         return None  # as the real call does; it may have no rule for fake tensors
+    if rule is ShapeRule.LIKE_SECOND:
+        return torch.empty_like(args[1], memory_format=torch.contiguous_format)
     if rule is ShapeRule.OF_DENSE and (dense := _dense_view(*args)) is not None:
         return dense
     if rule is ShapeRule.GROUPED_PRODUCT:

@@ -77,6 +77,7 @@ class ShapeRule(StrEnum):
     """How fake results are made, where PyTorch's own rule differs from kernels."""
 
     OF_PYTORCH = ""
+    LIKE_SECOND = "a new tensor of the shape of the second argument"
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
@@ -332,6 +333,7 @@ ROWS: tuple[OperatorFacts, ...] = (
     ),
     # Of 702 entries of PyTorch's op_db, forward and backward, only scatters make storages whose
     # size depends on that of an argument's storage. Grouped products need bfloat16 only on CUDA.
+    OperatorFacts("aten._ctc_loss_backward.Tensor", shape_rule=ShapeRule.LIKE_SECOND),
     OperatorFacts("aten._grouped_mm.default", shape_rule=ShapeRule.GROUPED_PRODUCT),
     *_alike(
         "aten.upsample_nearest1d_backward.default aten.upsample_nearest2d_backward.default "

@@ -24,6 +24,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.graph_builder.operators.symbols import new_env, new_symbol, printed
+from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.values.sizes import (
     CallSizes,
     Layout,
@@ -170,27 +171,31 @@ def _matmul(left: torch.Tensor, right: torch.Tensor) -> Any:
     return torch.ops.aten._unsafe_view(made, (*outer, left.shape[-2], right.shape[-1]))
 
 
+def _unsafe_chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> Any:
+    """As in C++, which asks for all sizes."""
+    return torch.unsafe_split(tensor, (tensor.shape[dim] + chunks - 1) // chunks, dim)
+
+
 @contextlib.contextmanager
 def known_to_python() -> Iterator[None]:
     """While active, a SymInt or SymFloat as text is its number, which makes it a constant: the text
     of a symbol would be another one than in eager execution, and nothing would say so. Loops over
     parts of a size leave it free."""
     with contextlib.ExitStack() as stack:
+        kernels = torch.library.Library("aten", "IMPL")
+        stack.callback(kernels._destroy)
+        instead: dict[str, Any] = {"unsafe_chunk": _unsafe_chunk}
         if torch.__version__ < "2.13":  # in C++ it takes the sizes of what it folds for constants
-            kernels = torch.library.Library("aten", "IMPL")
-            stack.callback(kernels._destroy)
+            instead["matmul"] = _matmul
+        for name, function in instead.items():
             with warnings.catch_warnings(action="ignore"):  # of an override, which is meant
-                kernels.impl("matmul", _matmul, "CompositeImplicitAutograd", allow_override=True)
-        stack.callback(setattr, builtins, "range", _RANGE)
-        builtins.range = _Ranges  # type: ignore[misc]
+                kernels.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
+        stack.enter_context(exchanged(builtins, "range", _Ranges))
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
             for name in ("__str__", "__repr__", "__format__"):
-                own = vars(kind).get(name)
-                undo = (delattr, kind, name) if own is None else (setattr, kind, name, own)
-                stack.callback(*undo)
 
                 def text(number: Any, *args: Any, _name: str = name, _plain: Any = plain) -> Any:
                     return getattr(_plain(number), _name)(*args)
 
-                setattr(kind, name, text)
+                stack.enter_context(exchanged(kind, name, text))
         yield
