@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from rockplan.errors import CaptureError, InfeasibleBudget, InvalidInput
+from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.options import Options, SizeRange
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import leaf_like
@@ -195,14 +196,12 @@ def _of_shape(tensor: torch.Tensor, shape: Shape) -> torch.Tensor:
     """Return a tensor of this shape that repeats or cuts the content of `tensor`, with dimensions
     in the same order in memory; expanded dimensions stay expanded."""
     source = tensor.detach()
-    for dimension, stride in enumerate(tensor.stride()):
-        if stride == 0:
+    for dimension, (now, size) in enumerate(zip(tensor.shape, shape, strict=True)):
+        if tensor.stride(dimension) == 0:
             source = source.narrow(dimension, 0, 1)
-    order = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
-    source = source.permute(order).clone(memory_format=torch.contiguous_format)
-    for position, dimension in enumerate(order):
-        if tensor.stride(dimension) and shape[dimension] != tensor.shape[dimension]:
-            index = torch.arange(shape[dimension], device=tensor.device) % tensor.shape[dimension]
-            source = source.index_select(position, index)
-    permuted = source.permute([order.index(d) for d in range(tensor.dim())]).expand(shape)
-    return leaf_like(permuted, tensor)
+        elif now != size:
+            index = torch.arange(size, device=tensor.device) % now
+            source = source.index_select(dimension, index)
+    strides = dense_strides(source.shape, outermost_first(tensor.stride()))
+    made = source.new_empty_strided(source.shape, strides).copy_(source)
+    return leaf_like(made.expand(shape), tensor)

@@ -20,9 +20,10 @@ from dataclasses import replace
 
 from rockplan.budget import Budget
 from rockplan.errors import IllegalSchedule
-from rockplan.graph_builder.costs.call_key import device_of
-from rockplan.graph_builder.costs.price import profile_of
-from rockplan.graph_builder.costs.scaled import scaled, with_scaled_times
+from rockplan.graph_builder.costs.call_key import call_keys, device_of
+from rockplan.graph_builder.costs.estimate import fallback_rates, roofline
+from rockplan.graph_builder.costs.price import price, profile_of, with_measured_memory
+from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options
@@ -79,8 +80,11 @@ def adapted(
         return None
     first, nodes = alike[0]
     inverse = {new: old for old, new in nodes.items()}
-    priced, profile = scaled(lowered.graph, lowered.samples, first.graph, inverse)
-    source = f"{profile.source} from those of graph {first.graph_digest[:12]}"
+    graph, keys = lowered.graph, call_keys(lowered.graph)
+    profile = roofline(graph, fallback_rates(graph), keys)
+    profile = with_measured_memory(graph, lowered.samples, profile, keys)
+    priced = with_scaled_times(price(graph, profile, keys), first.graph, inverse)
+    source = f"sizes measured, times scaled from those of graph {first.graph_digest[:12]}"
     problem = problem_of_priced(priced, replace(profile, source=source), options)
     return _first(alike, replace(problem, waits=waits), budget)
 

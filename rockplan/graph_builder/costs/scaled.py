@@ -1,9 +1,8 @@
-"""Scaled: prices of a graph from those of a similar graph, without measuring times.
+"""Scaled: times of a graph from those of a similar graph, without measuring them.
 
-takes: a captured graph, a priced one, and which of their nodes do the same. returns: the graph with
-its prices, and their profile. guarantees: bytes are those of the graph itself, as `measure` finds
-them. Times are those of the priced graph, scaled by what the same operators read, write and compute
-in this one: good enough to rank schedules.
+takes: a graph, a priced one, and which of their nodes do the same. returns: the graph with times of
+the priced one, scaled by what the same operators read, write and compute in this one. guarantees:
+good enough to rank schedules.
 """
 
 from __future__ import annotations
@@ -11,34 +10,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
-from rockplan.graph_builder.costs.call_key import call_keys
-from rockplan.graph_builder.costs.estimate import estimated_ns, fallback_rates, roofline
-from rockplan.graph_builder.costs.price import price, with_measured_memory
+from rockplan.graph_builder.costs.estimate import estimated_ns
 from rockplan.values.graph import CDGraph, ComputeNode
-from rockplan.values.profile import Profile
 
 CALL_NS = 5_000
 """Least time of a call, in ns, on a machine of ordinary speed: below some size it is constant."""
 
 
-def scaled(
-    graph: CDGraph, values: Mapping[int, torch.Tensor], known: CDGraph, alike: Mapping[int, int]
-) -> tuple[CDGraph, Profile]:
-    """Return (`graph` with sizes, workspaces and times, the profile they come from), without
-    measuring times: these are estimates, scaled as measured times of `known`, a priced graph of
-    another size, relate to its estimates. values: as for `measure`. alike: index of a node of
-    `graph` -> index of the same node in `known`; nodes without one are scaled as the sum of all."""
-    keys = call_keys(graph)
-    profile = roofline(graph, fallback_rates(graph), keys)
-    profile = with_measured_memory(graph, values, profile, keys)
-    profile = replace(profile, source="sizes measured, times scaled")
-    return with_scaled_times(price(graph, profile, keys), known, alike), profile
-
-
 def with_scaled_times(graph: CDGraph, known: CDGraph, alike: Mapping[int, int]) -> CDGraph:
-    """Return `graph` with times as `scaled` finds them."""
+    """Return `graph` with times that are estimates, scaled as measured times of `known` relate to
+    its estimates. alike: index of a node of `graph` -> index of the same node in `known`; nodes
+    without one are scaled as the sum of all."""
     estimates_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
     usual_rate = known.time_ns / max(sum(estimates_ns), 1)
     nodes = []
