@@ -371,6 +371,15 @@ def test_shape_rules_are_those_of_kernels() -> None:
             args = (large, source[kind], *((0, 0) if kind == "select" else ()))
         elif kind == "as_strided":
             args = (large, torch.ones(2), [2], [1])
+        elif kind == "_ctc_loss_backward":
+            scores = torch.randn(2, 6, 4).log_softmax(-1).transpose(0, 1)
+            given = (
+                scores,
+                torch.tensor([[1, 2], [3, 1]]),
+                torch.tensor([6, 5]),
+                torch.tensor([2, 1]),
+            )
+            args = (torch.ones(2), *given, *aten._ctc_loss(*given), 0)
         elif "view" in kind:
             args = (args[0], [2, -1])
         elif "upsample" in kind:
