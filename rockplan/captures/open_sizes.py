@@ -176,9 +176,10 @@ def _program_differences(
             found.append(f"value {a.name}, {a.spec} in place of {b.spec}")
             break
     # What a kernel keeps beside its results follows no expression.
-    sizes = ((d, other.data[d.index].size_bytes) for d in graph.data if d.index not in storages)
     found += [
-        f"{d.name} of {d.size_bytes} bytes in place of {n}" for d, n in sizes if d.size_bytes != n
+        f"{d.name} of {d.size_bytes} bytes in place of {n.size_bytes}"
+        for d, n in zip(graph.data, other.data, strict=False)
+        if d.index not in storages and d.size_bytes != n.size_bytes
     ]
     names = ("outputs", "held", "handed", "dropped", "rng_state_bytes")
     found += [name for name in names if getattr(graph, name) != getattr(other, name)]
