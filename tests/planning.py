@@ -14,26 +14,36 @@ from rockplan.graph_builder.costs import call_costs, price
 from rockplan.graph_builder.costs.estimate import CPU_RATES, estimate
 from rockplan.ilp.whole_graph import refine
 from rockplan.options import DEFAULT_OPTIONS, Options
-from rockplan.search import planning
+from rockplan.search import boundary, planning
 from rockplan.search.limits import Limits
+from rockplan.search.local.exchange import ExchangeLimits
 from rockplan.values import progress
 
 thorough_limits, THOROUGH_ITERATIONS = planning.limits_of, refine.ITERATIONS
 """What limits the searches of users, and each of their relaxations."""
 
 
+OF_BLOCKS = boundary.QUICK, boundary.SQUEEZE, boundary.THOROUGH
+"""What limits local searches of single blocks."""
+
+
+def quick(usual: ExchangeLimits) -> ExchangeLimits:
+    return replace(usual, effort=usual.effort // 40, start=usual.start // 40)
+
+
 def quick_limits(options: Options) -> Limits:
-    """Local searches take a fortieth of their effort, and a third of the relaxations for the least
-    peak: for a few layers that is the same smallest budget in a third of the time. Integer programs
-    raise bounds, which leaves plans as they are, where a test says for how long."""
+    """Local searches take a fortieth of their effort, evictions and relaxations for the least peak
+    an eighth. Integer programs raise bounds, which leaves plans as they are, where a test says for
+    how long."""
     usual = thorough_limits(options)
     is_asked = options.bound_time_limit_s != DEFAULT_OPTIONS.bound_time_limit_s
-    exchange, squeeze = usual.exchange, usual.squeeze
+    eviction = usual.eviction
     return replace(
         usual,
-        exchange=replace(exchange, effort=exchange.effort // 40),
-        squeeze=replace(squeeze, effort=squeeze.effort // 40, start=squeeze.start // 40),
-        missing=usual.missing // 3,
+        exchange=quick(usual.exchange),
+        squeeze=quick(usual.squeeze),
+        eviction=replace(eviction, attempt=eviction.attempt // 8),
+        missing=usual.missing // 8,
         proof_s=usual.proof_s if is_asked else 0.0,
     )
 
@@ -51,6 +61,7 @@ def plan_quickly() -> None:
     call_costs._TIME_BOX_NS = 0
     call_costs.SCRATCH_BYTES = dict.fromkeys(call_costs.SCRATCH_BYTES, 1)
     planning.limits_of = quick_limits
+    boundary.QUICK, boundary.SQUEEZE, boundary.THOROUGH = map(quick, OF_BLOCKS)
     refine.ITERATIONS = THOROUGH_ITERATIONS // 8
 
 
