@@ -450,9 +450,15 @@ Nothing ran on a GPU here: models are on the CPU or the meta device, the GPU is 
 "batch": one that fits, and the next of the source's list, which does not; "a second": tokens or
 samples, from a slow host to a quick one. bert-large is of PyTorch to 1.10, whose softmax kept its
 argument, too (pytorch/pytorch issue 64000, pull request 65242): with eager attention 16 MiB of each
-layer and sample, which the model that is asked for here has. resnet152 is too low by the workspaces
-that cuDNN takes inside of convolutions. litgpt's rows are of transformers' code in its place. Where
-a range is wide the host decides, whose speed a name of a GPU does not say.
+layer and sample, which the model that is asked for here has. Under autocast 4 x 512 lacks 340 MiB,
+of which 66 as in float32: the other 274 are 2.9 MiB of each of 24 layers and 4 samples, as three
+16-bit tensors of the width (512 x 1024) would be. Which they were is not known: weights' 16-bit
+copies (577 MiB), masks and float32 copies for softmax and norms are in what is said, and the
+checkpointed row, which keeps one layer, lacks nothing. resnet152 is too low by the workspaces that
+cuDNN takes inside of convolutions. litgpt's rows are of transformers' code in its place: they lack
+592, 1293 and 1026 MiB, and two 16-bit tensors of the width of each layer and sample are 652, 1304
+and 1019; Phi's, whose norms are others, lack none. Where a range is wide the host decides, whose
+speed a name of a GPU does not say.
 MPT is 1.19 and 1.21 on H100, 1.01 and 1.03 on A100, the same code in two sizes: eight H100 reached
 less of their best product there than eight A100. One H200 did not (Llama of width 2048, compiled:
 45.7 ms of results/gpu.md, of which products and attention are said to take 35.6): no rule is made.

@@ -6,7 +6,8 @@ Checks: milliseconds before a step, in which it is found which plan a call runs 
 the guards of modules, tensors, configurations and the user's state). Step: forward and backward
 over eager's, with everything kept and at 30 % of eager's peak. User CPU time, one thread,
 interleaved; medians. Rows are added to those that are there, so that each change stands beside what
-was before it; --note says what it is.
+was before it; --note says what it is. Explained: an eager step in `rockplan.explained(model)` over
+one without, and the time of what that does: its hook is set, called and removed.
 
 Writes benchmarks/results/host.jsonl and host.md.
 """
@@ -57,7 +58,9 @@ CASES: dict[str, Callable[[], Case]] = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """kept, least: time of a step over eager's, with everything kept and at LEAST."""
+    """kept, least: time of a step over eager's, with everything kept and at LEAST; explained: of
+    eager's in `rockplan.explained(model)`, None if it was not asked then; explained_us: what that
+    does alone."""
 
     model: str
     modules: int
@@ -67,6 +70,8 @@ class Row:
     least: float
     note: str
     where: str
+    explained: float | None = None
+    explained_us: float = 0.0
 
 
 def measured(name: str, note: str) -> Row:
@@ -81,6 +86,9 @@ def measured(name: str, note: str) -> Row:
         steps[budget] = partial(case.step, planned)
         if budget == KEPT:
             steps["checks"] = partial(_checks, planned, case)
+    steps["explained"] = partial(_explained, case.model, partial(case.step, case.model))
+    noted = partial(_noted, case)
+    steps["noted"] = partial(_explained, case.model, noted)
     seconds = interleaved_seconds(steps, REPEATS, warmup=3)
     ratios = {n: median_ratio(of, seconds["eager"]) for n, of in seconds.items()}
     return Row(
@@ -92,7 +100,20 @@ def measured(name: str, note: str) -> Row:
         least=round(ratios[LEAST], 3),
         note=note,
         where=where(),
+        explained=round(ratios["explained"], 4),
+        explained_us=round(1e6 * statistics.median(seconds["noted"]), 1),
     )
+
+
+def _explained(model: torch.nn.Module, step: Callable[[], object]) -> None:
+    with rockplan.explained(model):
+        step()
+
+
+def _noted(case: Case) -> None:
+    """Call the hooks of the model alone."""
+    for hook in case.model._forward_pre_hooks.values():
+        hook(case.model, case.args, case.kwargs)  # type: ignore[call-arg]
 
 
 def _checks(planned: Any, case: Case) -> None:
@@ -107,20 +128,28 @@ def report(rows: list[Row]) -> str:
         "`python -m benchmarks.host`: user CPU time of one thread, interleaved with eager's in one "
         f"process, medians of {REPEATS} rounds; layers of tiny kernels, in which Python decides. "
         "*Checks*: what a planned module compares before a step, with everything kept. *Kept*, "
-        f"*{LEAST}* (or the smallest plan): forward and backward over eager's. Machines are "
-        "shared: compare within a row.",
+        f"*{LEAST}* (or the smallest plan): forward and backward over eager's. *Explained*: eager "
+        "in `rockplan.explained(model)` over eager, and what that does alone, over eager's time. "
+        "Machines are shared: compare within a row.",
         "",
-        f"| model | modules | eager ms | checks ms | checks of eager | kept | {LEAST} | what |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| model | modules | eager ms | checks ms | checks of eager | kept | {LEAST} | explained "
+        "| what |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| {r.model} | {r.modules} | {r.eager_ms:.1f} | {r.checks_ms:.2f} | "
         f"{r.checks_ms / r.eager_ms:.1%} | {r.kept:.2f} | {r.least:.2f} | "
-        f"{r.note} |"
+        f"{_of_explained(r)} | {r.note} |"
         for r in sorted(rows, key=lambda r: [*CASES].index(r.model))
     ]
     lines += ["", "Where and when:", "", *dict.fromkeys(f"- {r.where}" for r in rows)]
     return "\n".join(lines) + "\n"
+
+
+def _of_explained(row: Row) -> str:
+    if row.explained is None:
+        return ""
+    return f"{row.explained:.4f}, {row.explained_us / 1e3 / row.eager_ms:.2%}"
 
 
 def main() -> None:

@@ -295,3 +295,14 @@ def test_proofs_of_a_plan_hold_in_its_order() -> None:
 def of_order(graph: CDGraph, order: Sequence[int], budget_bytes: int) -> int | None:
     found = Exhaustive(renumbered(graph, order), budget_bytes, None, is_free=True, in_order=True)
     return found.fastest_ns()
+
+
+def test_where_a_peak_is_enough_one_relaxation_is() -> None:
+    # The logits need what the smallest plan does.
+    graph = prepared_case(models.llama(vocabulary=2048), OPTIONS).constrained
+    goal = Goal(graph, (), None)
+    start = Incumbent(bound_ns=graph.time_ns).improved(goal, keep_all(graph))
+    usual = stages.relax(goal, start, Limits(rungs=8))
+    found = stages.relax(goal, start, Limits(rungs=8, enough_bytes=usual.peak_bytes))
+    assert len(usual.starts) > 2 and len(found.starts) == 1
+    assert found.peak_bytes <= usual.peak_bytes

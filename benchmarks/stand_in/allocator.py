@@ -90,7 +90,7 @@ def beside_the_device(expandable: bool, capacity_bytes: int | None) -> CachingAl
 def new_segment(model: CachingAllocator) -> int:
     """Where the device has just put a segment that the model does not have."""
     there = {segment["address"] for segment in torch.cuda.memory_snapshot()}
-    (found,) = there - {blocks[0].address for blocks in model.segments()}
+    (found,) = there - model._heads.keys()
     return int(found)
 
 

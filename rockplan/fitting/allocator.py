@@ -13,7 +13,7 @@ Other streams, pools of graphs, and memory that libraries take from the driver a
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -94,15 +94,6 @@ def replay(
 def rounded(size_bytes: int) -> int:
     """Return the bytes of the block for a request (`round_size`); 0 for 0."""
     return _rounded_up(size_bytes, MIN_BLOCK_BYTES)
-
-
-@dataclass(frozen=True, slots=True)
-class AddressRange:
-    """Bytes from `address` on, allocated by the request `key`, or free (None)."""
-
-    address: int
-    size_bytes: int
-    key: Hashable | None
 
 
 class CachingAllocator:
@@ -190,18 +181,6 @@ class CachingAllocator:
             self.retries,
             failed_at,
         )
-
-    def segments(self) -> Iterator[tuple[AddressRange, ...]]:
-        """Yield for each segment its blocks that have memory, by address: address, bytes, key of
-        the allocation or None (`snapshot`)."""
-        for head in self._heads.values():
-            found = []
-            block: _Piece | None = head
-            while block is not None:
-                if block.is_mapped:
-                    found.append(AddressRange(block.address, block.size, block.key))
-                block = block.next
-            yield tuple(found)
 
     # -- memory of the device ----------------------------------------------------------------------
 

@@ -128,8 +128,12 @@ class Results:
         if isinstance(leaf, _Same):
             return tensors[leaf.place]
         with torch._C._DisableTorchDispatch():
-            tensor = torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-            if leaf.source is not None:
+            if leaf.source is None:
+                tensor = torch.empty_strided(
+                    leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta"
+                )
+            else:  # what is symbolic is worked out at each call
+                tensor = torch.empty(0, dtype=leaf.dtype, device="meta")
                 storage = tensors[leaf.source].untyped_storage()
                 tensor.set_(storage, leaf.offset, leaf.shape, leaf.stride)
         return FakeTensor(self.fake_mode, tensor, leaf.device)
