@@ -22,7 +22,6 @@ from rockplan.search.boundary import bounded, bounded_option, without_limit
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
-    held_like,
     step_peak_bytes,
     useful_options,
 )
@@ -100,14 +99,6 @@ def test_blocks_that_run_backward_in_another_order() -> None:
             assert found is not None and step_peak_bytes(moments, found) <= budget
             is_tight += step_peak_bytes(moments, found) == budget
     assert is_tight > 100
-
-
-def test_a_result_that_another_option_does_not_hold() -> None:
-    option = BoundedOption(NO_EVENTS, 3, 9, 9, 1, returned_bytes=4)
-    assert held_like(option, option) == option
-    less = BoundedOption(NO_EVENTS, 0, 9, 9, 1, returned_bytes=1)
-    assert held_like(option, less).saved_bytes == 6
-    assert held_like(less, option) == less
 
 
 def test_a_search_cut_short_resumes_with_more_time(

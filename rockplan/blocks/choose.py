@@ -27,7 +27,6 @@ from rockplan.store.plan_file import onto, outline
 from rockplan.values.block_sequence import (
     BoundedOption,
     StepMoment,
-    held_like,
     step_peak_bytes,
     useful_options,
 )
@@ -39,13 +38,11 @@ from rockplan.values.progress import report
 
 @dataclass(frozen=True, slots=True)
 class BlockKind:
-    """Blocks that are planned as one: their problem, their known options (`family`), and the bytes
-    of the incoming gradients."""
+    """Blocks that are planned as one: their problem, and their known options (`family`)."""
 
     problem: Problem
     eager: BoundedOption
     family: tuple[BoundedOption, ...]
-    incoming_bytes: int
 
     def of(self, graph: CDGraph) -> BlockKind:
         """Return the kind for blocks whose graph is `graph`: the same operations, perhaps on
@@ -154,7 +151,7 @@ class BlockSequence:
                 option = option_within(
                     kind.problem, saved_bytes, min(peak_bytes, most_bytes), options
                 )
-                family += [] if option is None else [held_like(option, thrifty(family))]
+                family += [] if option is None else [option]
             kinds[key] = replace(kind, family=useful_options(family))
         return replace(self, kinds=kinds)
 
@@ -171,17 +168,18 @@ class BlockSequence:
             if m.running is not None and self.blocks[m.running].kind == key
         )
 
-    def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
-        """Return the error for a too small budget: with the least one and the owners of its
-        peak."""
-        chosen = self.least()
+    def infeasible(
+        self, budget_bytes: int, chosen: Sequence[BoundedOption] | None = None
+    ) -> InfeasibleBudget:
+        """Return the error for a too small budget: with what `chosen` needs and the owners of its
+        peak. chosen: None for the choice that needs least."""
+        chosen = chosen or self.least()
         place = f"{described(owners(self.moments, chosen, self.paths))}, measured"
         if self.others.count:
             held = format_bytes(self.others.needed_bytes(chosen))
             place += f", + {held} held by {self.others.count} more calls in flight"
-        least_bytes = least_budget(self.families, self.moments, self.others)
-        unplanned_bytes = self.eager_peak_bytes
-        return InfeasibleBudget(budget_bytes, least_bytes, place, unplanned_bytes=unplanned_bytes)
+        needed_bytes, eager_bytes = self.needed_bytes(chosen), self.eager_peak_bytes
+        return InfeasibleBudget(budget_bytes, needed_bytes, place, unplanned_bytes=eager_bytes)
 
 
 WORTH_A_SECOND_LOOK = 0.05

@@ -39,14 +39,13 @@ def measured_step(
     model: nn.Module,
     blocks: Sequence[nn.Module],
     options: Sequence[BoundedOption],
-    incoming_bytes: Sequence[int],
     step: Step,
     call: tuple[tuple[Any, ...], dict[str, Any], Loss | None],
     written: Collection[torch.Tensor],
     device: torch.device,
 ) -> MeasuredStep:
     """Return the memory beside the blocks in a `step`, measured after a step that is not. Block i
-    runs as options[i] says and gets gradients of incoming_bytes[i].
+    runs as options[i] says.
 
     call: (args, kwargs, loss) of the model; written: tensors beside buffers that a step writes to.
     If gradients wait to be exchanged (`set_requires_gradient_sync(False)`), a step that keeps them
@@ -74,9 +73,7 @@ def measured_step(
     most = _of_all(courses, max)
     returned = next((s.start_bytes for s in most if s.mark == RETURNED), 0)
     kept_bytes = sum(option.saved_bytes for option in options)
-    moments, least = (
-        tuple(moments_of(seen, options, incoming_bytes)) for seen in (most, _of_all(courses, min))
-    )
+    moments, least = (tuple(moments_of(seen, options)) for seen in (most, _of_all(courses, min)))
     return MeasuredStep(moments, least, returned - kept_bytes)
 
 
@@ -161,11 +158,9 @@ def _after(
             return
 
 
-def moments_of(
-    seen: Sequence[Stretch], options: Sequence[BoundedOption], incoming_bytes: Sequence[int]
-) -> Iterator[StepMoment]:
+def moments_of(seen: Sequence[Stretch], options: Sequence[BoundedOption]) -> Iterator[StepMoment]:
     """Yield a moment for each stretch (from one mark to the next): the bytes that are not the
-    blocks' own. seen: stretches of a step; options, incoming_bytes: of each block, by number."""
+    blocks' own. seen: stretches of a step; options: of each block, by number."""
     keep: set[int] = set()
     for stretch in seen:
         border: Border | None = None if stretch.mark == RETURNED else stretch.mark
@@ -177,12 +172,8 @@ def moments_of(
         if border is None or running is None:
             yield StepMoment(stretch.peak_bytes - kept_bytes, keeping)
             continue
-        # The block's own bytes count from its beginning: incoming gradients are alive by then.
-        option, incoming = options[running], incoming_bytes[running] if border.is_backward else 0
+        option = options[running]
         own_bytes = option.backward_peak_bytes if border.is_backward else option.forward_peak_bytes
         others_bytes = kept_bytes - (option.saved_bytes if running in keep else 0)
-        outside_bytes = max(
-            stretch.start_bytes - kept_bytes - incoming,
-            stretch.peak_bytes - others_bytes - own_bytes,  # other memory allocated meanwhile
-        )
+        outside_bytes = stretch.peak_bytes - others_bytes - own_bytes
         yield StepMoment(outside_bytes, keeping, running, border.is_backward)

@@ -63,8 +63,7 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
 from rockplan.side_by_side import device_of, step_of
-from rockplan.values.block_sequence import BoundedOption, held_like
-from rockplan.values.graph import DataKind
+from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
@@ -370,12 +369,9 @@ class _Job:
         self.programs.sharing = len(captured)
         try:
             step, captured, kinds = self._measured(captured)
-            moments = step.moments
-            others = Others(self.options.in_flight - 1, step.returned_bytes)
-            blocks = tuple(captured.values())
-            sequence = BlockSequence(tuple(captured), blocks, kinds, moments, others)
-            budget_bytes = sequence.budget_bytes(budget)
-            chosen = self._chosen(sequence, budget_bytes)
+            budget_bytes = self._sequence(captured, kinds, step).budget_bytes(budget)
+            chosen, step = self._confirmed(captured, kinds, step, budget, budget_bytes)
+            sequence = self._sequence(captured, kinds, step)
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
             rows = [(p, b.kind, o) for (p, b), o in zip(captured.items(), chosen, strict=True)]
             numbers = {kind: i for i, kind in enumerate(kinds)}
@@ -387,17 +383,29 @@ class _Job:
                 PlacedBlock(path, numbers[kind], option, kinds[kind].eager, *words[kind, option])
                 for path, kind, option in rows
             )
-            # A budget in bytes is never exceeded; others may grow with the size of a call.
-            grows = budget.is_minimum or budget.share is not None
-            allowances = [
-                Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[kind].eager.saved_bytes)
-                for _, kind, o in rows
-            ]
-            self._install(captured, kinds, chosen, allowances)
-            self.programs.plan = BlocksPlan(budget_bytes, placed, moments, left, others, step.least)
+            self._install(
+                captured, kinds, chosen, self._allowances(captured, kinds, chosen, budget)
+            )
+            self.programs.plan = BlocksPlan(
+                budget_bytes, placed, step.moments, left, sequence.others, step.least
+            )
         except BaseException:
             restore_blocks(self.model)
             raise
+
+    def _allowances(
+        self,
+        captured: dict[str, CapturedBlock],
+        kinds: dict[Any, BlockKind],
+        chosen: Sequence[BoundedOption],
+        budget: Budget,
+    ) -> list[Allowance]:
+        """A budget in bytes is never exceeded; others may grow with the size of a call."""
+        grows = budget.is_minimum or budget.share is not None
+        return [
+            Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[block.kind].eager.saved_bytes)
+            for block, o in zip(captured.values(), chosen, strict=True)
+        ]
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
@@ -462,7 +470,9 @@ class _Job:
         again, and the step measured once more."""
         for is_second in (False, True):
             kinds = self._kinds(captured.values())
-            step = self._step_of(captured, kinds)
+            options = [thrifty(kinds[block.kind].family) for block in captured.values()]
+            # Calls of another kind than assumed have no limit; they are measured a second time.
+            step = self._step_of(captured, kinds, options, [UNLIMITED] * len(options))
             latest = {path: latest_of(block.call.module) for path, block in captured.items()}
             restore_blocks(self.model)
             recaptured = {
@@ -475,19 +485,54 @@ class _Job:
             captured = {**captured, **recaptured}
         return step, captured, kinds
 
+    def _sequence(
+        self, captured: dict[str, CapturedBlock], kinds: dict[Any, BlockKind], step: MeasuredStep
+    ) -> BlockSequence:
+        others = Others(self.options.in_flight - 1, step.returned_bytes)
+        return BlockSequence(tuple(captured), tuple(captured.values()), kinds, step.moments, others)
+
+    def _confirmed(
+        self,
+        captured: dict[str, CapturedBlock],
+        kinds: dict[Any, BlockKind],
+        step: MeasuredStep,
+        budget: Budget,
+        budget_bytes: int,
+    ) -> tuple[tuple[BoundedOption, ...], MeasuredStep]:
+        """Return the options of the blocks, and the step as it was measured with them, which needs
+        no more than the budget unless the options allow it. step: measured with other options,
+        beside which the rest of the model may need more, or less."""
+        for _ in range(MOST_CHOICES):
+            sequence = self._sequence(captured, kinds, step)
+            chosen = self._chosen(sequence, budget_bytes)
+            allowances = self._allowances(captured, kinds, chosen, budget)
+            found = self._step_of(captured, kinds, chosen, allowances)
+            restore_blocks(self.model)
+            measured = self._sequence(captured, kinds, found)
+            if budget.is_minimum or measured.needed_bytes(chosen) <= budget_bytes:
+                return chosen, found
+            soonest = self._sequence(captured, kinds, found._replace(moments=found.least))
+            if soonest.needed_bytes(chosen) <= budget_bytes:
+                return chosen, step  # what else was measured collectives let go of late
+            step = found
+        if self.options.on_infeasible == "smallest":
+            return chosen, found
+        raise measured.infeasible(budget_bytes, chosen)
+
     def _step_of(
-        self, captured: dict[str, CapturedBlock], kinds: dict[Any, BlockKind]
+        self,
+        captured: dict[str, CapturedBlock],
+        kinds: dict[Any, BlockKind],
+        options: Sequence[BoundedOption],
+        allowances: Sequence[Allowance],
     ) -> MeasuredStep:
-        """Calls of another kind than assumed have no limit; the caller measures them a second time.
-        Raises `_Unreached`."""
-        options = [thrifty(kinds[block.kind].family) for block in captured.values()]
-        self._install(captured, kinds, options, [UNLIMITED] * len(options))
+        """Raises `_Unreached`."""
+        self._install(captured, kinds, options, allowances)
         report("measuring a step")
         step = measured_step(
             self.model,
             [block.call.module for block in captured.values()],
             options,
-            [kinds[block.kind].incoming_bytes for block in captured.values()],
             functools.partial(
                 step_of,
                 self.model,
@@ -532,12 +577,8 @@ class _Job:
 
     def _kind(self, block: CapturedBlock) -> BlockKind:
         problem = block_problem(block, self.options, self.programs.sharing)
-        graph = problem.graph
-        incoming = (d.size_bytes for d in graph.data if d.kind is DataKind.TANGENT)
         family = first_options(problem, self.options)
-        measured = thrifty(family)
-        family = tuple(held_like(option, measured) for option in family)
-        return BlockKind(problem, eager_option(graph), family, sum(incoming))
+        return BlockKind(problem, eager_option(problem.graph), family)
 
     def _chosen(self, sequence: BlockSequence, budget_bytes: int) -> tuple[BoundedOption, ...]:
         def key() -> object:
@@ -590,6 +631,9 @@ class _Job:
                     ),
                     self.programs.warned,
                 )
+
+
+MOST_CHOICES = 2
 
 
 class _Unreached(InvalidInput):

@@ -126,7 +126,6 @@ def bounded_option(graph: CDGraph, schedule: Schedule) -> BoundedOption:
         max(during_bytes[:boundary], default=0),
         max(during_bytes[boundary:], default=0),
         sum(step.time_ns for step in steps),
-        sum(GraphView(graph).sizes[d] for d in _held_returns(graph, schedule)),
     )
 
 
@@ -258,16 +257,6 @@ def _key(problem: Problem, what: str, options: Options, limit: str) -> dict[str,
 def _while_running(graph: CDGraph, schedule: Schedule) -> list[int]:
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     return [step.during_bytes if isinstance(event, Compute) else 0 for event, step in steps]
-
-
-def _held_returns(graph: CDGraph, schedule: Schedule) -> set[int]:
-    """Those that the backward phase reads without having made them again."""
-    returned: set[int] = set()
-    made: set[int] = set()
-    for node in (graph.nodes[i] for i in schedule.phases[1]):
-        returned.update(d for d in node.reads if d in graph.outputs and d not in made)
-        made.update(node.writes)
-    return returned
 
 
 def _output_bytes(graph: CDGraph) -> int:

@@ -7,7 +7,7 @@ alive at each moment of a step in addition to what the blocks keep.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from rockplan.values.block import Option, undominated
 from rockplan.values.schedule import Schedule
@@ -18,8 +18,7 @@ class BoundedOption(Option):
     """One way to run a block of a step.
 
     saved_bytes: bytes alive between the phases, the forward's results not counted (the step may
-    hold these or not); returned_bytes: bytes of the results that the backward phase reads, held by
-    the step or not.
+    hold these or not).
     forward_peak_bytes, backward_peak_bytes: the peak within a phase, results of the forward and
     incoming gradients included.
     """
@@ -29,7 +28,6 @@ class BoundedOption(Option):
     forward_peak_bytes: int
     backward_peak_bytes: int
     time_ns: int
-    returned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,13 +61,6 @@ class StepMoment:
 def step_peak_bytes(moments: Sequence[StepMoment], options: Sequence[BoundedOption]) -> int:
     """Return the peak of a step in which each block i runs as `options[i]`."""
     return max((m.peak_bytes(options) for m in moments), default=0)
-
-
-def held_like(option: BoundedOption, measured: BoundedOption) -> BoundedOption:
-    """Correct `option` for a step that was measured while its block ran as `measured`: returned
-    bytes beyond those of `measured` count as saved."""
-    more_bytes = max(option.returned_bytes - measured.returned_bytes, 0)
-    return replace(option, saved_bytes=option.saved_bytes + more_bytes)
 
 
 def useful_options(options: Sequence[BoundedOption]) -> tuple[BoundedOption, ...]:
