@@ -168,18 +168,17 @@ class BlockSequence:
             if m.running is not None and self.blocks[m.running].kind == key
         )
 
-    def infeasible(
-        self, budget_bytes: int, chosen: Sequence[BoundedOption] | None = None
-    ) -> InfeasibleBudget:
-        """Return the error for a too small budget: with what `chosen` needs and the owners of its
-        peak. chosen: None for the choice that needs least."""
-        chosen = chosen or self.least()
+    def infeasible(self, budget_bytes: int) -> InfeasibleBudget:
+        """Return the error for a too small budget: with the least one and the owners of its
+        peak."""
+        chosen = self.least()
         place = f"{described(owners(self.moments, chosen, self.paths))}, measured"
         if self.others.count:
             held = format_bytes(self.others.needed_bytes(chosen))
             place += f", + {held} held by {self.others.count} more calls in flight"
-        needed_bytes, eager_bytes = self.needed_bytes(chosen), self.eager_peak_bytes
-        return InfeasibleBudget(budget_bytes, needed_bytes, place, unplanned_bytes=eager_bytes)
+        least_bytes = least_budget(self.families, self.moments, self.others)
+        unplanned_bytes = self.eager_peak_bytes
+        return InfeasibleBudget(budget_bytes, least_bytes, place, unplanned_bytes=unplanned_bytes)
 
 
 WORTH_A_SECOND_LOOK = 0.05

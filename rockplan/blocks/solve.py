@@ -499,25 +499,25 @@ class _Job:
         budget: Budget,
         budget_bytes: int,
     ) -> tuple[tuple[BoundedOption, ...], MeasuredStep]:
-        """Return the options of the blocks, and the step as it was measured with them, which needs
-        no more than the budget unless the options allow it. step: measured with other options,
-        beside which the rest of the model may need more, or less."""
-        for _ in range(MOST_CHOICES):
-            sequence = self._sequence(captured, kinds, step)
-            chosen = self._chosen(sequence, budget_bytes)
-            allowances = self._allowances(captured, kinds, chosen, budget)
-            found = self._step_of(captured, kinds, chosen, allowances)
-            restore_blocks(self.model)
-            measured = self._sequence(captured, kinds, found)
-            if budget.is_minimum or measured.needed_bytes(chosen) <= budget_bytes:
-                return chosen, found
-            soonest = self._sequence(captured, kinds, found._replace(moments=found.least))
-            if soonest.needed_bytes(chosen) <= budget_bytes:
-                return chosen, step  # what else was measured collectives let go of late
-            step = found
-        if self.options.on_infeasible == "smallest":
-            return chosen, found
-        raise measured.infeasible(budget_bytes, chosen)
+        """Return the options of the blocks, and the step as it was measured with them. step:
+        measured with other options, beside which the rest of the model may need more, or less.
+        Where it needs more than the budget, options are chosen once more, by what was measured.
+        (All processes measure as many steps, since they exchange data in them.)"""
+        chosen = self._chosen(self._sequence(captured, kinds, step), budget_bytes)
+        allowances = self._allowances(captured, kinds, chosen, budget)
+        found = self._step_of(captured, kinds, chosen, allowances)
+        restore_blocks(self.model)
+        most_bytes, least_bytes = (
+            self._sequence(captured, kinds, found._replace(moments=moments)).needed_bytes(chosen)
+            for moments in (found.moments, found.least)
+        )
+        is_above = least_bytes > budget_bytes and not budget.is_minimum
+        if any(self.agreed.gathered("above", is_above).values()):
+            step = found if is_above else step
+            return self._chosen(self._sequence(captured, kinds, step), budget_bytes), step
+        # The most is above the budget if collectives let go of memory late while it was measured.
+        is_measured = most_bytes <= budget_bytes or budget.is_minimum
+        return chosen, found if is_measured else step
 
     def _step_of(
         self,
@@ -631,9 +631,6 @@ class _Job:
                     ),
                     self.programs.warned,
                 )
-
-
-MOST_CHOICES = 2
 
 
 class _Unreached(InvalidInput):

@@ -247,7 +247,8 @@ def _of_class(kind: type) -> list[Element]:
     def counts(name: str, value: Any) -> bool:
         if name.startswith("__") and name.endswith("__"):
             return is_users and type(value) is types.FunctionType and name not in _MAKING
-        return is_users or not (callable(value) or hasattr(type(value), "__get__"))
+        is_dynamos = name.startswith("___")  # set at its first call of something compiled
+        return is_users or not (is_dynamos or callable(value) or hasattr(type(value), "__get__"))
 
     return [element for element in vars(kind).items() if counts(*element)]
 
