@@ -54,7 +54,6 @@ RUN = {
     "test_block_sequence.py::test_the_limit_is_what_may_be_kept": 5,
     "test_blocks.py::test_blocks_page_however_late_copies_are": 1,
     "test_blocks.py::test_blocks_train_as_eager_within_their_prediction": 2,
-    "test_blocks.py::test_results_that_get_no_gradient_are_planned_for": 1,
     "test_blocks_calls.py::test_a_configuration_that_the_first_step_settles": 1,
     "test_blocks_calls.py::test_blocks_by_another_name": 1,
     "test_blocks_calls.py::test_blocks_in_containers_are_found": 1,

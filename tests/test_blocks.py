@@ -21,9 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 import rockplan
 from benchmarks import blocks as benchmark
-from rockplan.blocks import kinds
+from rockplan.blocks import kinds, solve
 from rockplan.blocks.find import named_blocks
-from rockplan.blocks.outside import Border, moments_of
+from rockplan.blocks.outside import Border, measured_step, moments_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
@@ -171,6 +171,39 @@ def test_what_is_made_beside_a_block_is_outside() -> None:
     moments = [*moments_of(found, options)]
     assert [m.outside_bytes for m in moments] == [7, 7 + 100, 7, 7 + 200]
     assert [m.peak_bytes(options) for m in moments] == [s.peak_bytes for s in found]
+
+
+class Grows(Stack):
+    """Keeps `more` elements beside its blocks until the end of backward."""
+
+    more = 0
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        beside = torch.zeros(self.more)
+        h = self.first(x) + (self.first.bias.sum() * beside).sum()
+        for layer in self.layers:
+            h = layer(h)
+        return {"loss": self.head(h).pow(2).mean()}
+
+
+@pytest.mark.parametrize("more", [400, 4000])
+def test_the_chosen_plan_is_measured(more: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where more is beside it than beside the thriftiest one, blocks are chosen again."""
+    model = Grows().train()
+    before = rockplan.blocks_of(solved(model, "60%"))
+    budget_bytes, measures = before.peak_bytes, []
+
+    def measured(*args: Any) -> Any:
+        found = measured_step(*args)
+        measures.append(found)
+        model.more = more
+        return found
+
+    model.more = 0
+    monkeypatch.setattr(solve, "measured_step", measured)
+    plan = rockplan.blocks_of(solved(model, budget_bytes))
+    assert plan.options != before.options and len(measures) == 3
+    assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes <= budget_bytes
 
 
 def test_a_too_small_budget_says_who_owns_it() -> None:

@@ -501,23 +501,27 @@ class _Job:
     ) -> tuple[tuple[BoundedOption, ...], MeasuredStep]:
         """Return the options of the blocks, and the step as it was measured with them. step:
         measured with other options, beside which the rest of the model may need more, or less.
-        Where it needs more than the budget, options are chosen once more, by what was measured.
-        (All processes measure as many steps, since they exchange data in them.)"""
-        chosen = self._chosen(self._sequence(captured, kinds, step), budget_bytes)
-        allowances = self._allowances(captured, kinds, chosen, budget)
-        found = self._step_of(captured, kinds, chosen, allowances)
-        restore_blocks(self.model)
-        most_bytes, least_bytes = (
-            self._sequence(captured, kinds, found._replace(moments=moments)).needed_bytes(chosen)
-            for moments in (found.moments, found.least)
-        )
-        is_above = least_bytes > budget_bytes and not budget.is_minimum
-        if any(self.agreed.gathered("above", is_above).values()):
+        Where it needs more than the budget, options are chosen again, by what was measured.
+        All processes measure as many steps, since they exchange data in them."""
+        for _ in range(MOST_CHOICES):
+            estimated = self._sequence(captured, kinds, step)
+            chosen = self._chosen(estimated, budget_bytes)
+            allowances = self._allowances(captured, kinds, chosen, budget)
+            found = self._step_of(captured, kinds, chosen, allowances)
+            restore_blocks(self.model)
+            most_bytes, least_bytes = (
+                self._sequence(captured, kinds, found._replace(moments=m)).needed_bytes(chosen)
+                for m in (found.moments, found.least)
+            )
+            fits = budget.is_minimum or most_bytes <= budget_bytes
+            # A smallest plan may need more than the budget: no other choice would help.
+            is_above = not fits and estimated.needed_bytes(chosen) <= budget_bytes < least_bytes
+            if not any(self.agreed.gathered("above", is_above).values()):
+                # Else collectives let go of memory late while it was measured.
+                is_measured = fits or budget_bytes < least_bytes
+                return chosen, found if is_measured else step
             step = found if is_above else step
-            return self._chosen(self._sequence(captured, kinds, step), budget_bytes), step
-        # The most is above the budget if collectives let go of memory late while it was measured.
-        is_measured = most_bytes <= budget_bytes or budget.is_minimum
-        return chosen, found if is_measured else step
+        raise self._sequence(captured, kinds, found).infeasible(budget_bytes)
 
     def _step_of(
         self,
@@ -631,6 +635,9 @@ class _Job:
                     ),
                     self.programs.warned,
                 )
+
+
+MOST_CHOICES = 3
 
 
 class _Unreached(InvalidInput):
