@@ -34,10 +34,10 @@ from typing import Any
 import torch
 
 from benchmarks.timing import where
-from rockplan.checkpointing import wrap
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime import checkpointing
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local import greedy_eviction
@@ -134,8 +134,8 @@ class Cell:
 def checkpointed_bytes(case: Case) -> int | None:
     """The measured peak of a step with each layer in `torch.utils.checkpoint`."""
     try:
-        module = wrap.per_block(case.model)
-    except wrap.NotApplicable:
+        module = checkpointing.per_block(case.model)
+    except checkpointing.NotApplicable:
         return None
     return peak_live_bytes(lambda: case.step(module)).peak_bytes
 

@@ -27,7 +27,7 @@ import torch
 
 import rockplan
 from benchmarks.timing import interleaved_seconds, machine, mebibytes
-from rockplan.checkpointing import wrap
+from rockplan.runtime import checkpointing
 from testing import models
 from testing.models import Case
 
@@ -82,13 +82,13 @@ def variants(case: Case) -> list[Variant]:
         step = partial(case.step, module)
         return Variant(name, step, rockplan.peak_live_bytes(step).peak_bytes, **more)
 
-    eager = measured("eager", wrap.sharing_copy(case.model))
-    checkpointed = measured("checkpoint per layer", wrap.per_block(case.model))
+    eager = measured("eager", checkpointing.sharing_copy(case.model))
+    checkpointed = measured("checkpoint per layer", checkpointing.per_block(case.model))
     whole_ns = rockplan.plan(case.model, case.args, "100%", sample_kwargs=case.kwargs).eager_time_ns
     found = [eager, checkpointed]
     for share in SHARES:
         budget: Any = checkpointed.peak_bytes if share == "checkpoint" else share
-        since, module = time.process_time(), wrap.sharing_copy(case.model)
+        since, module = time.process_time(), checkpointing.sharing_copy(case.model)
         rockplan.solve_blocks(module, case.args, budget, sample_kwargs=case.kwargs, loss=case.loss)
         seconds, plan = time.process_time() - since, rockplan.blocks_of(module)
         more_ns = sum(b.option.time_ns - b.eager.time_ns for b in plan.blocks)
@@ -103,7 +103,7 @@ def variants(case: Case) -> list[Variant]:
         since = time.process_time()
         try:
             whole: Any = rockplan.solve(
-                wrap.sharing_copy(case.model), case.args, blocks.peak_bytes,
+                checkpointing.sharing_copy(case.model), case.args, blocks.peak_bytes,
                 sample_kwargs=case.kwargs,
             )  # fmt: skip
         except rockplan.InfeasibleBudget as error:

@@ -32,10 +32,10 @@ from torch import nn
 
 import rockplan
 from benchmarks.timing import interleaved_seconds, mebibytes, where
-from rockplan.checkpointing.wrap import per_block, sharing_copy
 from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
+from rockplan.runtime.checkpointing import per_block, sharing_copy
 from testing import models
 from testing.models import Case
 

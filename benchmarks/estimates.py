@@ -29,12 +29,12 @@ from torch.distributed._tools.mem_tracker import MemTracker
 import rockplan
 from benchmarks.fit import with_loss
 from benchmarks.timing import where
-from rockplan.captures.captured_calls import arguments, captured_call, problems_of
 from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.timeline import passes_of, timeline_of
 from rockplan.fitting.ways import kept_whole
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.captured_calls import arguments, captured_call, problems_of
 from testing import models
 from testing.models import Case
 

@@ -26,9 +26,6 @@ import torch
 
 import rockplan
 from benchmarks.timing import where
-from rockplan.captures.captured_calls import arguments, captured_call, problems_of
-from rockplan.checkpointing import wrap
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.fitting.changes import Holding, peak_of
 from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
@@ -36,8 +33,11 @@ from rockplan.fitting.timeline import Passes, timeline_of
 from rockplan.fitting.ways import kept_whole, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime import checkpointing
+from rockplan.runtime.checkpointing import repeated_blocks
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.captured_calls import arguments, captured_call, problems_of
 from testing import models
 from testing.models import Case
 from testing.training import QUICK, solve_case
@@ -134,7 +134,7 @@ def ways_of(name: str) -> Iterator[Row]:
         (
             "checkpoint per block",
             per_block(graph, blocks),
-            wrap.per_block(case.model),
+            checkpointing.per_block(case.model),
             states_bytes,
         ),
     ):

@@ -65,9 +65,9 @@ import rockplan
 from benchmarks import python_state
 from benchmarks.timing import where
 from benchmarks.zoo import plan_roughly
-from rockplan import check
 from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.fusion import inductor, kernels
+from rockplan.solving import check
 from testing.models import moved
 from testing.random_networks import CALLS, Network, network
 from testing.sweep import FOR_CUDA, tolerance_bytes

@@ -22,7 +22,7 @@ from benchmarks.compiled import compiled, distance, gradients
 from benchmarks.gpu_table import DETAIL
 from benchmarks.gpu_worker import Row, Worker, worker
 from benchmarks.kernel_record import Record, recorded
-from rockplan.checkpointing.wrap import per_block, sharing_copy
+from rockplan.runtime.checkpointing import per_block, sharing_copy
 from testing.gpu_cases import TIMED, LossCase, case_of
 
 FIRST_ROUNDS, MOST_ROUNDS = 3, 7

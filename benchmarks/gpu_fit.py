@@ -21,7 +21,6 @@ from torch import nn
 
 import rockplan
 from benchmarks.gpu_worker import Row, Worker, worker
-from rockplan.checkpointing.wrap import per_block, repeated_blocks, sharing_copy
 from rockplan.fitting import ways
 from rockplan.fitting.changes import (
     REPLAYED_STEPS,
@@ -35,6 +34,7 @@ from rockplan.fitting.optimizer import optimizer_steps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.scheduled import first_gradients
 from rockplan.fitting.timeline import passes_of, timeline_of
+from rockplan.runtime.checkpointing import per_block, repeated_blocks, sharing_copy
 from rockplan.runtime.planned_state import programs_of
 from rockplan.values.graph import CDGraph
 from rockplan.values.schedule import Schedule

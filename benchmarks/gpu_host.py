@@ -24,11 +24,11 @@ import rockplan
 from benchmarks.compiled import distance, gradients
 from benchmarks.gpu_compiled import CHECKPOINT, EAGER, Make, Say, Ways, measure, synchronize
 from benchmarks.gpu_worker import Row, worker
-from rockplan.checkpointing.wrap import per_block, sharing_copy
 from rockplan.paging import files
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import measured_link, new_storage
 from rockplan.paging.pinned import PinnedArena
+from rockplan.runtime.checkpointing import per_block, sharing_copy
 from rockplan.values.copies import paged
 from testing import models
 from testing.gpu_cases import LLAMA, LossCase, language, made_on

@@ -32,7 +32,6 @@ from torch import nn
 from benchmarks.timing import where
 from rockplan import blocks_of, peak_live_bytes, restore_blocks, solve_blocks
 from rockplan.budget import Budget
-from rockplan.checkpointing import wrap
 from rockplan.errors import InfeasibleBudget
 from rockplan.fitting.ways import per_block
 from rockplan.graph_builder.capture import capture
@@ -40,6 +39,7 @@ from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime import checkpointing
 from rockplan.search.local.placing import placed
 from rockplan.search.paging import LEAST_BYTES
 from rockplan.search.planning import plan_anew
@@ -93,7 +93,7 @@ def captured(name: str) -> tuple[CDGraph, list[str]]:
     twin = twin_of(model)
     run = capture(twin, (), with_values(kwargs))
     options = Options(released=(1,), compile=True, without=("kernels-in-place",))
-    return lower(run, 0, options).graph, list(wrap.repeated_blocks(twin))
+    return lower(run, 0, options).graph, list(checkpointing.repeated_blocks(twin))
 
 
 def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
@@ -125,7 +125,7 @@ def blocks_rows() -> Iterator[Row]:
     def step(module: nn.Module) -> None:
         module(**case.kwargs).loss.backward()  # the logits are let go
 
-    checkpointed = wrap.per_block(case.model)
+    checkpointed = checkpointing.per_block(case.model)
     budget_bytes = peak_live_bytes(partial(step, checkpointed), 1).peak_bytes
     case.model.zero_grad()
     step(case.model)

@@ -39,7 +39,7 @@ from torch.distributed.fsdp import fully_shard
 import rockplan
 from benchmarks.timing import machine
 from rockplan.api import plan_each
-from rockplan.checkpointing.wrap import per_block
+from rockplan.runtime.checkpointing import per_block
 from rockplan.search.in_flight import needed_bytes
 from testing import models
 from testing.blocks import Mixer, Stack, batch

@@ -26,8 +26,8 @@ from torch import nn
 
 import rockplan
 from benchmarks.timing import interleaved_seconds, mebibytes, where
-from rockplan.checkpointing.wrap import per_block
 from rockplan.options import Options
+from rockplan.runtime.checkpointing import per_block
 from testing.models import Case, llama
 
 RESULTS = Path(__file__).parent / "results"

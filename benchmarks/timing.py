@@ -7,7 +7,7 @@ import subprocess
 import time
 from importlib.metadata import version
 
-from rockplan.side_by_side import interleaved_seconds, machine, median_ratio
+from rockplan.solving.side_by_side import interleaved_seconds, machine, median_ratio
 
 __all__ = ["interleaved_seconds", "machine", "mebibytes", "median_ratio", "where"]
 

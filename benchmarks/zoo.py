@@ -124,7 +124,7 @@ def plan_roughly() -> None:
 
 def capture_once() -> None:
     """The second budget of a case plans from the capture of the first, in this process."""
-    from rockplan import programs
+    from rockplan.solving import programs
 
     capture = programs.captured_call
     latest: list[Any] = [None, None]
@@ -284,8 +284,8 @@ def compare_with_eager(case: Any, planned: Any, eager: Any) -> dict[str, Any]:
     milliseconds. Raises AssertionError beyond what rockplan.Options(check=True) allows."""
     import torch
 
-    from rockplan import check
     from rockplan.graph_builder.fusion import kernels
+    from rockplan.solving import check
 
     rounded = copy.deepcopy(eager)
     steps, milliseconds = [], []

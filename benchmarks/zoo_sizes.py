@@ -42,9 +42,9 @@ DIMENSIONS = {0: "batch", 1: "length"}
 
 def calls_of(case: Any, dimension: int) -> list[Any]:
     """The case at four sizes that follow one another; [] if eager does not take them."""
-    from rockplan.captures.sizes import tensors_of
     from rockplan.errors import InvalidInput
     from rockplan.runtime.planned_state import original_forward
+    from rockplan.solving.sizes import tensors_of
     from rockplan.will_it_fit.captured_sizes import resized, size_of
     from testing.zoo_cases import try_eager
 

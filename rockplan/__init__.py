@@ -48,12 +48,12 @@ if TYPE_CHECKING:
     from rockplan.graph_builder.costs.ruler import peak_live_bytes
     from rockplan.graph_builder.foreign.opaque import opaque
     from rockplan.graph_builder.operators.facts import pure
-    from rockplan.log_probs import token_log_probs
-    from rockplan.out_of_memory import explained
     from rockplan.reports.html import html_report
     from rockplan.reports.pictures import draw_curve, draw_graph, draw_memory, draw_schedule
+    from rockplan.runtime.log_probs import token_log_probs
     from rockplan.runtime.planned_state import code_of, plan_of
     from rockplan.will_it_fit.answer import Fit
+    from rockplan.will_it_fit.out_of_memory import explained
     from rockplan.will_it_fit.what_fits import fit
 
 _NAMES = {
@@ -70,9 +70,9 @@ _NAMES = {
     "api": "load pareto plan solve",
     "graph_builder.costs.ruler": "peak_live_bytes",
     "graph_builder.foreign.opaque": "opaque",
-    "out_of_memory": "explained",
+    "will_it_fit.out_of_memory": "explained",
     "graph_builder.operators.facts": "pure",
-    "log_probs": "token_log_probs",
+    "runtime.log_probs": "token_log_probs",
 }
 _LATE = {name: module for module, names in _NAMES.items() for name in names.split()}
 """Public name -> the module that has it, imported when the name is first used."""

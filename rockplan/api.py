@@ -12,22 +12,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan import programs
-from rockplan.agreement import ALONE, Agreement, agreement
 from rockplan.blocks.instead import plan_parts
 from rockplan.budget import Budget, parse_budget
-from rockplan.captures.captured_calls import (
-    CapturedCall,
-    arguments,
-    calls_of,
-    captured_call,
-    largest_call,
-    prepared,
-    problems_of,
-)
-from rockplan.captures.loss import NO_LOSS, Loss, MeasuredLoss, beside_loss, measured_loss
-from rockplan.captures.parts import named_in_refusals
-from rockplan.captures.sizes import SizedCall
 from rockplan.errors import (
     CaptureError,
     InfeasibleBudget,
@@ -38,11 +24,9 @@ from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.fitting.reserved import reserve, storage_sizes, with_pool
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.free_memory import Room, room_of
 from rockplan.graph_builder.operators.facts import tensors
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.python_state.autocast import Autocast, autocast_state
-from rockplan.remedies import Figure, best_options, needed_with
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime.planned_state import PlanSettings, unplanned
 from rockplan.runtime.program import MakeProgram, ModuleCall, OnRefused, PlannedProgram
@@ -50,7 +34,23 @@ from rockplan.runtime.replanning import say_refused
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.planning import curve_of
-from rockplan.side_by_side import device_of
+from rockplan.solving import programs
+from rockplan.solving.agreement import ALONE, Agreement, agreement
+from rockplan.solving.captured_calls import (
+    CapturedCall,
+    arguments,
+    calls_of,
+    captured_call,
+    largest_call,
+    prepared,
+    problems_of,
+)
+from rockplan.solving.free_memory import Room, room_of
+from rockplan.solving.loss import NO_LOSS, Loss, MeasuredLoss, beside_loss, measured_loss
+from rockplan.solving.parts import named_in_refusals
+from rockplan.solving.remedies import Figure, best_options, needed_with
+from rockplan.solving.side_by_side import device_of
+from rockplan.solving.sizes import SizedCall
 from rockplan.store.plan_file import read_plans
 from rockplan.values.curve import Curve, useful
 from rockplan.values.interface import Interface
@@ -97,7 +97,8 @@ def solve(
     budget: peak bytes alive during forward and backward beyond parameters, buffers, inputs and the
     parameters' `.grad`: bytes, '2GB', '1.5GiB', '40%' of the unplanned peak, 'min', or 'auto': what
     is free when `solve` is called, less gradients that do not exist yet, the state that the
-    optimizer will hold, and a margin (`rockplan.free_memory`); 'auto-4GB' leaves 4 GB more free.
+    optimizer will hold, and a margin (`rockplan.solving.free_memory`); 'auto-4GB' leaves 4 GB
+    more free.
     Calls of other shapes are planned under the same bytes; for calls larger than the sample, a
     share is one of their own peak. With options.sizes the largest size is planned first, and a
     share is one of its peak.

@@ -38,7 +38,7 @@ class Budget:
     """Exactly one of: size_bytes, share of the unplanned peak (0.4 is 40 %), is_minimum, is_auto.
 
     least_bytes: a share never means less than this. is_auto: what the device has free, less
-    reserve_bytes (`rockplan.free_memory` says how many bytes that are).
+    reserve_bytes (`rockplan.solving.free_memory` says how many bytes that are).
     """
 
     size_bytes: int | None = None

@@ -22,18 +22,24 @@ from torch import nn
 
 from rockplan.api import solve
 from rockplan.budget import Budget, parse_budget
-from rockplan.captures.captured_calls import arguments
-from rockplan.captures.loss import Loss
-from rockplan.captures.untouched import untouched
-from rockplan.checkpointing import wrap
 from rockplan.errors import InvalidInput, RockplanError
-from rockplan.free_memory import in_bytes
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
 from rockplan.options import DEFAULT_OPTIONS, Options
 from rockplan.reports.pictures import Series
+from rockplan.runtime import checkpointing
 from rockplan.runtime.planned_state import plan_of, unplanned
-from rockplan.side_by_side import device_of, interleaved_seconds, machine, median_ratio, step_of
+from rockplan.solving.captured_calls import arguments
+from rockplan.solving.free_memory import in_bytes
+from rockplan.solving.loss import Loss
+from rockplan.solving.side_by_side import (
+    device_of,
+    interleaved_seconds,
+    machine,
+    median_ratio,
+    step_of,
+)
+from rockplan.solving.untouched import untouched
 from rockplan.values.columns import aligned
 from rockplan.values.plan import format_bytes
 from rockplan.values.progress import report
@@ -146,7 +152,7 @@ def compare(
                 state = _state_after(model, (*module.buffers(), *written), run)
                 expected = expected or state
                 peak_bytes = peak_live_bytes(run, device=device_of(model)).peak_bytes
-            except (wrap.NotApplicable, RockplanError) as error:
+            except (checkpointing.NotApplicable, RockplanError) as error:
                 least_bytes = getattr(error, "minimum_bytes", None)
                 rows[name] = Row(name, note=f"does not apply: {error}", minimum_bytes=least_bytes)
             except Exception as error:  # a variant may raise anything: its row reports it
@@ -200,13 +206,15 @@ def _makers(
 ) -> dict[str, Callable[[], nn.Module]]:
 
     def planned(budget: OneBudget) -> nn.Module:
-        return solve(wrap.sharing_copy(model), args, budget, sample_kwargs=kwargs, options=options)
+        return solve(
+            checkpointing.sharing_copy(model), args, budget, sample_kwargs=kwargs, options=options
+        )
 
     makers: dict[str, Callable[[], nn.Module]] = {
-        "eager": lambda: wrap.sharing_copy(model),
-        "checkpoint per block": lambda: wrap.per_block(model),
-        "checkpoint_sequential": lambda: wrap.sequential(model),
-        "selective, saves matmuls": lambda: wrap.selective(model),
+        "eager": lambda: checkpointing.sharing_copy(model),
+        "checkpoint per block": lambda: checkpointing.per_block(model),
+        "checkpoint_sequential": lambda: checkpointing.sequential(model),
+        "selective, saves matmuls": lambda: checkpointing.selective(model),
     }
     makers |= {f"compile {r}": functools.partial(_Compiled, model, r) for r in compile_budgets}
     return makers | {f"rockplan {b}": functools.partial(planned, b) for b in budgets}
@@ -218,7 +226,7 @@ class _Compiled(nn.Module):
     def __init__(self, model: nn.Module, ratio: float) -> None:
         super().__init__()
         torch._dynamo.reset()
-        self.compiled: Any = torch.compile(wrap.sharing_copy(model))
+        self.compiled: Any = torch.compile(checkpointing.sharing_copy(model))
         self.ratio = ratio
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -231,7 +239,7 @@ def _written(
 ) -> tuple[torch.Tensor, ...]:
     """Codebooks, momentum encoders: found by a step of its own; () if that step fails."""
     with untouched(model, args, kwargs, loss) as watched, contextlib.suppress(Exception):
-        step_of(wrap.sharing_copy(model), args=args, kwargs=kwargs, loss=loss, incoming={})
+        step_of(checkpointing.sharing_copy(model), args=args, kwargs=kwargs, loss=loss, incoming={})
     return watched.written
 
 

@@ -25,8 +25,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from rockplan import Options
-from rockplan.captures.captured_calls import arguments, captured_call, problems_of
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.fitting.changes import Holding, left_alive, peak_of
 from rockplan.fitting.exchange import Transport
 from rockplan.fitting.optimizer import OptimizerSteps, optimizer_steps
@@ -35,7 +33,9 @@ from rockplan.fitting.shards import DDP, Shards
 from rockplan.fitting.timeline import Passes, passes_of, timeline_of
 from rockplan.fitting.ways import kept_whole, pages_of, per_block
 from rockplan.graph_builder.costs.ruler import memory_events, profiled, profiler_events
+from rockplan.runtime.checkpointing import repeated_blocks
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.captured_calls import arguments, captured_call, problems_of
 from rockplan.values.copies import Host
 from testing.models import Case
 

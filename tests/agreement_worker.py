@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import rockplan
-from rockplan import programs
+from rockplan.solving import programs
 from testing.blocks import QUICK, Stack, batch
 from testing.sharding import everywhere, gloo, sharded
 from testing.trainer import digest, digest_of_blocks, trainer_step

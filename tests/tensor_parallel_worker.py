@@ -26,8 +26,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import rockplan
-from rockplan import agreement
 from rockplan.graph_builder.tracing import recorder
+from rockplan.solving import agreement
 from testing.blocks import QUICK, Stack, batch
 from testing.sharding import HALF, everywhere, gloo, sharded
 from testing.tensor_parallel import (

@@ -23,7 +23,7 @@ from torchvision.models.detection import RetinaNet
 from torchvision.models.detection.anchor_utils import AnchorGenerator
 
 import rockplan
-from rockplan.libraries import key_value_cache
+from rockplan.python_state import key_value_cache
 from testing.blocks import QUICK
 from testing.training import assert_same_state
 from tests.following import OPTIONS, Net, assert_planned, made_once

@@ -12,7 +12,7 @@ import pytest
 import torch.distributed as dist
 
 import rockplan
-from rockplan.agreement import Agreement
+from rockplan.solving.agreement import Agreement
 
 TIMEOUT = datetime.timedelta(seconds=200)
 

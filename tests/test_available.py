@@ -21,8 +21,8 @@ from rockplan.fitting.allocator import rounded
 from rockplan.fitting.changes import peak_of
 from rockplan.fitting.gpus import Gpu
 from rockplan.fitting.optimizer import NAMES, optimizer_steps
-from rockplan.free_memory import MARGIN, _Coming, in_bytes, machine_bytes
 from rockplan.machine import total_bytes
+from rockplan.solving.free_memory import MARGIN, _Coming, in_bytes, machine_bytes
 from rockplan.values.graph import DataKind
 from testing import models
 from testing.training import QUICK, solve_case
@@ -158,7 +158,7 @@ def test_where_nobody_says_what_is_free(tmp_path: Path) -> None:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: FREE)
+    monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: FREE)
 
 
 MAKERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
@@ -221,7 +221,7 @@ def test_steps_of_training_stay_within_what_is_free(
 
     usable_bytes = peak_bytes(case.model) * 3 // 4
     free_bytes = int(usable_bytes / (1 - MARGIN))
-    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+    monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: free_bytes)
     case.model.zero_grad()
     fast = rockplan.solve(case.model, case.args, "auto", optimizer=make)
     assert peak_bytes(fast) <= usable_bytes
@@ -273,10 +273,12 @@ def test_what_else_a_step_does_has_room() -> None:
 def test_on_cuda_workspaces_are_in_the_sum(monkeypatch: pytest.MonkeyPatch) -> None:
     model = on_cuda(nn.Linear(100, 100, bias=False))
     monkeypatch.setattr(
-        "rockplan.free_memory._of_optimizer",
+        "rockplan.solving.free_memory._of_optimizer",
         lambda given, model, step: _Coming(1000 if given else 0),
     )
-    monkeypatch.setattr("rockplan.free_memory.gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
+    monkeypatch.setattr(
+        "rockplan.solving.free_memory.gpu", lambda device: Gpu("own", 1 << 34, (8, 0))
+    )
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE + 10**8, 1 << 34))
     left = [in_bytes(parse_budget("auto"), model, o).size_bytes for o in (None, "adamw")]
     assert left[0] is not None
@@ -317,7 +319,7 @@ def leave(monkeypatch: pytest.MonkeyPatch, model: nn.Module, left_bytes: int) ->
     """Of a machine, for activations beside AdamW and all gradients, or a few bytes more."""
 
     def has(free_bytes: int) -> None:
-        monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+        monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: free_bytes)
 
     has(1 << 30)
     left = in_bytes(parse_budget("auto"), model, "adamw").size_bytes
@@ -343,7 +345,7 @@ def test_gradients_take_room_as_they_come(name: str, monkeypatch: pytest.MonkeyP
     ).peak_bytes
     usable_bytes = state_bytes + int(0.7 * kept_bytes)
     free_bytes = int(usable_bytes / (1 - MARGIN))
-    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+    monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: free_bytes)
     fast = solve_case(case, "auto", optimizer=make, options=QUICK)
     careful = in_bytes(parse_budget("auto"), case.model, make).size_bytes
     assert careful is not None and fast.plan.peak_bytes > careful
@@ -368,7 +370,7 @@ def train(
 
 def test_blocks_and_commands_leave_room_for_an_optimizer(monkeypatch: pytest.MonkeyPatch) -> None:
     case = models.encoder(3, width=32)
-    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: 1 << 30)
+    monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: 1 << 30)
     for optimizer in (None, "adamw"):
         left = in_bytes(parse_budget("auto"), case.model, optimizer).size_bytes
         model = rockplan.solve_blocks(
@@ -389,7 +391,7 @@ def test_blocks_and_commands_leave_room_for_an_optimizer(monkeypatch: pytest.Mon
 
 def test_solve_plans_under_the_bytes_that_are_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """The device is replaced; model and plan are of the CPU."""
-    monkeypatch.setattr("rockplan.free_memory._device", lambda model: CUDA)
+    monkeypatch.setattr("rockplan.solving.free_memory._device", lambda model: CUDA)
     model, x = nn.Linear(100, 100), torch.randn(8, 100)
     fast = rockplan.solve(model, x, budget="auto")
     assert fast.plan.budget_bytes == USABLE - WEIGHT - BIAS

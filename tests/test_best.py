@@ -19,7 +19,7 @@ from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.fusion import inductor
 from rockplan.integrations import lightning, transformers
 from rockplan.options import Options
-from rockplan.remedies import Figure, best_options
+from rockplan.solving.remedies import Figure, best_options
 from testing.training import QUICK
 from tests.planning import set_times
 

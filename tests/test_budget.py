@@ -12,8 +12,8 @@ from torch import nn
 
 import rockplan
 from rockplan.budget import Budget, parse_budget
-from rockplan.captures import captured_calls
 from rockplan.errors import InvalidBudget
+from rockplan.solving import captured_calls
 from testing.training import QUICK
 
 

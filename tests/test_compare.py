@@ -13,8 +13,8 @@ from torch import nn
 import rockplan
 from benchmarks.compare import at_equal_memory, comparison_of
 from rockplan.budget import Budget
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.comparison import Comparison, Row, measured_series
+from rockplan.runtime.checkpointing import repeated_blocks
 from testing.models import ResNet, UNet
 from testing.training import QUICK
 from tests.usage import StackWithCount

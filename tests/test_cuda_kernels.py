@@ -16,7 +16,7 @@ from rockplan.graph_builder.capture import capture
 from rockplan.graph_builder.fusion import in_place
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
-from rockplan.side_by_side import interleaved_seconds
+from rockplan.solving.side_by_side import interleaved_seconds
 from rockplan.values.graph import Kernel, caller_bytes
 from testing.models import Case, llama
 from tests.cuda import ON_CUDA

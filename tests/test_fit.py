@@ -24,9 +24,6 @@ from typer.testing import CliRunner
 
 import rockplan
 from rockplan import plan_of
-from rockplan.captures.captured_calls import arguments, captured_call, problems_of
-from rockplan.checkpointing import wrap
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.cli.ending import ExitCode
 from rockplan.cli.main import app
 from rockplan.errors import ForwardRaises, InvalidInput, NothingToDifferentiate
@@ -42,8 +39,11 @@ from rockplan.graph_builder.costs.estimate import Rates
 from rockplan.graph_builder.costs.ruler import memory_events, profiled
 from rockplan.options import Options
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime import checkpointing
+from rockplan.runtime.checkpointing import repeated_blocks
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.captured_calls import arguments, captured_call, problems_of
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 from rockplan.will_it_fit import question
@@ -289,7 +289,10 @@ def test_schedules_need_what_they_stand_for(name: str) -> None:
     states_bytes = len(blocks) * torch.get_rng_state().nbytes
     for module, said in (
         (case.model, simulate(*kept_whole(graph)).peak_bytes),
-        (wrap.per_block(case.model), simulate(*per_block(graph, blocks)).peak_bytes + states_bytes),
+        (
+            checkpointing.per_block(case.model),
+            simulate(*per_block(graph, blocks)).peak_bytes + states_bytes,
+        ),
     ):
         found = rockplan.peak_live_bytes(functools.partial(case.step, module)).peak_bytes
         assert 0.999 <= said / found <= 1.02, (said, found)

@@ -12,8 +12,8 @@ from torch import nn
 
 import rockplan
 from rockplan.api import plan_each
-from rockplan.free_memory import MARGIN
 from rockplan.search.in_flight import needed_bytes
+from rockplan.solving.free_memory import MARGIN
 from testing.blocks import QUICK, Mixer
 
 OPTIONS = rockplan.Options(**QUICK)
@@ -75,7 +75,7 @@ def test_auto_has_room_for_calls_in_flight(monkeypatch: pytest.MonkeyPatch) -> N
     needed = needed_bytes(rockplan.plan(model, sample, "min", options=options), count)
     usable_bytes = later_bytes + needed * 5 // 4
     free_bytes = int(usable_bytes / (1 - MARGIN))
-    monkeypatch.setattr("rockplan.free_memory.machine_bytes", lambda: free_bytes)
+    monkeypatch.setattr("rockplan.solving.free_memory.machine_bytes", lambda: free_bytes)
     for plan in (
         rockplan.plan(model, sample, "auto", optimizer="adamw", options=options),
         rockplan.plan_of(rockplan.solve(model, sample, "auto", optimizer="adamw", options=options)),

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import rockplan
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import captured_call
 from rockplan.graph_builder.costs.estimate import CPU_RATES, roofline
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.oracles.simulate import simulate
@@ -22,6 +21,7 @@ from rockplan.runtime.program import ModuleCall
 from rockplan.search import planning
 from rockplan.search.adapt import adapted
 from rockplan.search.problem import Problem, problem_of
+from rockplan.solving.captured_calls import captured_call
 from testing import models
 from testing.models import Case
 from testing.training import assert_same_state, assert_same_tensor, train_side_by_side

@@ -31,7 +31,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.partition import partition
 from rockplan.graph_builder.pipeline import lower
 from rockplan.oracles.simulate import simulate
-from rockplan.side_by_side import interleaved_seconds, machine
+from rockplan.solving.side_by_side import interleaved_seconds, machine
 from rockplan.values import progress
 from rockplan.values.graph import (
     Call,

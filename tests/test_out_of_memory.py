@@ -12,8 +12,8 @@ import torch
 from torch import nn
 
 import rockplan
-from rockplan import out_of_memory
 from rockplan.options import Options
+from rockplan.will_it_fit import out_of_memory
 
 Step = Callable[[nn.Module], torch.Tensor]
 

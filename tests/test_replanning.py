@@ -673,7 +673,7 @@ def test_script_variables_named_like_attributes_are_others(
 ) -> None:
     planned = rockplan.solve(kind(), torch.randn(8, 16), "100%")
     monkeypatch.setattr(
-        "rockplan.programs.captured_call", lambda *args: pytest.fail("planned again")
+        "rockplan.solving.programs.captured_call", lambda *args: pytest.fail("planned again")
     )
     for _ in range(3):
         monkeypatch.setitem(globals(), "outcome", planned(torch.randn(8, 16)))

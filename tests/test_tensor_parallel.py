@@ -13,14 +13,14 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import rockplan
-from rockplan.agreement import ALONE, _largest_of
 from rockplan.fitting.optimizer import OptimizerSteps
 from rockplan.fitting.reserved import storage_sizes
 from rockplan.fitting.training_step import TrainingStep
-from rockplan.free_memory import Room, room_of
 from rockplan.python_state.distributed import local_of
 from rockplan.python_state.memory import content_of, is_same_content, put_back
 from rockplan.runtime.guards import _layout
+from rockplan.solving.agreement import ALONE, _largest_of
+from rockplan.solving.free_memory import Room, room_of
 from testing.ranks import fake_group
 from testing.tensor_parallel import Exchanges
 
@@ -41,7 +41,7 @@ def test_processes_of_several_meshes_are_to_be_named() -> None:
 def test_distributed_parameters_count_by_their_part_here(
     state: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rockplan.free_memory._free_bytes", lambda device: 10_000_000)
+    monkeypatch.setattr("rockplan.solving.free_memory._free_bytes", lambda device: 10_000_000)
     step = TrainingStep(average=True)
 
     def room(model: nn.Module) -> tuple[Room, tuple[int, ...]]:

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from benchmarks import zoo
-from rockplan import programs
+from rockplan.solving import programs
 
 EQUAL = (
     "transformers/causal-lm/doge",

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from rockplan import programs
+from rockplan.solving import programs
 from testing.models import Case, encoder, mean_square, mlp
 from testing.training import QUICK, assert_equal_trees, assert_same_state, solve_case, twin
 
@@ -87,7 +87,7 @@ def count_programs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         made.append(1)
         return original(*args, **kwargs)
 
-    monkeypatch.setattr("rockplan.programs.new_or_known_program", counted)
+    monkeypatch.setattr("rockplan.solving.programs.new_or_known_program", counted)
     return made
 
 

@@ -17,8 +17,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from rockplan.checkpointing.wrap import has_parameters, opened, repeated_blocks
 from rockplan.errors import InvalidInput
+from rockplan.runtime.checkpointing import has_parameters, opened, repeated_blocks
 from rockplan.runtime.planned_module import Planned
 from rockplan.runtime.planned_state import is_own
 from rockplan.values.names import nearest

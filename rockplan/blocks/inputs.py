@@ -20,8 +20,6 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from rockplan.captures.loss import Loss
-from rockplan.captures.untouched import untouched
 from rockplan.errors import InvalidInput, StalePlan
 from rockplan.graph_builder.tracing import eager_paths, patches
 from rockplan.python_state import trees
@@ -32,6 +30,8 @@ from rockplan.python_state.walk import Root, Walk
 from rockplan.runtime.call_checks import refuse_transforms
 from rockplan.runtime.planned_module import kind_of_call
 from rockplan.runtime.planned_state import original_forward
+from rockplan.solving.loss import Loss
+from rockplan.solving.untouched import untouched
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,13 +11,13 @@ from dataclasses import replace
 
 from rockplan.blocks.solve import blocks_of, solve_blocks
 from rockplan.budget import Budget
-from rockplan.captures.loss import Loss
-from rockplan.captures.parts import ADVICE, parts_beside
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, InvalidInput
 from rockplan.fitting.optimizer import OptimizerLike
 from rockplan.options import DEFAULT_OPTIONS, Options, without_effect
+from rockplan.runtime.checkpointing import repeated_blocks
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.loss import Loss
+from rockplan.solving.parts import ADVICE, parts_beside
 
 _LOGGER = logging.getLogger("rockplan")
 

@@ -15,22 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from rockplan.agreement import refuse_apart
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
-from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.oracles.constraints import constrain
-from rockplan.programs import (
-    NEARLY,
-    built_program,
-    program_in_training,
-    rung_program,
-    sized_problem,
-    with_sizes_open,
-)
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.open_program import Limits
 from rockplan.runtime.planned_state import PLANNING, original_forward
@@ -45,6 +35,16 @@ from rockplan.search.boundary import (
 )
 from rockplan.search.paging import pageable
 from rockplan.search.problem import Problem, measured
+from rockplan.solving.agreement import refuse_apart
+from rockplan.solving.captured_calls import CapturedCall, captured_call
+from rockplan.solving.programs import (
+    NEARLY,
+    built_program,
+    program_in_training,
+    rung_program,
+    sized_problem,
+    with_sizes_open,
+)
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.graph import CALLER_LOSS, CDGraph, DataKind
 from rockplan.values.schedule import keep_all

@@ -19,8 +19,6 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from rockplan.captures.loss import Loss
-from rockplan.captures.untouched import untouched
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
 from rockplan.python_state.sharding import (
@@ -30,6 +28,8 @@ from rockplan.python_state.sharding import (
     with_exchange,
 )
 from rockplan.runtime.autograd import ends_of_backward
+from rockplan.solving.loss import Loss
+from rockplan.solving.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
 
 Step = Callable[[], object]

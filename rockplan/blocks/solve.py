@@ -16,7 +16,6 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.agreement import Agreement, agreement, has_others
 from rockplan.blocks.choose import BlockKind, BlockSequence, thrifty
 from rockplan.blocks.find import Blocks, called_blocks, named_blocks
 from rockplan.blocks.inputs import SampleRun, sample_run, without_history
@@ -34,9 +33,6 @@ from rockplan.blocks.kinds import (
 from rockplan.blocks.outside import MeasuredStep, measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock, in_words
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import arguments, calls_of
-from rockplan.captures.loss import Loss
-from rockplan.captures.sizes import SizedCall
 from rockplan.dp.block_sequence import Others
 from rockplan.errors import (
     CaptureError,
@@ -46,23 +42,27 @@ from rockplan.errors import (
     at_users_line,
 )
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.free_memory import agreed_budget
 from rockplan.graph_builder.tracing.refusals import refuse_without_memory
-from rockplan.libraries import key_value_cache
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.constraints import refuse_unmatched
-from rockplan.programs import least_bytes
+from rockplan.python_state import key_value_cache
 from rockplan.python_state.autocast import under_autocast
 from rockplan.python_state.distributed import is_distributed
 from rockplan.python_state.sharding import gathered, is_sharded, reshard
-from rockplan.remedies import TIME_LIMIT_S, Figure, best_options
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
 from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of, make_program_of
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
-from rockplan.side_by_side import device_of, step_of
+from rockplan.solving.agreement import Agreement, agreement, has_others
+from rockplan.solving.captured_calls import arguments, calls_of
+from rockplan.solving.free_memory import agreed_budget
+from rockplan.solving.loss import Loss
+from rockplan.solving.programs import least_bytes
+from rockplan.solving.remedies import TIME_LIMIT_S, Figure, best_options
+from rockplan.solving.side_by_side import device_of, step_of
+from rockplan.solving.sizes import SizedCall
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.interface import Incoming, Precedent
 from rockplan.values.plan import format_bytes

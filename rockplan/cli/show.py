@@ -74,8 +74,8 @@ def show(
 
 
 def _show_passes(model: str, autocast: str | None, options: Options, as_json: bool) -> None:
-    from rockplan.captures.captured_calls import arguments, captured_call  # which import torch
     from rockplan.runtime.program import ModuleCall
+    from rockplan.solving.captured_calls import arguments, captured_call  # which import torch
 
     subject = make_subject(model)
     args, kwargs = arguments(**subject.call)

@@ -84,7 +84,7 @@ def solve(
         options = shared.planning_options(context.params)
         with shared.under_autocast(subject, autocast):
             if options.sizes:
-                from rockplan.captures.captured_calls import arguments, largest_call
+                from rockplan.solving.captured_calls import arguments, largest_call
 
                 args, kwargs = arguments(**subject.call)
                 largest = largest_call(subject.model, args, kwargs, options)

@@ -31,7 +31,7 @@ import numpy
 import torch
 from torch import nn
 
-from rockplan.libraries import key_value_cache
+from rockplan.python_state import key_value_cache
 from rockplan.python_state.code_names import root_package
 from rockplan.python_state.elements import cell_content, is_small, slots, slots_held
 from rockplan.python_state.writes import ELEMENTS, UNTOLD, Sources, attributes, items

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.libraries import key_value_cache
+from rockplan.python_state import key_value_cache
 from rockplan.python_state.code_names import names_in
 from rockplan.python_state.elements import (
     ATTRIBUTES,

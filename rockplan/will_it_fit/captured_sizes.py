@@ -20,8 +20,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.captures.captured_calls import captured_call
-from rockplan.captures.sizes import sized_calls, tensors_of
 from rockplan.codegen.load import Expressions
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.reserved import storage_sizes
@@ -39,6 +37,8 @@ from rockplan.python_state import trees
 from rockplan.runtime.planned_state import original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
+from rockplan.solving.captured_calls import captured_call
+from rockplan.solving.sizes import sized_calls, tensors_of
 from rockplan.values.graph import CDGraph, without_dead
 from rockplan.values.interface import Interface
 from rockplan.values.plan import format_bytes

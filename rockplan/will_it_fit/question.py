@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, replace
 from torch import nn
 
 from rockplan.budget import MOST_BYTES, Budget
-from rockplan.captures.captured_calls import waits_of
 from rockplan.errors import InfeasibleBudget, InvalidInput, RockplanError
 from rockplan.fitting.as_on_cuda import as_on_cuda
 from rockplan.fitting.changes import Holding
@@ -35,6 +34,7 @@ from rockplan.oracles.simulate import simulate
 from rockplan.search import planning
 from rockplan.search.paging import SHARE
 from rockplan.search.problem import Problem, problem_of_priced
+from rockplan.solving.captured_calls import waits_of
 from rockplan.values.copies import Host, paged, with_copies
 from rockplan.values.graph import CDGraph
 from rockplan.values.plan import Plan, format_bytes

@@ -21,9 +21,6 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.captures.captured_calls import arguments
-from rockplan.captures.sizes import tensors_of
-from rockplan.checkpointing.wrap import repeated_blocks
 from rockplan.errors import InvalidInput, RockplanError
 from rockplan.fitting.gpus import Gpu, gpu
 from rockplan.fitting.optimizer import OptimizerLike
@@ -42,7 +39,10 @@ from rockplan.graph_builder.tiling.tile import MOST_PARTS
 from rockplan.options import DEFAULT_OPTIONS, Options, Sizes, checked
 from rockplan.oracles.clock import trips
 from rockplan.oracles.simulate import simulate
+from rockplan.runtime.checkpointing import repeated_blocks
 from rockplan.runtime.planned_state import original_forward, unplanned
+from rockplan.solving.captured_calls import arguments
+from rockplan.solving.sizes import tensors_of
 from rockplan.values.copies import Host, HostLink
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph, in_eager_order

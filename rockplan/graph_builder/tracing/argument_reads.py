@@ -27,8 +27,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from rockplan.graph_builder.tracing.patches import exchanged
-from rockplan.libraries import key_value_cache
-from rockplan.python_state import trees
+from rockplan.python_state import key_value_cache, trees
 from rockplan.python_state.code_names import is_library, names_in
 from rockplan.values.interface import EVERYTHING, AttributesRead
 

@@ -45,8 +45,7 @@ from rockplan.graph_builder.tracing.stand_ins import (
 from rockplan.graph_builder.tracing.tensor_questions import Questions, ask_places, without_places
 from rockplan.graph_builder.tracing.unwatched import refuse_other_variants
 from rockplan.graph_builder.tracing.value_reads import ValueReader
-from rockplan.libraries import key_value_cache
-from rockplan.python_state import trees
+from rockplan.python_state import key_value_cache, trees
 from rockplan.python_state.elements import replaced
 from rockplan.python_state.given import GivenCall
 from rockplan.python_state.leftovers import Leftovers

@@ -18,7 +18,6 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InvalidBudget
 from rockplan.fitting.allocator import rounded
@@ -30,6 +29,7 @@ from rockplan.fitting.training_step import USUAL, TrainingStep
 from rockplan.machine import available_bytes
 from rockplan.options import Options
 from rockplan.python_state.distributed import own_bytes
+from rockplan.solving.agreement import ALONE, Agreement
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
 

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 import torch
 
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import CapturedCall
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.graph_builder.costs.ruler import rise_of
 from rockplan.graph_builder.recorded.specs import dtype_of, tensor_of
@@ -25,6 +24,7 @@ from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast
 from rockplan.python_state.distributed import strides_of
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.captured_calls import CapturedCall
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface, OutputLeaf, Precedent, Strides
 from rockplan.values.plan import Plan, format_bytes

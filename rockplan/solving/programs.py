@@ -20,11 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from rockplan.agreement import ALONE, Agreement
 from rockplan.budget import Budget
-from rockplan.captures.captured_calls import CapturedCall, captured_call, problems_of, waits_of
-from rockplan.captures.open_sizes import unfused, with_open_sizes
-from rockplan.check import NOTHING_RUNS_AGAIN, check, distance, runs
 from rockplan.codegen.executable import build
 from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, RockplanError
 from rockplan.fitting.reserved import with_pool, with_reserved
@@ -34,11 +30,9 @@ from rockplan.graph_builder.operators.symbols import are_for
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
-from rockplan.libraries import key_value_cache
 from rockplan.options import Options
 from rockplan.oracles.verify import verify
-from rockplan.python_state import trees
-from rockplan.remedies import remedies
+from rockplan.python_state import key_value_cache, trees
 from rockplan.runtime import planned_module as planned_modules
 from rockplan.runtime import planned_state
 from rockplan.runtime.captured import why_not
@@ -54,6 +48,11 @@ from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.paging import refuse_beyond_host
 from rockplan.search.problem import Problem
+from rockplan.solving.agreement import ALONE, Agreement
+from rockplan.solving.captured_calls import CapturedCall, captured_call, problems_of, waits_of
+from rockplan.solving.check import NOTHING_RUNS_AGAIN, check, distance, runs
+from rockplan.solving.open_sizes import unfused, with_open_sizes
+from rockplan.solving.remedies import remedies
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import with_copies_of, without_copies
 from rockplan.values.graph import CDGraph, as_eager

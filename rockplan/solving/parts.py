@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import nn
 
-from rockplan.checkpointing.wrap import has_parts, repeated_blocks
 from rockplan.errors import CaptureError, ForwardRaises, NothingToDifferentiate
 from rockplan.graph_builder.tracing.refusals import RUN_ONCE, When, around, refuse
+from rockplan.runtime.checkpointing import has_parts, repeated_blocks
 
 _HELPS_TO_RUN_ONCE = re.compile(rf"[.;:] {RUN_ONCE}", re.IGNORECASE)
 """Matches errors that the first call alone causes (and not 'if only the first call is another')."""

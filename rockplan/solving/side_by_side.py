@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.captures.loss import Loss
 from rockplan.errors import InvalidInput
 from rockplan.graph_builder.tracing.outputs import backward_starts, likely_starts
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import OFF, under_autocast
+from rockplan.solving.loss import Loss
 
 
 def machine(device: torch.device | str | None = None) -> str:

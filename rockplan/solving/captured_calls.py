@@ -14,9 +14,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.captures.parts import named_in_refusals
-from rockplan.captures.sizes import SizedCall, sized_calls
-from rockplan.captures.untouched import after_a_first_call
 from rockplan.codegen import rng_replay
 from rockplan.errors import CaptureError, InvalidInput, StoredByTheFirstCall
 from rockplan.graph_builder.capture import capture
@@ -24,13 +21,16 @@ from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.pipeline import HeadStaysWhole, lower
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.refusals import WITHOUT_FLAT_PARAMETERS
-from rockplan.libraries import key_value_cache
 from rockplan.options import Options, checked
+from rockplan.python_state import key_value_cache
 from rockplan.python_state.hooks import has_hooks
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.problem import Problem, measured
+from rockplan.solving.parts import named_in_refusals
+from rockplan.solving.sizes import SizedCall, sized_calls
+from rockplan.solving.untouched import after_a_first_call
 from rockplan.values.garbage_collection import paused_collection
 from rockplan.values.graph import CDGraph
 from rockplan.values.interface import Interface

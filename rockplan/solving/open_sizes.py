@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 
-from rockplan.captures.captured_calls import CapturedCall, captured_call
 from rockplan.graph_builder.fusion.in_place import may_hold
 from rockplan.graph_builder.fusion.kinds import static_kernel
 from rockplan.graph_builder.lowering.lower import Lowered
@@ -21,6 +20,7 @@ from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
+from rockplan.solving.captured_calls import CapturedCall, captured_call
 from rockplan.values.copies import without_copies
 from rockplan.values.graph import (
     Call,
