@@ -183,6 +183,30 @@ class Gated(nn.Module):
         return self.layers(x)[0].square().mean()
 
 
+class Shifted(nn.Module):
+    """Predicts each token from the one before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(16, 8)
+        self.head = nn.Linear(8, 16)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        scores = self.head(torch.tanh(self.table(x)))
+        return nn.functional.cross_entropy(scores.transpose(1, 2), y)
+
+
+def shifted(batch: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 16, (batch, length + 1))
+    return {"x": ids[:, :-1], "y": ids[:, 1:]}
+
+
+def of_a_stream(batch: int, length: int) -> dict[str, Tensor]:
+    ids = torch.randint(0, 16, (1000,))
+    count = batch * length
+    return {"x": ids[:count].view(batch, length), "y": ids[1 : count + 1].view(batch, length)}
+
+
 class Spoken(nn.Module):
     """A CTC loss of padded targets."""
 
@@ -283,6 +307,16 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
         lambda: (Spoken(), spoken),
         [(2, 21, 4), (3, 30, 5), (4, 50, 7), (8, 64, 9)],
         "100%",
+    ),
+    "arguments of one tensor": (
+        lambda: (Shifted(), shifted),
+        [(4, 30), (3, 50), (8, 64), (2, 7), (3, 51)],
+        "90%",
+    ),
+    "parts of a stream": (
+        lambda: (Shifted(), of_a_stream),
+        [(4, 30), (3, 50), (8, 64), (2, 7), (3, 51)],
+        "90%",
     ),
     "gru of one length": (
         lambda: (Gated(), lambda b: {"x": torch.randn(5, b, 8)}),

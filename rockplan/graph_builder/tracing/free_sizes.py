@@ -11,6 +11,7 @@ compared with static ones (`captures.open_sizes`).
 from __future__ import annotations
 
 import builtins
+import collections
 import contextlib
 import math
 import warnings
@@ -25,6 +26,7 @@ from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.graph_builder.operators.symbols import new_env, new_symbol, printed
 from rockplan.graph_builder.tracing.patches import exchanged
+from rockplan.python_state.memory import memory_of
 from rockplan.values.sizes import (
     CallSizes,
     Layout,
@@ -62,6 +64,8 @@ class FreeSizes:
         self.env = new_env()
         self._earlier = {id(leaves[i]): (i, layout) for i, layout in earlier.layouts.items()}
         self._numbers, self._read = earlier.numbers, earlier.read
+        tensors = {id(t): t for t in leaves if isinstance(t, torch.Tensor)}
+        self._storages = collections.Counter(map(memory_of, tensors.values()))
         self._of_pair: dict[object, Any] = {}
         self._symbols: list[tuple[Symbol, Any]] = []
 
@@ -78,8 +82,12 @@ class FreeSizes:
         pairs = enumerate(zip(before[0], now[0], strict=True))
         shape = [self._size(position, "shape", d, *pair) for d, pair in pairs]
         strides = self._strides(position, shape, before, now)
-        with mode:
-            made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
+        if self._storages[memory_of(tensor)] > 1:  # a part of the memory that others are parts of
+            whole = mode.from_tensor(tensor.detach(), static_shapes=True)
+            made = whole.as_strided(shape, strides, tensor.storage_offset()).detach()
+        else:
+            with mode:
+                made = torch.empty_strided(shape, strides, dtype=tensor.dtype, device=tensor.device)
         return made.requires_grad_(tensor.requires_grad)
 
     def _strides(
