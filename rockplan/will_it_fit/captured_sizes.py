@@ -11,6 +11,7 @@ each operation runs once, to see what memory it takes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,7 +70,7 @@ CHECKED_BYTES = 1 << 27
 these tensors have memory."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class PricedCall:
     """One captured call. graph: in eager's order, with what nobody needs, and with times by the
     rates of a device; input_sizes: bytes of the storages of inputs; form: equal for calls at other
@@ -81,7 +82,7 @@ class PricedCall:
     input_sizes: tuple[int, ...]
     form: int = 0
 
-    @property
+    @functools.cached_property
     def planned(self) -> CDGraph:
         """The graph that a plan is of."""
         return without_dead(self.graph)
@@ -332,11 +333,9 @@ class SizedCalls:
             if self.record is None or batch < LEAST or length in self._tried or not is_worth_it:
                 return None
             self._tried.add(length)
-            self._small(batch)
             batch = batch if self.recorded else min(RECORDED_BATCH, self.most)
             try:
-                with self._layouts_seen():
-                    opened = self.record((batch, length), self._free)
+                opened = self._recorded((batch, length))
             except Exception as error:  # symbols are PyTorch's own: what is static is captured
                 fixed = {place[2] for place in getattr(error, "fixed", ())}
                 if fixed != {1}:
@@ -360,9 +359,28 @@ class SizedCalls:
         sizes = [(b, n) for n in reversed(lengths) for b in batches if opened.is_for((b, n))]
         light = [size for size in sizes if opened.memory_bytes(size) <= CHECKED_BYTES]
         for size in (light or sizes[-1:])[:1]:
-            found, said = self._captured(size), opened.at(size)
+            found, said = self._captured(size, is_seen=True), opened.at(size)
             return (found.form, found.numbers) == (said.form, said.numbers)
         return False
+
+    def _recorded(self, size: Size) -> OpenCall:
+        """Recorded at a small length if that is one of the same calls, so that layouts are seen
+        there."""
+        assert self.record is not None
+        batch, length = size
+        if 1 in self._free and length and length > SMALL_LENGTH:
+            try:
+                with self._layouts_seen():
+                    opened = self.record((batch, SMALL_LENGTH), self._free)
+                if opened.is_for(size):
+                    return opened
+            except StaticSizes:
+                raise
+            except RockplanError:
+                pass  # the model refuses so small a length
+        self._small(batch)
+        with self._layouts_seen():
+            return self.record(size, self._free)
 
     def _small(self, batch: int) -> PricedCall | None:
         """Of one or two samples at a small length: later captures reuse the layouts seen. None if
@@ -370,13 +388,13 @@ class SizedCalls:
         length = self.lengths[0]
         size = min(batch, 2), None if length is None else min(length, SMALL_LENGTH)
         try:
-            return self._captured(size, is_small=True)
+            return self._captured(size, is_seen=True)
         except RockplanError:
             return None
 
-    def _captured(self, size: Size, is_small: bool = False) -> PricedCall:
+    def _captured(self, size: Size, is_seen: bool = False) -> PricedCall:
         if size not in self.captured:
-            if not is_small:
+            if not is_seen:
                 self._small(size[0])
             with self._layouts_seen():
                 made = self.capture(size)
