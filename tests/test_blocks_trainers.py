@@ -25,7 +25,6 @@ import trl
 from torch import nn
 
 import rockplan
-from rockplan.blocks import kinds
 from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.runtime import planned_module
 from testing import models
@@ -112,16 +111,14 @@ def planned(model: nn.Module, blocks: Any = None) -> Any:
     return [model.get_submodule(block.path) for block in plan.blocks]
 
 
-def test_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It passes a number on to the layers, which none of them reads: nothing is searched for it."""
+def test_trainer(tmp_path: Path) -> None:
+    """It passes a number on to the layers, which none of them reads."""
     model, twin = make_llama(), make_llama()
     blocks = planned(model)
     arguments = transformers.TrainingArguments(**settings(tmp_path))
     trainer, expected = (
         transformers.Trainer(model=m, args=arguments, train_dataset=Rows()) for m in (model, twin)
     )
-    monkeypatch.setattr(kinds, "option_within", None)
-    monkeypatch.setattr(kinds, "keep_all", None)
     found = history(trainer)
     assert len(found) == 3 and found == history(expected)
     assert_same_state(model, twin, "trained")

@@ -8,16 +8,14 @@ Each block is captured by itself: modules of one class may differ in anything th
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import warnings
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
-from rockplan.errors import CaptureError, IllegalSchedule, InfeasibleBudget
+from rockplan.errors import CaptureError, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.options import Options
 from rockplan.oracles.constraints import constrain
@@ -25,7 +23,6 @@ from rockplan.runtime.differences import described_call
 from rockplan.runtime.open_program import Limits
 from rockplan.runtime.planned_state import PLANNING, original_forward
 from rockplan.runtime.program import ModuleCall, PlannedProgram
-from rockplan.search.adapt import WORSE, carried_over
 from rockplan.search.boundary import (
     bounded_plan,
     eager_option,
@@ -40,6 +37,7 @@ from rockplan.solving.captured_calls import CapturedCall, captured_call
 from rockplan.solving.programs import (
     NEARLY,
     built_program,
+    problems_like,
     program_in_training,
     rung_program,
     sized_problem,
@@ -226,13 +224,11 @@ class BlockMaker:
         block = replace(block, source=opened)
         if self.allowance != UNLIMITED:  # of a measured step, which all processes run
             refuse_apart([block.source.lowered.graph])
-        problem = block_problem(block, options, self.programs.sharing)
-        # Whether one is adapted depends on times, which differ between processes.
-        is_own = options.rerun_collectives or options.host is not None
-        known = [p for key, p in self.programs.known.items() if key[-1] == self.allowance]
+        like = problems_like(call.module, opened, _of_a_block(options))
+        sharing = self.programs.sharing
+        problem = _alone(like[0], sharing) if like else block_problem(block, options, sharing)
         option = self.programs.chosen.get((block.digest, self.allowance))
-        option = option or _adapted(problem, self.allowance, () if is_own else known)
-        is_taken_over = option is not None
+        is_taken_over = bool(option or like)
         option = option or block_option(problem, self.allowance, options)
         self.programs.chosen[block.digest, self.allowance] = option
         program = built_block(block, problem, option, options)
@@ -254,27 +250,10 @@ class BlockMaker:
         )
         chosen = self.programs.chosen
         option = chosen.get((problem.graph_digest, self.allowance))
-        known_programs = () if problem.host else (program,)
-        option = option or _adapted(problem, less, known_programs) or within(problem, less, options)
+        option = option or within(problem, less, options)
         option = option or block_option(problem, self.allowance, options)
         chosen[problem.graph_digest, self.allowance] = option
         return rung_program(call, program, bounded_plan(problem, option), interface, options)
-
-
-def _adapted(
-    problem: Problem, allowance: Allowance, known: Sequence[PlannedProgram]
-) -> BoundedOption | None:
-    """None if none fits the allowance and is fast enough; nothing is searched. (A trainer passes
-    its layers a number that they do not read.)"""
-    limits = allowance.of(eager_option(problem.graph).saved_bytes)
-    for program in known:
-        schedule = carried_over(program.plan, problem.graph)
-        with contextlib.suppress(IllegalSchedule):
-            option = None if schedule is None else option_with(problem, schedule)
-            most_ns = problem.graph.time_ns * (1 + program.plan.overhead + WORSE)
-            if (found := _fitting(option, limits)) and found.time_ns <= most_ns:
-                return found
-    return None
 
 
 def _fitting(option: BoundedOption | None, limits: Limits) -> BoundedOption | None:

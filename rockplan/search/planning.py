@@ -199,13 +199,20 @@ def plan_anew(
     problem: Problem, budget: Budget, options: Options, least: LeastPeak | None = None
 ) -> Plan:
     """Search a plan without looking for it in the cache. For the smallest budget it is the plan for
-    the bytes of the least peak. Raises InfeasibleBudget. least: the search of the least peak,
-    shared with other plans of the problem; None for a new one."""
+    the bytes of the least peak; where a plan of a similar graph is known, for the bytes that its
+    schedule needs here, or its own if these are more. Raises InfeasibleBudget. least: the search of
+    the least peak, shared with other plans of the problem; None for a new one."""
     limits = limits_of(options)
     least = least or least_peak_of(problem, options)
     budget_bytes = budget.within(problem.unplanned.peak_bytes)
     graph = problem.constrained
     start = Incumbent(bound_ns=graph.time_ns)
+    if problem.known is not None:
+        if budget_bytes is None:
+            needed_bytes = simulate(graph, problem.known.schedule).peak_bytes
+            budget_bytes = max(needed_bytes, problem.known.budget_bytes)
+        goal = Goal(graph, problem.blocks, budget_bytes)
+        start = start.improved(goal, problem.known.schedule)
     if budget_bytes is None:
         smallest = least.find(limits)
         budget_bytes = smallest.peak_bytes

@@ -32,12 +32,21 @@ from rockplan.values.graph import CDGraph, DataKind, as_eager
 from rockplan.values.plan import PassTrace
 from rockplan.values.profile import Profile
 from rockplan.values.progress import report
-from rockplan.values.schedule import Waits, keep_all
+from rockplan.values.schedule import Schedule, Waits, keep_all
 
 _measured_link = functools.cache(measured_link)
 
 MARGIN = 0.2
 """Share of the host's memory, or of a disk, that stays free if paging may use all that is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What a plan of nearly the same graph says. schedule: its order of computations, legal here;
+    budget_bytes: of that plan."""
+
+    schedule: Schedule
+    budget_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +56,8 @@ class Problem:
     graph: with the prices of `profile`; constrained: the same under the constraints of the options
     and with room for the caller's loss; blocks: of `constrained`. unplanned: every node once, as in
     eager execution. waits: gradients of parameters that have hooks. passes: traces of the passes
-    that made the graph. host: where storages may be paged, None if nowhere.
+    that made the graph. host: where storages may be paged, None if nowhere. known: what a search
+    begins with.
     """
 
     graph: CDGraph
@@ -60,6 +70,7 @@ class Problem:
     waits: Waits = ()
     passes: tuple[PassTrace, ...] = ()
     host: Host | None = None
+    known: Known | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Programs: the plan of a captured call (known, adapted, stored or new) as code that runs.
+"""Programs: the plan of a captured call (known, stored or new) as code that runs.
 
 takes: a module and a call. returns: PlannedProgram, checked against eager execution if the options
 ask for it. Raises InfeasibleBudget, which says what the caller could change.
@@ -43,7 +43,7 @@ from rockplan.runtime.planned_state import TRIES, TriedSizes
 from rockplan.runtime.program import MakeProgram, ModuleCall, PlannedProgram, build_program
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
-from rockplan.search.adapt import adapted, problem_at_other_sizes, replayed
+from rockplan.search.adapt import problem_at_other_sizes, problem_like
 from rockplan.search.in_flight import needed_bytes, plan_in_flight
 from rockplan.search.minimum_peak import LeastPeak
 from rockplan.search.paging import refuse_beyond_host
@@ -176,9 +176,8 @@ def new_or_known_program(
     source: CapturedCall | None = None,
 ) -> PlannedProgram:
     """Make the program of a call: in another schedule if the module has one for calls of its size
-    too; of a plan that the module already has for the same graph, of one that can be adapted to the
-    call, or of a new one. agreed: processes that plan the same first call; source: the call as
-    captured, if it was."""
+    too; of a plan that the module already has for the same graph, or of a new one. agreed:
+    processes that plan the same first call; source: the call as captured, if it was."""
     if (rung := _another_rung(call, budget, options)) is not None:
         return rung
     # Kernels for this size alone are compiled if there is no program for all.
@@ -189,11 +188,8 @@ def new_or_known_program(
         opened = captured_call(call, options)
     source = opened
     for variant in source.variants:
-        known = _known(call.module, variant)
-        if (same := _known_for_graph(known, variant)) is not None:
+        if (same := _known_for_graph(_known(call.module, variant), variant)) is not None:
             return replace(built_program(call, same, variant, options), is_taken_over=True)
-        if (carried := _adapted(known, variant, budget, options)) is not None:
-            return replace(built_program(call, carried, variant, options), is_taken_over=True)
     return _new_program(call, source, budget, options, agreed)
 
 
@@ -205,12 +201,9 @@ def _another_rung(call: ModuleCall, budget: Budget, options: Options) -> Planned
     program, problem, interface = found
     limit_bytes = budget.within(needed_bytes(problem.unplanned, options.in_flight))
     less = budget if limit_bytes is None else Budget(size_bytes=int(limit_bytes * NEARLY))
-    family = program.open and program.open.workspaces
-    opened = ((p.plan, p.open) for p in planned_state.programs_of(call.module))
-    alike = [plan for plan, known in opened if known and known.workspaces is family]
+    plan = None
     with planned_state.PLANNING:
-        plan = replayed(alike, problem, less)
-        if plan is None and limit_bytes is not None:
+        if limit_bytes is not None:
             with contextlib.suppress(InfeasibleBudget):
                 plan = plan_as_asked([problem], less, replace(options, on_infeasible="error"))
         plan = plan or plan_as_asked([problem], budget, options)
@@ -237,8 +230,8 @@ def sized_problem(
     rungs, sizes = state.rungs(kind, leaves)
     if not rungs:
         return None
-    # One that recomputes little is the best beginning.
-    rung = min(rungs, key=lambda r: r.program.plan.overhead)
+    # One that recomputes much fits where another does.
+    rung = max(rungs, key=lambda r: r.program.plan.overhead)
     known, opened = rung.program, planned_state.opened_in(rung)
     numbers = opened.numbers(sizes, leaves)
     graph, interface = resized((without_copies(opened.graph), opened.interface), numbers)
@@ -347,14 +340,30 @@ def _new_program(
     options: Options,
     agreed: Agreement = ALONE,
 ) -> PlannedProgram:
+    like = problems_like(call.module, source, options)
+
     def make() -> Plan:
         with advised(call, source, options):
-            problems = problems_of(source, options)
+            problems = like or problems_of(source, options)
             return plan_as_asked(problems, budget, options, _is_of_backward(call))
 
     plan = agreed_plan(source, budget, options, agreed, make)
     variant = next(v for v in source.variants if v.run.tiles.parts == plan.graph.tiles)
-    return built_program(call, plan, variant, options)
+    program = built_program(call, plan, variant, options)
+    return replace(program, is_taken_over=bool(like))
+
+
+def problems_like(module: nn.Module, source: CapturedCall, options: Options) -> tuple[Problem, ...]:
+    """Return the problem of each variant, priced as plans that the module has; () if none is like
+    it, and where collectives run again, too: one process may meet this call alone."""
+    if options.rerun_collectives:
+        return ()
+    with planned_state.PLANNING:
+        found = (
+            problem_like(_known(module, v), v.lowered, v.waits, options) for v in source.variants
+        )
+        made = tuple(problem for problem in found if problem is not None)
+    return made if len(made) == len(source.variants) else ()
 
 
 def agreed_plan(
@@ -389,16 +398,6 @@ def _known(module: nn.Module, source: CapturedCall) -> tuple[Plan, ...]:
     `source`."""
     plans = (p.plan for p in planned_state.programs_of(module) if p.hooked == source.hooked)
     return tuple(p for p in plans if bool(p.graph.tiles) == bool(source.run.tiles.parts))
-
-
-def _adapted(
-    known: Sequence[Plan], source: CapturedCall, budget: Budget, options: Options
-) -> Plan | None:
-    """None where collectives run again, too: one process may meet this call alone."""
-    if options.rerun_collectives:
-        return None
-    with planned_state.PLANNING:
-        return adapted(known, source.lowered, source.waits, budget, options)
 
 
 def advise(program: PlannedProgram, options: Options) -> None:
@@ -489,7 +488,7 @@ def stored_program(
     call: ModuleCall, *, plans: tuple[Plan, ...], budget: Budget | None, options: Options
 ) -> PlannedProgram:
     """Make the program of the one among `plans`, read from a file, that is for this call. If there
-    is none: of a plan adapted or made for `budget`; PlanMismatch is raised if that is None. Raises
+    is none: of a plan made for `budget`; PlanMismatch is raised if that is None. Raises
     InvalidInput if any of `plans` pages more to the host than the options allow: a call in training
     may need it."""
     refuse_beyond_host(plans, options)
