@@ -16,7 +16,6 @@ from rockplan.graph_builder.fusion.kinds import static_kernel
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.symbols import are_for, function_of
 from rockplan.graph_builder.pipeline import lower
-from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
@@ -61,7 +60,11 @@ def with_open_sizes(
     if source.run.kernels:
         source = captured_call(call, plain, is_asked=False)
     opened = captured_call(call, plain, is_asked=False, earlier=earlier)
-    _refuse(_run_differences(opened.run, source.run), "this call")
+    own, static = (
+        (in_eager_order(adjusted(one.lowered.graph)), one.lowered.interface)
+        for one in (opened, source)
+    )
+    _refuse(_program_differences(frozenset(), own, static), "this call")
     names = opened.run.sizes.names
     at = tuple(symbol.of(earlier) for symbol in opened.run.sizes.symbols)
     lowered = _fused(opened, at, options) if options.compile else opened.lowered
@@ -122,36 +125,6 @@ def _refuse(different: Sequence[str], which: str) -> None:
         raise StaticSizes(message, is_of_pair=True)
 
 
-def _run_differences(opened: Capture, static: Capture) -> list[str]:
-    """List in what two recorded runs differ; offsets of arguments do not count."""
-    opened = replace(opened, guards=tuple(g for g in opened.guards if not g.is_of_sizes))
-    found = [name for name in _OF_A_RUN if getattr(opened, name) != getattr(static, name)]
-    for number, (a, b) in enumerate(zip(opened.calls, static.calls, strict=False)):
-        if a != b:
-            found.append(f"call {number}, {a.call.op} in place of {b.call.op} at {b.source}")
-            break
-    if len(opened.calls) != len(static.calls):
-        found.append(f"{len(opened.calls)} calls in place of {len(static.calls)}")
-    inputs = {opened.values[v].storage: opened.values[v].spec.offset for _, v in opened.inputs}
-    given = {static.values[v].storage: static.values[v].spec.offset for _, v in static.inputs}
-    for number, (one, other) in enumerate(zip(opened.values, static.values, strict=False)):
-        moved = given.get(other.storage, 0) - inputs.get(one.storage, 0)
-        spec = replace(one.spec, offset=one.spec.offset + moved)
-        is_given = one.storage in inputs
-        if (spec, one.storage) != (other.spec, other.storage) or (
-            not is_given and one.storage_bytes != other.storage_bytes
-        ):
-            found.append(f"value {number}, {spec} in place of {other.spec}")
-            break
-    return found
-
-
-_OF_A_RUN = (
-    *("guards", "parameters", "buffers", "inputs", "numbers", "outputs", "gradients"),
-    "questions",
-)
-
-
 def _program_differences(
     unread: frozenset[int], opened: tuple[CDGraph, Interface], static: tuple[CDGraph, Interface]
 ) -> list[str]:
@@ -168,7 +141,7 @@ def _program_differences(
     others = {value for position, value in interface.inputs if position in unread}
     storages = {graph.values[value].data for _, value in interface.inputs}
     read = (
-        (a, b) for a, b in zip(graph.values, other.values, strict=True) if a.index not in others
+        (a, b) for a, b in zip(graph.values, other.values, strict=False) if a.index not in others
     )
     for a, b in read:
         moved = _offset(other, b) - _offset(graph, a)
