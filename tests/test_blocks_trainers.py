@@ -5,6 +5,7 @@ downloaded."""
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import operator
 import re
@@ -190,15 +191,21 @@ def test_trl(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
 RECIPES = {"Trainer": rewarded, "PreferenceTrainer": preferred, "UnpairedTrainer": unpaired}
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_losses_without_logits_train_as_the_original(name: str, tmp_path: Path) -> None:
-    """The recipes of docs/usage.md."""
+@functools.cache
+def written() -> dict[str, Any]:
+    """What docs/usage.md defines where it makes no logits."""
     text = (Path(__file__).parent.parent / "docs" / "usage.md").read_text()
     names: dict[str, Any] = {"trl": trl, "rockplan": rockplan, "torch": torch}
     for recipe in re.findall(r"```python no-run\n(.*?)```", text, re.DOTALL):
         if "rockplan.token_log_probs(" in recipe:
             exec(recipe, names)
-    ours = RECIPES[name](make_llama(), tmp_path, kind=names[name])
+    return names
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_losses_without_logits_train_as_the_original(name: str, tmp_path: Path) -> None:
+    """The recipes of docs/usage.md."""
+    ours = RECIPES[name](make_llama(), tmp_path, kind=written()[name])
     expected = RECIPES[name](make_llama(), tmp_path)
     blocks = planned(ours.model)
     torch.testing.assert_close(history(ours), history(expected), rtol=1e-4, atol=1e-5)
@@ -208,30 +215,61 @@ def test_losses_without_logits_train_as_the_original(name: str, tmp_path: Path) 
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
+VOCABULARY = 32_000
+
+
+def make_talker() -> Any:
+    """With a large vocabulary, in training, and a batch of which a part has no label."""
+    case = models.llama(layers=2, width=32, vocabulary=VOCABULARY, batch=1, length=512)
+    labels = case.kwargs["input_ids"].clone()
+    labels[:, 100:200] = -100
+    return replace(case, kwargs={**case.kwargs, "labels": labels})
+
+
+def assert_makes_no_logits(case: Any, step: Callable[[], Any], planned: Any) -> None:
+    """step: of the model of `case`, of which `planned` is a part or the whole."""
+    peak_bytes = peak_live_bytes(lambda: step().backward()).peak_bytes
+    assert peak_bytes == rockplan.blocks_of(planned).peak_bytes
+    assert peak_bytes < case.kwargs["input_ids"].numel() * VOCABULARY * 4 / 6
+    case.model.zero_grad()
+    eager = make_talker().model
+    eager.load_state_dict(case.model.state_dict())
+    loss, expected = step(), eager(**case.kwargs).loss
+    for one in (loss, expected):
+        one.backward()
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    for parameter, theirs in zip(case.model.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad, theirs.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_large_vocabulary_beside_blocks() -> None:
     """What the refusals of `tile` and `only_loss` advise: a loss on the hidden states, measured
     beside the blocks of the model without its head."""
-    case = models.llama(layers=2, width=32, vocabulary=32_000, batch=1, length=512)
-    causal, ids, sample = case.model, case.kwargs["input_ids"], case.kwargs
+    case = make_talker()
+    causal, ids, labels = case.model, case.kwargs["input_ids"], case.kwargs["labels"][:, 1:]
     for option in ("tile", "only_loss"):
         wished = replace(OPTIONS, **{option: True})
         with pytest.raises(rockplan.InvalidInput, match=f"{option}=.*rockplan.token_log_probs"):
-            rockplan.solve_blocks(causal, (), "min", sample_kwargs=sample, options=wished)
+            rockplan.solve_blocks(causal, (), "min", sample_kwargs=case.kwargs, options=wished)
 
     def loss(result: Any) -> torch.Tensor:
         hidden, weight = result.last_hidden_state, causal.lm_head.weight
-        return -rockplan.token_log_probs(hidden[:, :-1], weight, ids[:, 1:]).mean()
+        found = rockplan.token_log_probs(hidden[:, :-1], weight, labels)
+        return -found.sum() / (labels != -100).sum()
 
-    case.step()
-    expected = [p.grad for p in causal.parameters()]
-    causal.zero_grad()
     body = rockplan.solve_blocks(causal.model, ids, "min", loss=loss, options=OPTIONS)
-    peak_bytes = peak_live_bytes(lambda: loss(body(ids)).backward()).peak_bytes
-    assert peak_bytes == rockplan.blocks_of(body).peak_bytes < ids.numel() * 32_000 * 4 / 6
-    causal.zero_grad()
-    loss(body(ids)).backward()
-    for parameter, gradient in zip(causal.parameters(), expected, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-4, atol=1e-6)
+    assert_makes_no_logits(case, lambda: loss(body(ids)), body)
+
+
+def test_a_model_that_computes_its_loss_makes_no_logits() -> None:
+    case = make_talker()
+    causal = case.model
+    logits = causal.eval()(**case.kwargs)
+    written()["without_logits"](causal)
+    rockplan.solve_blocks(causal.train(), (), "min", sample_kwargs=case.kwargs, options=OPTIONS)
+    assert_makes_no_logits(case, lambda: causal(**case.kwargs).loss, causal)
+    again = causal.eval()(**case.kwargs)
+    assert torch.equal(again.logits, logits.logits) and torch.equal(again.loss, logits.loss)
 
 
 def test_what_is_collected_inside_of_blocks() -> None:
