@@ -112,51 +112,55 @@ def rows_of(name: str, links_gb_s: Sequence[int]) -> Iterator[Row]:
 
 
 BLOCKS = "blocks of a Llama of width 1024"
-MB_S = (None, 125, 250, 500, 1000)
+MB_S, LAYERS = (None, 125, 250, 500, 1000), (4, 12)
 
 
 def blocks_rows() -> Iterator[Row]:
-    """`solve_blocks` within the measured peak of checkpoints of each layer."""
+    """`solve_blocks` within the measured peak of checkpoints of each layer; then the smallest plans
+    of more layers."""
     torch.set_num_threads(1)
-    case = models.llama(
-        layers=4, width=1024, heads=16, vocabulary=1024, batch=1, length=512
-    )  # fmt: skip
-
-    def step(module: nn.Module) -> None:
-        module(**case.kwargs).loss.backward()  # the logits are let go
-
-    checkpointed = checkpointing.per_block(case.model)
-    budget_bytes = peak_live_bytes(partial(step, checkpointed), 1).peak_bytes
-    case.model.zero_grad()
-    step(case.model)
-    expected = {name: p.grad.clone() for name, p in case.model.named_parameters()}
-    for link in MB_S:
-        named = {"host": "4GiB", "link": f"{link}MB/s"} if link else {}
-        options = Options(cache=False, **named)  # type: ignore[arg-type]
-        begin = time.process_time()
-        solve_blocks(
-            case.model, case.args, budget_bytes, sample_kwargs=case.kwargs, options=options
+    for layers in LAYERS:
+        case = models.llama(
+            layers=layers, width=1024, heads=16, vocabulary=1024, batch=1, length=512
         )
-        seconds = time.process_time() - begin
-        plan = blocks_of(case.model)
-        found = peak_live_bytes(partial(step, case.model), 1)
+        step = partial(_step, case.kwargs)
+        checkpointed = checkpointing.per_block(case.model)
+        budget_bytes = peak_live_bytes(partial(step, checkpointed), 1).peak_bytes
         case.model.zero_grad()
         step(case.model)
-        yield {
-            "model": BLOCKS,
-            "link": link,
-            "budget": budget_bytes,
-            "promised": plan.peak_bytes,
-            "measured": found.peak_bytes,
-            "planned": round(100 * plan.overhead, 1),
-            "paged": mib(plan.paged_bytes),
-            "equal": all(
-                torch.equal(p.grad, expected[n]) for n, p in case.model.named_parameters()
-            ),
-            "seconds": round(seconds, 1),
-            "where": where(),
-        }
-        restore_blocks(case.model)
+        expected = {name: p.grad.clone() for name, p in case.model.named_parameters()}
+        within = [(link, budget_bytes) for link in MB_S] if layers == LAYERS[0] else []
+        for link, budget in (*within, (None, "min"), (1000, "min")):
+            named = {"host": "4GiB", "link": f"{link}MB/s"} if link else {}
+            options = Options(cache=False, **named)  # type: ignore[arg-type]
+            begin = time.process_time()
+            solve_blocks(case.model, case.args, budget, sample_kwargs=case.kwargs, options=options)
+            seconds = time.process_time() - begin
+            plan = blocks_of(case.model)
+            found = peak_live_bytes(partial(step, case.model), 1)
+            case.model.zero_grad()
+            step(case.model)
+            yield {
+                "model": BLOCKS,
+                "layers": layers,
+                "link": link,
+                "way": "min" if budget == "min" else "checkpoints",
+                "budget": budget_bytes,
+                "promised": plan.peak_bytes,
+                "measured": found.peak_bytes,
+                "planned": round(100 * plan.overhead, 1),
+                "paged": mib(plan.paged_bytes),
+                "equal": all(
+                    torch.equal(p.grad, expected[n]) for n, p in case.model.named_parameters()
+                ),
+                "seconds": round(seconds, 1),
+                "where": where(),
+            }
+            restore_blocks(case.model)
+
+
+def _step(kwargs: dict[str, torch.Tensor], module: nn.Module) -> None:
+    module(**kwargs).loss.backward()  # the logits are let go
 
 
 def blocks_table(rows: Sequence[Row]) -> Iterator[str]:
@@ -170,12 +174,27 @@ def blocks_table(rows: Sequence[Row]) -> Iterator[str]:
     )
     yield "| link | promised | measured | time | MiB paged | eager's bits | planned in |"
     yield "|---" * 7 + "|"
+    yield from (f"| {_of_blocks(row)}" for row in rows if row["way"] == "checkpoints")
+    yield (
+        "\nThe smallest plans. With a host the inputs of layers are there between the phases, and "
+        "more layers need no more bytes.\n"
+    )
+    yield (
+        "| layers | checkpoints | link | promised | measured | time | MiB paged | eager's bits | "
+        "planned in |"
+    )
+    yield "|---" * 9 + "|"
     for row in rows:
-        link = f"{row['link']} MB/s" if row["link"] else "no host"
-        yield (
-            f"| {link} | {row['promised']:,} | {row['measured']:,} | {row['planned']:+.1f} % | "
-            f"{row['paged']} | {'yes' if row['equal'] else 'no'} | {row['seconds']} s |"
-        )
+        if row["way"] == "min":
+            yield f"| {row['layers']} | {row['budget']:,} | {_of_blocks(row)}"
+
+
+def _of_blocks(row: Row) -> str:
+    link = f"{row['link']} MB/s" if row["link"] else "no host"
+    return (
+        f"{link} | {row['promised']:,} | {row['measured']:,} | {row['planned']:+.1f} % | "
+        f"{row['paged']} | {'yes' if row['equal'] else 'no'} | {row['seconds']} s |"
+    )
 
 
 def planned(problem: Problem, budget_mib: int, options: Options) -> Row:
@@ -317,7 +336,8 @@ def main() -> None:
         for row in rows_of(name, given.links):
             rows.append(row)
             print(json.dumps(row), flush=True)
-    rows.sort(key=lambda row: ([*MODELS, BLOCKS].index(row["model"]), row["link"] or 0))
+    names = [*MODELS, BLOCKS]
+    rows.sort(key=lambda r: (names.index(r["model"]), r.get("layers", 0), r["link"] or 0))
     ROWS.write_text("".join(json.dumps(row) + "\n" for row in rows))
     lines = table(rows).split("\n")
     if given.blocks:  # where the predictions are from stays

@@ -4,6 +4,7 @@ error where they differ."""
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -152,22 +153,27 @@ def check_peaks(mesh: DeviceMesh, mode: str) -> None:
     assert not [w for w in said if "fully_shard" in str(w.message)], mode
 
 
-def check_paging(mesh: DeviceMesh) -> None:
-    """Blocks whose parameters are gathered page to the host, each process to its own."""
+def check_paging(wrap: Callable[[nn.Module], Any], budget: str, *, wraps_first: bool) -> None:
+    """Blocks whose parameters are gathered, or whose gradients are summed, page to the host, each
+    process to its own; the smallest plan their inputs, too."""
     x = batch(1024) + dist.get_rank()
     options = rockplan.Options(**{**QUICK, "without": ()}, host="64MiB", link="4GB/s")
-    eager, ours = (in_mode(Stack(3, 256).train(), mesh, "resharding") for _ in range(2))
-    rockplan.solve_blocks(ours, x, "60%", options=options)
+    eager, ours = wrap(Stack(3, 256).train()), Stack(3, 256).train()
+    ours = wrap(ours) if wraps_first else ours
+    rockplan.solve_blocks(ours, x, budget, options=options)
+    ours = ours if wraps_first else wrap(ours)
     plan = rockplan.blocks_of(ours)
     assert plan.paged_bytes > 0, plan
+    assert budget != "min" or all("(root)/input" in block.names[1] for block in plan.blocks)
     for module in (eager, ours):
         torch.manual_seed(0)
         module(x)["loss"].backward()
     for (name, p), (_, q) in zip(ours.named_parameters(), eager.named_parameters(), strict=True):
         assert p.grad is not None and q.grad is not None, name
         assert torch.equal(_local(p.grad), _local(q.grad)), f"paged: {name}"
-    least_bytes, *_ = peaks(ours, x, "resharding", STEPS)
-    assert least_bytes <= plan.peak_bytes <= plan.budget_bytes, (least_bytes, plan)
+    if wraps_first:  # else what is summed is in no prediction
+        least_bytes, *_ = peaks(ours, x, "resharding", STEPS)
+        assert least_bytes <= plan.peak_bytes <= plan.budget_bytes, (least_bytes, plan)
 
 
 def check_sharded_later(mesh: DeviceMesh) -> None:
@@ -199,7 +205,10 @@ def rest() -> None:
         compare("kept", lambda model: sharded(model, mesh, reshard_after_forward=False))
         compare("bfloat16", lambda model: sharded(model, mesh, mp_policy=HALF), plans=2)
         check_after_evaluation(mesh)
-        check_paging(mesh)
+        for budget in ("60%", "min"):
+            sharding = functools.partial(in_mode, mesh=mesh, mode="resharding")
+            check_paging(sharding, budget, wraps_first=True)
+        check_paging(DistributedDataParallel, "min", wraps_first=False)
         check_peaks(mesh, "prefetch of two")
         check_sharded_later(mesh)
         compare("accelerate", prepared)

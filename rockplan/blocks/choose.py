@@ -9,7 +9,7 @@ No model is touched here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -61,13 +61,22 @@ class BlockKind:
 @dataclass(frozen=True, slots=True)
 class BlockSequence:
     """The blocks of a step, at `paths`, with their known options, and the measured rest of the
-    step. others: calls that are in flight meanwhile."""
+    step. others: calls that are in flight meanwhile; least_seen: moments with
+    the least of several steps."""
 
     paths: tuple[str, ...]
     blocks: tuple[CapturedBlock, ...]
     kinds: dict[Any, BlockKind]
-    moments: tuple[StepMoment, ...]
+    moments: tuple[StepMoment, ...] = ()
     others: Others = NO_OTHERS
+    least_seen: tuple[StepMoment, ...] = ()
+
+    def rows(
+        self, options: Sequence[BoundedOption]
+    ) -> Iterator[tuple[str, CapturedBlock, BlockKind, BoundedOption]]:
+        """Yield the path, the block, its kind and its option."""
+        kinds = (self.kinds[block.kind] for block in self.blocks)
+        return zip(self.paths, self.blocks, kinds, options, strict=True)
 
     @property
     def families(self) -> list[tuple[BoundedOption, ...]]:

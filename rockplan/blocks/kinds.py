@@ -10,15 +10,21 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from dataclasses import dataclass, field, replace
 from typing import Any
+
+import torch
 
 from rockplan.blocks.report import BlocksPlan
 from rockplan.budget import MOST_BYTES
 from rockplan.errors import CaptureError, InfeasibleBudget
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.lowering.lower import Lowered
+from rockplan.graph_builder.recorded.specs import needed_bytes
 from rockplan.options import Options
 from rockplan.oracles.constraints import constrain
+from rockplan.python_state import trees
 from rockplan.runtime.differences import described_call
 from rockplan.runtime.open_program import Limits
 from rockplan.runtime.planned_state import PLANNING, original_forward
@@ -44,7 +50,9 @@ from rockplan.solving.programs import (
     with_sizes_open,
 )
 from rockplan.values.block_sequence import BoundedOption
+from rockplan.values.copies import with_inputs
 from rockplan.values.graph import CALLER_LOSS, CDGraph, DataKind
+from rockplan.values.interface import Interface
 from rockplan.values.schedule import keep_all
 
 
@@ -97,7 +105,7 @@ class CapturedBlock:
 def captured_block(call: ModuleCall, options: Options, path: str = "") -> CapturedBlock:
     """Capture a call of the block at `path`."""
     source = captured_call(call, _of_a_block(options))
-    lowered = replace(source.lowered, graph=_of_a_step(options, path, source.lowered.graph))
+    lowered = _of_a_step(options, path, call, source.lowered)
     source = replace(source, lowered=lowered)
     return CapturedBlock(call, source, graph_digest(lowered.graph))
 
@@ -107,17 +115,43 @@ def _of_a_block(options: Options) -> Options:
     return replace(options, differentiated=None, released=(), keep=(), recompute=())
 
 
-def _of_a_step(options: Options, path: str, graph: CDGraph) -> CDGraph:
+def _of_a_step(options: Options, path: str, call: ModuleCall, lowered: Lowered) -> Lowered:
     """Return the graph of the block at `path` under the constraints of the options. A step itself
     counts the bytes of the results, and of the loss that the caller computes."""
-    graph = constrain(graph, options.keep, options.recompute, path)
+    graph = constrain(lowered.graph, options.keep, options.recompute, path)
     returned = frozenset(graph.outputs)
     data = (
         replace(d, size_bytes=0) if d.kind is DataKind.TANGENT and d.name == CALLER_LOSS else d
         for d in graph.data
     )
     held = tuple(d for d in graph.held if d not in returned)
-    return replace(graph, data=tuple(data), held=held)
+    graph = replace(graph, data=tuple(data), held=held)
+    if options.host is not None:
+        graph = with_inputs(graph, _let_go(graph, lowered.interface, call))
+    return replace(lowered, graph=graph)
+
+
+def _let_go(graph: CDGraph, interface: Interface, call: ModuleCall) -> dict[int, int]:
+    """Return storage -> bytes of the inputs that the caller lets go of after the call: computed
+    ones with a storage of their own, which the call leaves alone and the backward phase reads."""
+    leaves = trees.tree_leaves((call.args, call.kwargs))
+    asked = {q.key for q in interface.questions if q.role == "input"}
+    residents = Counter(graph.values[v].data for v in interface.residents)
+    others = {graph.values[v].data for v in interface.mutated}.union(graph.outputs, graph.held)
+    read = {d for n in graph.backward for d in n.reads}.difference(others)
+    trained = {value for value, gradients in interface.gradients if gradients}
+    values = {i: graph.values[v] for i, v in interface.inputs if v in trained and i not in asked}
+    return {
+        value.data: needed_bytes(value.spec)
+        for i, value in values.items()
+        if value.data in read
+        and graph.data[value.data].kind is DataKind.INPUT
+        and residents[value.data] == 1
+        and type(leaves[i]) is torch.Tensor
+        and not leaves[i].is_leaf
+        and not value.spec.offset
+        and needed_bytes(value.spec) == graph.data[value.data].size_bytes
+    }
 
 
 def block_problem(block: CapturedBlock, options: Options, sharing: int = 1) -> Problem:
@@ -219,7 +253,7 @@ class BlockMaker:
         block = captured_block(call, options, self.path)
         if (program := self.programs.find(block, self.allowance)) is not None:
             return program
-        adjusted = functools.partial(_of_a_step, options, self.path)
+        adjusted = functools.partial(_of_a_step, options, self.path, call)
         opened = with_sizes_open(call, block.source, _of_a_block(options), adjusted)
         block = replace(block, source=opened)
         if self.allowance != UNLIMITED:  # of a measured step, which all processes run

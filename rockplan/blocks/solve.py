@@ -11,7 +11,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import nn
@@ -30,7 +30,7 @@ from rockplan.blocks.kinds import (
     captured_block,
     name_block_in,
 )
-from rockplan.blocks.outside import MeasuredStep, measured_step
+from rockplan.blocks.outside import measured_step
 from rockplan.blocks.report import BlocksPlan, PlacedBlock, in_words
 from rockplan.budget import Budget
 from rockplan.dp.block_sequence import Others
@@ -118,7 +118,7 @@ def solve_blocks(
 
         def planned(budget: Budget, own: Options) -> None:
             restore_blocks(model)
-            _plan_blocks(model, named, call, budget, loss, own, agreed, blocks is None)
+            _Job(model, named, call, loss, own, blocks is None, agreed).plan(budget)
 
         if options.takes_smallest(step_budget):
             options = replace(options, on_infeasible="smallest")
@@ -174,33 +174,6 @@ def _refuse_starts(options: Options, loss: Loss | None) -> None:
         )
 
 
-def _plan_blocks(
-    model: nn.Module,
-    named: dict[str, nn.Module],
-    call: SizedCall,
-    budget: Budget,
-    loss: Loss | None,
-    options: Options,
-    agreed: Agreement,
-    are_found: bool,
-) -> None:
-    programs = BlockPrograms(options)
-    if is_sharded(model):
-        programs.warned.add(SHARDING)
-    with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
-        report("looking for the inputs of blocks")
-        named, run, left = _blocks_called(model, named, call, loss, are_found)
-        job = _Job(model, call, loss, options, programs, run, are_found, agreed)
-        try:
-            job.plan({path: named[path] for path in run.calls}, budget, left)
-        except InfeasibleBudget as error:
-            if loss is None and not has_others() and options.on_infeasible != "original":
-                error.args = (f"{error}{_as_a_whole(model, call, options, error)}",)
-            raise
-    if programs.plan is not None:
-        programs.switched_off = key_value_cache.switch_off(model)
-
-
 def _plan_ahead(model: nn.Module, call: SizedCall, loss: Loss | None) -> None:
     blocks = {path: block for path, block in model.named_modules() if is_in_place(block)}
     with outside_of_initialization(), key_value_cache.switched_off(model), call.named_in_errors():
@@ -250,42 +223,6 @@ Left = tuple[tuple[str, str], ...]
 """(path, why) of blocks that are not planned, and run as they are."""
 
 
-def _blocks_called(
-    model: nn.Module,
-    named: dict[str, nn.Module],
-    call: SizedCall,
-    loss: Loss | None,
-    are_found: bool,
-) -> tuple[dict[str, nn.Module], SampleRun, Left]:
-    """are_found: the user has not named the blocks, so that they may be replaced by those that the
-    forward calls. Raises InvalidInput for blocks that are not called, and for named ones that are
-    called several times."""
-    run = sample_run(model, named, call.args, call.kwargs, loss)
-    left: Left = ()
-    if are_found and run.missing:
-        others = called_blocks(model, named, run.called)
-        if others.keys() != named.keys():
-            named, run = others, sample_run(model, others, call.args, call.kwargs, loss)
-    if are_found and len(run.repeated) < len(run.calls):
-        left = tuple((p, "it is called several times in one forward") for p in run.repeated)
-        for path, why in left:
-            del run.calls[path]
-            _LOGGER.warning("block '%s' is left as it is: %s", path, why)
-    elif run.repeated:
-        raise InvalidInput(
-            f"block '{next(iter(run.repeated))}' is called several times in one forward, and would "
-            "be planned for one call; leave it out of `blocks`, or plan the module that calls it"
-        )
-    if run.missing:
-        several = f" and {len(run.missing) - 1} more" if run.missing[1:] else ""
-        raise InvalidInput(
-            f"block '{run.missing[0]}'{several} is not called by this sample; pass a sample that "
-            "reaches it, or leave it out of `blocks`. (LayerDrop leaves layers out by chance: set "
-            "its probability to 0 while this plans)"
-        )
-    return named, run, left
-
-
 def blocks_of(model: nn.Module) -> BlocksPlan:
     """Return the printable plan of `solve_blocks` for `model`. Raises InvalidInput for none."""
     for block in model.modules():
@@ -314,25 +251,74 @@ def restore_blocks(model: nn.Module) -> nn.Module:
     return model
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
-    """One call of `solve_blocks`. run: of the sample; are_found: the user has not named the blocks;
-    agreed: processes that plan together."""
+    """One call of `solve_blocks`. named: path -> block; are_found: the user has not named them, so
+    that they may be replaced by those that the forward calls; agreed: processes that plan
+    together; run: of the sample."""
 
     model: nn.Module
+    named: dict[str, nn.Module]
     call: SizedCall
     loss: Loss | None
     options: Options
-    programs: BlockPrograms
-    run: SampleRun
     are_found: bool
     agreed: Agreement
+    run: SampleRun = field(init=False)
+    programs: BlockPrograms = field(init=False)
 
-    def plan(self, named: dict[str, nn.Module], budget: Budget, left: Left) -> None:
-        """Plan the blocks `named` (path -> block) within `budget`, in place. Blocks that cannot be
-        planned are left out, unless the options say that they are an error, and the rest is planned
-        anew. If none remains, that is noted for `blocks_of` and logged, or InvalidInput raised.
-        left: (path, why) of blocks left out before."""
+    def plan(self, budget: Budget) -> None:
+        """Plan the blocks within `budget`, in place. Raises as `solve_blocks`."""
+        model, options, self.programs = self.model, self.options, BlockPrograms(self.options)
+        if is_sharded(model):
+            self.programs.warned.add(SHARDING)
+        switched_off = key_value_cache.switched_off(model)
+        with outside_of_initialization(), switched_off, self.call.named_in_errors():
+            report("looking for the inputs of blocks")
+            left = self._run_sample()
+            try:
+                self._plan_or_leave(budget, left)
+            except InfeasibleBudget as error:
+                if self.loss is None and not has_others() and options.on_infeasible != "original":
+                    error.args = (f"{error}{_as_a_whole(model, self.call, options, error)}",)
+                raise
+        if self.programs.plan is not None:
+            self.programs.switched_off = key_value_cache.switch_off(model)
+
+    def _run_sample(self) -> Left:
+        """Returns the blocks that are called several times, which are left unless they are named.
+        Raises InvalidInput for these, and for blocks that are not called."""
+        given = self.call.args, self.call.kwargs, self.loss
+        run, left = sample_run(self.model, self.named, *given), Left()
+        if self.are_found and run.missing:
+            others = called_blocks(self.model, self.named, run.called)
+            if others.keys() != self.named.keys():
+                self.named, run = others, sample_run(self.model, others, *given)
+        if self.are_found and len(run.repeated) < len(run.calls):
+            left = tuple((p, "it is called several times in one forward") for p in run.repeated)
+            for path, why in left:
+                del run.calls[path]
+                _say_left(path, why)
+        elif run.repeated:
+            raise InvalidInput(
+                f"block '{next(iter(run.repeated))}' is called several times in one forward, and "
+                "would be planned for one call; leave it out of `blocks`, or plan the module that "
+                "calls it"
+            )
+        if run.missing:
+            raise InvalidInput(
+                f"block {_several(run.missing)} is not called by this sample; pass a sample that "
+                "reaches it, or leave it out of `blocks`. (LayerDrop leaves layers out by chance: "
+                "set its probability to 0 while this plans)"
+            )
+        self.run = run
+        return left
+
+    def _plan_or_leave(self, budget: Budget, left: Left) -> None:
+        """Blocks that cannot be planned are left out, unless the options say that they are an
+        error, and the rest is planned anew. If none remains, that is noted for `blocks_of` and
+        logged, or InvalidInput raised. left: blocks left out before."""
+        named = {path: self.named[path] for path in self.run.calls}
         captured, own = self._captured(named)
         refused = self._refused_by_any(own)
         captured = {p: b for p, b in captured.items() if p not in dict(refused)}
@@ -355,8 +341,7 @@ class _Job:
         paths: dict[str, list[str]] = {}
         for path, why in left:
             paths.setdefault(why, []).append(path)
-        several = ((why, same[0], len(same) - 1) for why, same in paths.items())
-        whys = "; ".join(f"'{p}'{f' and {n} more' if n else ''}: {why}" for why, p, n in several)
+        whys = "; ".join(f"{_several(same)}: {why}" for why, same in paths.items())
         if self.options.on_refused == "error":
             raise InvalidInput(f"there is no block to plan: {whys}; name blocks that are trained")
         _NONE_PLANNED[self.model] = whys
@@ -368,51 +353,32 @@ class _Job:
         """On any error the blocks are restored."""
         self.programs.sharing = len(captured)
         try:
-            step, captured, kinds = self._measured(captured)
-            budget_bytes = self._sequence(captured, kinds, step).budget_bytes(budget)
-            chosen, step = self._confirmed(captured, kinds, step, budget, budget_bytes)
-            sequence = self._sequence(captured, kinds, step)
+            sequence = self._measured(captured)
+            budget_bytes = sequence.budget_bytes(budget)
+            chosen, sequence = self._confirmed(sequence, budget, budget_bytes)
             budget_bytes = sequence.needed_bytes(chosen) if budget.is_minimum else budget_bytes
-            rows = [(p, b.kind, o) for (p, b), o in zip(captured.items(), chosen, strict=True)]
-            numbers = {kind: i for i, kind in enumerate(kinds)}
-            words = {
-                (kind, option): in_words(kinds[kind].problem.graph, option.schedule)
-                for kind, option in {(kind, option) for _, kind, option in rows}
-            }
+            numbers = {kind: i for i, kind in enumerate(sequence.kinds)}
             placed = tuple(
-                PlacedBlock(path, numbers[kind], option, kinds[kind].eager, *words[kind, option])
-                for path, kind, option in rows
+                PlacedBlock(
+                    *(path, numbers[block.kind], option, kind.eager),
+                    *in_words(kind.problem.graph, option.schedule),
+                )
+                for path, block, kind, option in sequence.rows(chosen)
             )
-            self._install(
-                captured, kinds, chosen, self._allowances(captured, kinds, chosen, budget)
-            )
+            self._install(sequence, chosen, budget)
             self.programs.plan = BlocksPlan(
-                budget_bytes, placed, step.moments, left, sequence.others, step.least
+                budget_bytes, placed, sequence.moments, left, sequence.others, sequence.least_seen
             )
         except BaseException:
             restore_blocks(self.model)
             raise
-
-    def _allowances(
-        self,
-        captured: dict[str, CapturedBlock],
-        kinds: dict[Any, BlockKind],
-        chosen: Sequence[BoundedOption],
-        budget: Budget,
-    ) -> list[Allowance]:
-        """A budget in bytes is never exceeded; others may grow with the size of a call."""
-        grows = budget.is_minimum or budget.share is not None
-        return [
-            Allowance(o.saved_bytes, o.peak_bytes, grows * kinds[block.kind].eager.saved_bytes)
-            for block, o in zip(captured.values(), chosen, strict=True)
-        ]
 
     def _refused_in_a_step(self, captured: dict[str, CapturedBlock]) -> Left:
         whys = {captured[path].kind: why for path, why in self.programs.refused.items()}
         self.programs.refused.clear()
         refused = [(p, whys[block.kind]) for p, block in captured.items() if block.kind in whys]
         for path, why in refused:
-            _LOGGER.warning("block '%s' is left as it is: %s", path, why)
+            _say_left(path, why)
         return tuple(refused)
 
     def _captured(self, named: dict[str, nn.Module]) -> tuple[dict[str, CapturedBlock], Left]:
@@ -434,7 +400,7 @@ class _Job:
                     failure = failure or (error, path)
                     continue
                 left.append((path, str(error)))
-                _LOGGER.warning("block '%s' is left as it is: %s", path, error)
+                _say_left(path, str(error))
         if failure is not None:
             name_block_in(*failure, are_others_planned=bool(captured))
             raise failure[0]
@@ -452,7 +418,7 @@ class _Job:
             for path, why in theirs:
                 if path not in left:
                     left[path] = f"rank {rank}: {why}"
-                    _LOGGER.warning("block '%s' is left as it is: %s", path, left[path])
+                    _say_left(path, left[path])
         return tuple(left.items())
 
     def _capture(
@@ -463,16 +429,15 @@ class _Job:
         with under_autocast(call.autocast), gathered(block), call.as_called():
             return captured_block(given, self.options, path)
 
-    def _measured(
-        self, captured: dict[str, CapturedBlock]
-    ) -> tuple[MeasuredStep, dict[str, CapturedBlock], dict[Any, BlockKind]]:
+    def _measured(self, captured: dict[str, CapturedBlock]) -> BlockSequence:
         """If backward starts from other results of a block than assumed, that block is captured
         again, and the step measured once more."""
         for is_second in (False, True):
-            kinds = self._kinds(captured.values())
-            options = [thrifty(kinds[block.kind].family) for block in captured.values()]
+            blocks = tuple(captured.values())
+            sequence = BlockSequence(tuple(captured), blocks, self._kinds(blocks))
+            options = [*map(thrifty, sequence.families)]
             # Calls of another kind than assumed have no limit; they are measured a second time.
-            step = self._step_of(captured, kinds, options, [UNLIMITED] * len(options))
+            sequence = self._in_a_step(sequence, options)
             latest = {path: latest_of(block.call.module) for path, block in captured.items()}
             restore_blocks(self.model)
             recaptured = {
@@ -483,59 +448,43 @@ class _Job:
             if not recaptured:
                 break
             captured = {**captured, **recaptured}
-        return step, captured, kinds
-
-    def _sequence(
-        self, captured: dict[str, CapturedBlock], kinds: dict[Any, BlockKind], step: MeasuredStep
-    ) -> BlockSequence:
-        others = Others(self.options.in_flight - 1, step.returned_bytes)
-        return BlockSequence(tuple(captured), tuple(captured.values()), kinds, step.moments, others)
+        return sequence
 
     def _confirmed(
-        self,
-        captured: dict[str, CapturedBlock],
-        kinds: dict[Any, BlockKind],
-        step: MeasuredStep,
-        budget: Budget,
-        budget_bytes: int,
-    ) -> tuple[tuple[BoundedOption, ...], MeasuredStep]:
-        """Return the options of the blocks, and the step as it was measured with them. step:
-        measured with other options, beside which the rest of the model may need more, or less.
-        Where it needs more than the budget, options are chosen again, by what was measured.
+        self, sequence: BlockSequence, budget: Budget, budget_bytes: int
+    ) -> tuple[tuple[BoundedOption, ...], BlockSequence]:
+        """Return the options of the blocks, and the sequence as it was measured with them.
+        sequence: measured with other options, beside which the rest of the model may need more, or
+        less. Where it needs more than the budget, options are chosen again, by what was measured.
         All processes measure as many steps, since they exchange data in them."""
         for _ in range(MOST_CHOICES):
-            estimated = self._sequence(captured, kinds, step)
-            chosen = self._chosen(estimated, budget_bytes)
-            allowances = self._allowances(captured, kinds, chosen, budget)
-            found = self._step_of(captured, kinds, chosen, allowances)
+            chosen = self._chosen(sequence, budget_bytes)
+            found = self._in_a_step(sequence, chosen, budget)
             restore_blocks(self.model)
-            most_bytes, least_bytes = (
-                self._sequence(captured, kinds, found._replace(moments=m)).needed_bytes(chosen)
-                for m in (found.moments, found.least)
-            )
-            fits = budget.is_minimum or most_bytes <= budget_bytes
+            least_bytes = replace(found, moments=found.least_seen).needed_bytes(chosen)
+            fits = budget.is_minimum or found.needed_bytes(chosen) <= budget_bytes
             # A smallest plan may need more than the budget: no other choice would help.
-            is_above = not fits and estimated.needed_bytes(chosen) <= budget_bytes < least_bytes
+            is_above = not fits and sequence.needed_bytes(chosen) <= budget_bytes < least_bytes
             if not any(self.agreed.gathered("above", is_above).values()):
                 # Else collectives let go of memory late while it was measured.
                 is_measured = fits or budget_bytes < least_bytes
-                return chosen, found if is_measured else step
-            step = found if is_above else step
-        raise self._sequence(captured, kinds, found).infeasible(budget_bytes)
+                return chosen, found if is_measured else sequence
+            sequence = found if is_above else sequence
+        raise found.infeasible(budget_bytes)
 
-    def _step_of(
+    def _in_a_step(
         self,
-        captured: dict[str, CapturedBlock],
-        kinds: dict[Any, BlockKind],
+        sequence: BlockSequence,
         options: Sequence[BoundedOption],
-        allowances: Sequence[Allowance],
-    ) -> MeasuredStep:
-        """Raises `_Unreached`."""
-        self._install(captured, kinds, options, allowances)
+        budget: Budget | None = None,
+    ) -> BlockSequence:
+        """Return the sequence as measured in a step. budget: as for `_install`. Raises
+        `_Unreached`."""
+        self._install(sequence, options, budget)
         report("measuring a step")
         step = measured_step(
             self.model,
-            [block.call.module for block in captured.values()],
+            [block.call.module for block in sequence.blocks],
             options,
             functools.partial(
                 step_of,
@@ -552,7 +501,7 @@ class _Job:
             device_of(self.model),
         )
         reached = {m.running for m in step.moments if m.is_backward}
-        missing = [path for number, path in enumerate(captured) if number not in reached]
+        missing = [path for number, path in enumerate(sequence.paths) if number not in reached]
         if missing:  # the prediction would miss what they need in the backward phase
             raise _Unreached(missing)
         # Processes that plan together count the most bytes of any.
@@ -561,10 +510,13 @@ class _Job:
         own = [step.returned_bytes, *(m.outside_bytes for m in both)]
         every = self.agreed.gathered(("moments", courses), own).values()
         returned, *outside = map(max, zip(*every, strict=True))
-        rows = zip(both, outside, strict=True)
-        moments = [replace(m, outside_bytes=b) for m, b in rows]
-        count = len(courses)
-        return MeasuredStep(tuple(moments[:count]), tuple(moments[count:]), returned)
+        moments = tuple(replace(m, outside_bytes=b) for m, b in zip(both, outside, strict=True))
+        return replace(
+            sequence,
+            moments=moments[: len(courses)],
+            least_seen=moments[len(courses) :],
+            others=Others(self.options.in_flight - 1, returned),
+        )
 
     def _kinds(self, captured: Iterable[CapturedBlock]) -> dict[Any, BlockKind]:
         """One process decides for all with the same blocks."""
@@ -606,17 +558,18 @@ class _Job:
         return sequence.least()
 
     def _install(
-        self,
-        captured: dict[str, CapturedBlock],
-        kinds: dict[Any, BlockKind],
-        chosen: Sequence[BoundedOption],
-        allowances: Sequence[Allowance],
+        self, sequence: BlockSequence, chosen: Sequence[BoundedOption], budget: Budget | None
     ) -> None:
+        """budget: in bytes it is never exceeded, others may grow with the size of a call; None: no
+        block has a limit."""
         report("writing the code")
         self.programs.known.clear()
-        rows = zip(captured.items(), chosen, allowances, strict=True)
-        for (path, block), option, allowance in rows:
-            kind = kinds[block.kind]
+        for path, block, kind, option in sequence.rows(chosen):
+            allowance = UNLIMITED
+            if budget is not None:
+                grows = budget.is_minimum or budget.share is not None
+                eager_bytes = grows * kind.eager.saved_bytes
+                allowance = Allowance(option.saved_bytes, option.peak_bytes, eager_bytes)
             program = self.programs.find(block, allowance)
             if program is None:
                 with self.run.calls[path].as_called():
@@ -637,6 +590,14 @@ class _Job:
                 )
 
 
+def _say_left(path: str, why: str) -> None:
+    _LOGGER.warning("block '%s' is left as it is: %s", path, why)
+
+
+def _several(paths: Sequence[str]) -> str:
+    return f"'{paths[0]}'{f' and {len(paths) - 1} more' if paths[1:] else ''}"
+
+
 MOST_CHOICES = 3
 
 
@@ -644,11 +605,10 @@ class _Unreached(InvalidInput):
     """No gradient reaches some blocks. paths: of these."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        several = f" and {len(paths) - 1} more" if paths[1:] else ""
         super().__init__(
-            f"no gradient reaches block '{paths[0]}'{several} in the measured step, which starts "
-            "from what the model returns; pass loss=, a function of that whose gradients do reach "
-            "it, or leave it out of `blocks`"
+            f"no gradient reaches block {_several(paths)} in the measured step, which starts from "
+            "what the model returns; pass loss=, a function of that whose gradients do reach it, "
+            "or leave it out of `blocks`"
         )
         self.paths = paths
 

@@ -29,6 +29,7 @@ from rockplan.values.graph import (
     Call,
     CDGraph,
     ComputeNode,
+    DataKind,
     MeshGroup,
     Phase,
     Takeover,
@@ -60,7 +61,8 @@ class Code:
     `frame.saved` after the forward, or '' if it is not there); reused: positions among `acting` of
     the results that a forward which runs again takes from `frame.first`. pages: (name, bytes,
     device) of each storage that it pages to the host. redraws: how often the forward and the
-    backward phase draw again what was drawn before.
+    backward phase draw again what was drawn before. inputs: (position, name in `frame.saved` or of
+    its page) of residents that the caller may let go of after the forward.
     """
 
     source: str
@@ -73,6 +75,7 @@ class Code:
     reused: tuple[int, ...]
     pages: tuple[tuple[str, int, str], ...]
     redraws: tuple[int, int]
+    inputs: tuple[tuple[int, str], ...] = ()
 
 
 def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
@@ -189,11 +192,12 @@ class _Emitter:
             frees = [e for e in events[first:last] if isinstance(e, Free)]
             handed = [e.data for e in frees if self._is_handed(e)]
             self._end_slice(handed, last, is_last=number == len(slices) - 1)
+        inputs = {i: self._name(v) for v, i in self._resident.items() if self._is_given(v)}
         return Code(
             source="\n".join(self._lines) + "\n",
             handed=tuple(self._handed),
             operators=tuple(self._names.operators.items()),
-            checked=tuple(sorted(self._checked.union(*self._read))),
+            checked=tuple(sorted(self._checked.union(inputs, *self._read))),
             read=tuple(tuple(sorted(read)) for read in self._read),
             copied=self._copied_residents,
             acting=tuple(
@@ -202,7 +206,11 @@ class _Emitter:
             reused=self._reused() if self._again else (),
             pages=tuple(self._pages.values()),
             redraws=(self._redraws[False], self._redraws[True]),
+            inputs=tuple(inputs.items()),
         )
+
+    def _is_given(self, value: int) -> bool:
+        return self._graph.data[self._graph.values[value].data].kind is DataKind.ACTIVATION
 
     def _reused(self) -> tuple[int, ...]:
         graph = self._graph
@@ -368,6 +376,11 @@ class _Emitter:
         """If the forward runs again, results that exist are taken, and effects left out."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
+        if not node.calls:
+            for value in filter(self._is_given, self._resident):
+                if self._graph.values[value].data in node.writes:
+                    self._need(value)
+            return
         on_copies = not self._copied.isdisjoint(node.reads)
         repeats = self._again and node.phase is Phase.FORWARD
         if repeats and not self._copies.isdisjoint(node.writes):

@@ -117,7 +117,7 @@ class Returned:
         self._hooks = {j: _hooks(results[j]) for j in inner}
         self._tensors = {j: TensorWeakRef(results[j]) for j in inner}
         positions = {i for pair in related.overlapping for i in pair}
-        self._counters = {i: _counter(results[i]) for i in sorted(positions)}
+        self._counters = {i: counter_of(results[i]) for i in sorted(positions)}
         self._versions = {i: counter._version for i, counter in self._counters.items()}
 
     def check_between(self, made: int, ends_here: bool) -> None:
@@ -178,7 +178,8 @@ def _no_hook(gradient: torch.Tensor) -> None:
     """Do nothing: registering and removing it creates the dictionary that hooks are kept in."""
 
 
-def _counter(result: torch.Tensor) -> torch.Tensor:
-    counter = result.detach()
-    counter.data = torch.empty(0, dtype=result.dtype, device=result.device)
+def counter_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor whose version counter is that of `tensor`."""
+    counter = tensor.detach()
+    counter.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return counter

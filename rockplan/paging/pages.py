@@ -113,9 +113,16 @@ class Pages:
             )
         for tensor in tensors:
             assert tensor.untyped_storage().data_ptr() == storage.data_ptr(), name
-        assert self.layout is not None and storage.nbytes() <= self.layout.sizes[name], name
+        assert self.layout is not None
+        # An input may be a part of what the caller has.
+        is_part = storage.nbytes() > self.layout.sizes[name]
+        if is_part:
+            tensors = tuple(tensor.clone() for tensor in tensors)
+            storage = tensors[0].untyped_storage()
         self._pages[name] = _Page(storage.nbytes(), storage.device, tuple(map(_Look.of, tensors)))
         self._copies[name] = self._arena.begin_out(self._offset(name), storage)
+        if is_part:
+            self._copies[name].outlive(storage)
 
     def paged_out(self, name: str) -> None:
         """Wait until the copy to the host is done: then the storage may be freed."""

@@ -16,12 +16,13 @@ import torch
 
 from rockplan.codegen import rng_replay
 from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
-from rockplan.codegen.result_aliasing import Returned
+from rockplan.codegen.result_aliasing import Returned, counter_of
 from rockplan.errors import BackwardError
 from rockplan.python_state.distributed import distributed, local_of, strides_of, waited
 
-Replan = Callable[[Pattern], Executable]
-"""Returns the plan of the same call for incoming gradients of another pattern."""
+Replan = Callable[[Pattern, Sequence[torch.Tensor]], Executable]
+"""Returns the plan of the same call, with these residents, for incoming gradients of another
+pattern."""
 
 
 class PlannedCall:
@@ -100,7 +101,30 @@ class SavedForBackward:
         self._versions = self._versions_at(range(len(self.residents)))
         self._storages = _storages(self.residents)
         self._saved_versions = _versions(self._frame.saved.values())
+        for position, _ in executable.code.inputs:
+            self._put(position, counter_of(self.residents[position]))
         return outputs
+
+    def _put(self, position: int, resident: torch.Tensor) -> None:
+        """In place of an input, which the frame holds or has on the host, or back."""
+        residents = [*self.residents]
+        residents[position] = resident
+        self._frame.residents = self.residents = tuple(residents)
+        self._versions[position] = resident._version
+        self._storages[position] = resident.untyped_storage()
+
+    def _take_inputs_back(self) -> None:
+        """Have all inputs for a forward that runs again. Raises BackwardError if one was
+        modified."""
+        for position, name in self._executable.code.inputs:
+            if self.residents[position].numel():
+                continue
+            self.check_residents([position], _MODIFIED)
+            tensor = self._frame.saved.get(name)
+            if tensor is None:
+                (tensor,) = self._frame.page_in(name)
+                self._frame.paged_in(name)
+            self._put(position, tensor)
 
     @property
     def is_needed(self) -> bool:
@@ -125,7 +149,10 @@ class SavedForBackward:
                 "same (torch.set_default_dtype)"
             )
         pattern = tuple(None if g is None else strides_of(g) for g in gradients)
-        if self._is_used or pattern != self._executable.pattern:
+        is_again = self._is_used or pattern != self._executable.pattern
+        if is_again or torch._C._autograd._get_current_graph_task_keep_graph():
+            self._take_inputs_back()
+        if is_again:
             running, frame = self._forward_again(planned, pattern)
         else:
             running, frame = self._executable, self._frame
@@ -147,7 +174,7 @@ class SavedForBackward:
         # The rest of what the forward kept is freed: another forward runs.
         self._is_used, self._frame = True, Frame(self.residents)
         is_own = pattern == self._executable.pattern
-        running = (self._executable if is_own else self._replan(pattern)).again()
+        running = (self._executable if is_own else self._replan(pattern, self.residents)).again()
         if not _counts(running).keys() <= _counts(planned).keys():
             raise BackwardError(
                 "this backward pass starts from other outputs of the module than the plan knows, "

@@ -152,7 +152,9 @@ class Planned(HasPlans):
         state.latest, state.has_run = bound.program, True
         situation = Situation(self, call, bound, autocast_state(), function_modes())
         pool = state.pool if state.settings.graph else None
-        return run(bound, (call.args, call.kwargs), call.leaves, situation.replan, pool)
+        result = run(bound, (call.args, call.kwargs), call.leaves, situation.replan, pool)
+        call.let_go_of_inputs(bound)
+        return result
 
 
 def _called(state: PlannedState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Called:
@@ -196,7 +198,7 @@ def bound_forward(module: nn.Module, program: PlannedProgram) -> Callable[..., A
         call = (args, kwargs)
         return run(bound, call, trees.tree_leaves(call), no_other_plan)
 
-    def no_other_plan(pattern: Pattern) -> Executable:
+    def no_other_plan(pattern: Pattern, residents: object) -> Executable:
         raise BackwardError(f"the incoming gradients are not as planned: {pattern}")
 
     return forward

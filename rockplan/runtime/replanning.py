@@ -10,6 +10,7 @@ import itertools
 import logging
 import operator
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,12 +57,19 @@ LOG = logging.getLogger("rockplan")
 @dataclass(slots=True)
 class Called:
     """A call of a planned module. key: its kind, another one once more is known of what the forward
-    reads; leaves: of (args, kwargs), whose lists may have grown since."""
+    reads; leaves: of (args, kwargs), whose lists may have grown since; None for those let go."""
 
     key: Any
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     leaves: list[Any]
+
+    def let_go_of_inputs(self, bound: BoundProgram) -> None:
+        """No longer hold the inputs of which the frame of the call takes care."""
+        inputs, first = bound.program.interface.inputs, len(bound.tensors)
+        for resident, _ in bound.program.executable.code.inputs:
+            self.leaves[inputs[resident - first][0]] = None
+            self.args, self.kwargs = (), {}
 
 
 def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
@@ -284,13 +292,17 @@ class Situation:
     autocast: Autocast
     modes: tuple[torch.device | int, ...]
 
-    def replan(self, pattern: Pattern) -> Executable:
+    def replan(self, pattern: Pattern, residents: Sequence[torch.Tensor]) -> Executable:
         """Return the plan for incoming gradients of `pattern`. Later calls like this one start with
         it, unless the user chose the outputs to differentiate.
 
         It is planned with the parameters and buffers that the call had, which eager's graph keeps:
         `functional_call` has put the module's own back when backward begins.
         """
+        leaves, inputs = self.call.leaves, self.bound.program.interface.inputs
+        for (i, _), given in zip(inputs, residents[len(self.bound.tensors) :], strict=False):
+            if leaves[i] is None:  # it was computed, and so required a gradient
+                leaves[i] = given if given.requires_grad else given.detach().requires_grad_()
         with PLANNING, paused_collection(), with_tensors_of(self.bound.signature):
             return self._replan(pattern)
 

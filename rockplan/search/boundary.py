@@ -28,12 +28,20 @@ from rockplan.search import planning
 from rockplan.search.block_families import family_key, is_legal
 from rockplan.search.limits import Limits
 from rockplan.search.local.exchange import ExchangeLimits
+from rockplan.search.local.placing import placed
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
-from rockplan.values.copies import without_copies
+from rockplan.values.copies import (
+    HostLink,
+    inputs,
+    paged,
+    with_fetches,
+    with_nodes,
+    without_copies,
+)
 from rockplan.values.graph import CDGraph, ComputeNode, Phase, Queue, as_eager
 from rockplan.values.order import Orders
 from rockplan.values.plan import Plan
@@ -63,16 +71,17 @@ def first_options(problem: Problem, options: Options) -> tuple[BoundedOption, ..
     nothing kept, with the least peak; and for ten limits of the saved bytes (SHARES of what is
     saved with everything kept) the fastest one found whose peak is that of the first."""
     everything = option_with(problem, keep_all(problem.graph))
-    peak_bytes = everything.peak_bytes
+    peak_bytes, sizes = everything.peak_bytes, GraphView(problem.graph).sizes
 
     def solved() -> _Found:
         """Return (schedules of these options, True if no time limit cut a search short)."""
         least, is_complete = thriftiest(problem.graph, options)
         schedules = [everything.schedule, least]
         least_bytes = bounded_option(problem.graph, least).saved_bytes
-        for number, share in enumerate(SHARES):
+        with_inputs_bytes = least_bytes + sum(map(sizes.__getitem__, _paged_inputs(problem.graph)))
+        shares = (max(int(s * everything.saved_bytes), with_inputs_bytes) for s in SHARES)
+        for number, saved_bytes in enumerate(sorted({least_bytes, *shares})):
             report("solving blocks", number, len(SHARES))
-            saved_bytes = max(int(share * everything.saved_bytes), least_bytes)
             found, is_its_own = _within(problem, saved_bytes, peak_bytes, QUICK, options)
             schedules += found
             is_complete = is_complete and is_its_own
@@ -146,16 +155,11 @@ def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
     """Return `graph` with one node more, at the end of the forward phase, which makes nothing and
     whose workspace is peak_bytes less saved_bytes and what the forward returns: a schedule of it
     within peak_bytes saves at most saved_bytes."""
-    n_forward = len(graph.forward)
     room_bytes = max(peak_bytes - saved_bytes - _output_bytes(graph), 0)
     limit = ComputeNode(
-        n_forward, _LIMIT, Phase.FORWARD, (), (), workspace_bytes=room_bytes, recomputable=False
+        0, _LIMIT, Phase.FORWARD, (), (), workspace_bytes=room_bytes, recomputable=False
     )
-    backward = (replace(n, index=n.index + 1) for n in graph.backward)
-    order = tuple(i + (i >= n_forward) for i in graph.eager_order)
-    if order:
-        order = (*order[:n_forward], n_forward, *order[n_forward:])
-    return replace(graph, nodes=(*graph.forward, limit, *backward), eager_order=order)
+    return with_nodes(graph, [limit])
 
 
 _LIMIT = "limit"
@@ -183,17 +187,23 @@ def _places(graph: CDGraph) -> list[object]:
 
 def thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
     """Return (the schedule with the least peak found that saves nothing but results of nodes that
-    run once, and what is returned; whether no time limit cut the search)."""
-    graph = without_copies(whole)
-    returned = frozenset(graph.outputs)
+    run once, and what is returned; whether no time limit cut the search). Inputs are on the host
+    meanwhile where they may be."""
+    graph, gone = without_copies(whole), _paged_inputs(whole)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
-    dropping = replace(graph, dropped=tuple(sorted(d for d in repeatable if d not in returned)))
+    dropped = tuple(sorted({*repeatable, *gone}.difference(graph.outputs)))
+    dropping = with_fetches(replace(graph, dropped=dropped), gone)
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
     limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)
     incumbent = least_peak(goal, limits)
     schedule = incumbent.schedule or keep_all(dropping)
-    return without_limit(whole, graph, schedule), incumbent.is_complete
+    made = placed(graph, gone, schedule.phases, HostLink(1, 1), 0)
+    return without_limit(whole, made.graph, made.schedule), incumbent.is_complete
+
+
+def _paged_inputs(graph: CDGraph) -> tuple[int, ...]:
+    return tuple(page.data for page in paged(graph) if page.data in inputs(graph))
 
 
 def _within(

@@ -28,7 +28,7 @@ from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
 from rockplan.search.local.placing import Placed, placed
 from rockplan.search.problem import Goal, Problem
-from rockplan.values.copies import HostLink, with_copies, with_fetches, without_copies
+from rockplan.values.copies import HostLink, inputs, with_copies, with_fetches, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, DataKind, TensorSpec
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, keep_all, kept_data
@@ -158,10 +158,11 @@ def pageable(problem: Problem) -> Problem:
 
 def by_worth(graph: CDGraph) -> list[int]:
     """Return the storages that may be paged (activations kept between the phases that can be made
-    again, from LEAST_BYTES on), those first that take longest to recompute for each byte; of equal
-    ones, those made first."""
+    again, and `copies.inputs`, from LEAST_BYTES on), those first that take longest to recompute for
+    each byte; of equal ones, those made first."""
     view = GraphView(graph)
     kept = kept_data(graph, keep_all(graph))
+    given = inputs(graph)
     outside = {*graph.outputs, *graph.held, *graph.handed, *graph.dropped}
     read = {d for n in graph.backward for d in n.reads}
     specs: dict[int, list[TensorSpec]] = {}
@@ -172,7 +173,7 @@ def by_worth(graph: CDGraph) -> list[int]:
         for d in sorted(kept & read - outside)
         if graph.data[d].kind is DataKind.ACTIVATION
         and view.sizes[d] >= LEAST_BYTES
-        and graph.nodes[view.producer[d]].recomputable
+        and (graph.nodes[view.producer[d]].recomputable or d in given)
         and not any(v.is_conj or v.is_neg for v in specs.get(d, ()))
     ]
     makers = [view.maker(d) for d in range(len(graph.data))]

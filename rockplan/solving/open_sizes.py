@@ -46,10 +46,10 @@ def with_open_sizes(
     source: CapturedCall,
     known: PlannedProgram,
     options: Options,
-    adjusted: Callable[[CDGraph], CDGraph],
+    adjusted: Callable[[Lowered], Lowered],
 ) -> CapturedCall:
     """Return `call` captured with symbols in place of the sizes in which it differs from the call
-    of `known`. source: the same call captured as it is; adjusted: what is done to a graph
+    of `known`. source: the same call captured as it is; adjusted: what is done to it
     before it is planned. Raises StaticSizes, which says why not."""
     if source.in_parts is not None:
         reason = "parts of the head (Options(tile=...)) are of constant sizes: pad to few lengths"
@@ -61,14 +61,14 @@ def with_open_sizes(
         source = captured_call(call, plain, is_asked=False)
     opened = captured_call(call, plain, is_asked=False, earlier=earlier)
     own, static = (
-        (in_eager_order(adjusted(one.lowered.graph)), one.lowered.interface)
+        (in_eager_order(adjusted(one.lowered).graph), one.lowered.interface)
         for one in (opened, source)
     )
     _refuse(_program_differences(frozenset(), own, static), "this call")
     names = opened.run.sizes.names
     at = tuple(symbol.of(earlier) for symbol in opened.run.sizes.symbols)
     lowered = _fused(opened, at, options) if options.compile else opened.lowered
-    lowered = replace(lowered, graph=adjusted(lowered.graph))
+    lowered = adjusted(lowered)
     graph, interface = lowered.graph, lowered.interface
     texts = texts_in((graph, interface))
     numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
@@ -80,7 +80,7 @@ def with_open_sizes(
         kept = unread - known.interface.unread
         again = captured_call(call, plain, is_asked=False, earlier=earlier, kept=kept)
         alike = _fused(again, at, options) if options.compile else again.lowered
-        alike = replace(alike, graph=adjusted(alike.graph))
+        alike = adjusted(alike)
     then = resized((_static(in_eager_order(alike.graph)), alike.interface), numbers)
     planned = (in_eager_order(planned_graph), known.interface)
     _refuse(_program_differences(unread, then, planned), "the call before")

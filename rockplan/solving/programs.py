@@ -26,6 +26,7 @@ from rockplan.errors import ForwardRaises, InfeasibleBudget, PlanMismatch, Rockp
 from rockplan.fitting.reserved import with_pool, with_reserved
 from rockplan.graph_builder.costs.open_workspaces import with_open_workspaces
 from rockplan.graph_builder.digests import graph_digest
+from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.symbols import are_for
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
@@ -55,7 +56,7 @@ from rockplan.solving.open_sizes import unfused, with_open_sizes
 from rockplan.solving.remedies import remedies
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import with_copies_of, without_copies
-from rockplan.values.graph import CDGraph, as_eager
+from rockplan.values.graph import as_eager
 from rockplan.values.interface import Interface, Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
@@ -264,7 +265,7 @@ def with_sizes_open(
     call: ModuleCall,
     source: CapturedCall,
     options: Options,
-    adjusted: Callable[[CDGraph], CDGraph] = lambda graph: graph,
+    adjusted: Callable[[Lowered], Lowered] = lambda lowered: lowered,
 ) -> CapturedCall:
     """Return the captured call for calls of other sizes too, if one that the module has a program
     for differs from it in sizes alone; else `source`. What cannot be open is remembered, and said

@@ -11,7 +11,7 @@ the operand is made. A copy in stands where the memory of its result is allocate
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rockplan.values.graph import (
@@ -26,6 +26,7 @@ from rockplan.values.graph import (
     Value,
     ValueRef,
     producers,
+    required,
 )
 
 STORE, FETCH = "host.store.default", "host.fetch.default"
@@ -86,12 +87,11 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
     chosen = sorted(set(storages))
     if not chosen:
         return graph
-    turn, count = len(graph.forward), len(chosen)
     maker = producers(graph)
     data, values = list(graph.data), list(graph.values)
     stores: list[ComputeNode] = []
     fetches: list[ComputeNode] = []
-    for number, d in enumerate(chosen):
+    for d in chosen:
         storage, made = graph.data[d], graph.nodes[maker[d]]
         host = DataNode(len(data), f"host_{storage.name}", DataKind.HOST, storage.size_bytes)
         data.append(host)
@@ -105,7 +105,7 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
             back = Call(FETCH, (ValueRef(stored.index),), (), tuple(tensors))
             calls = (out,), (back,)
         store = ComputeNode(
-            index=turn + number,
+            index=0,
             name=f"store_{storage.name}",
             phase=Phase.FORWARD,
             reads=(d,),
@@ -122,7 +122,6 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
         fetches.append(
             replace(
                 store,
-                index=turn + count + number,
                 name=f"fetch_{storage.name}",
                 phase=Phase.BACKWARD,
                 reads=store.writes,
@@ -133,14 +132,48 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
                 queue=Queue.IN,
             )
         )
-    later = (replace(n, index=n.index + 2 * count) for n in graph.backward)
-    return replace(
-        graph,
-        data=tuple(data),
-        values=tuple(values),
-        nodes=(*graph.forward, *stores, *fetches, *later),
-        eager_order=tuple(shifted(graph.eager_order, turn, 2 * count)),
+    copied = replace(graph, data=tuple(data), values=tuple(values))
+    return with_nodes(copied, (*stores, *fetches))
+
+
+def with_nodes(graph: CDGraph, nodes: Iterable[ComputeNode]) -> CDGraph:
+    """Return `graph` with `nodes`, of any index, at the turn: of the forward phase first."""
+    turn = len(graph.forward)
+    new = tuple(replace(n, index=i) for i, n in enumerate(nodes, turn))
+    later = (replace(n, index=n.index + len(new)) for n in graph.backward)
+    order = tuple(shifted(graph.eager_order, turn, len(new)))
+    own = required(new) if order else ()
+    order = (*order[:turn], *own, *order[turn:])
+    return replace(graph, nodes=(*graph.forward, *new, *later), eager_order=order)
+
+
+def with_inputs(graph: CDGraph, sizes: Mapping[int, int]) -> CDGraph:
+    """Return `graph` with storages of the caller that it may let go of after the call (`sizes`:
+    their bytes) as activations: a first node hands them over, and the last one of the forward
+    phase, when the results are there, stands for the caller, who holds them until then. Neither
+    has calls, and each runs once."""
+    if not sizes:
+        return graph
+    data = (
+        replace(d, kind=DataKind.ACTIVATION, size_bytes=sizes[d.index]) if d.index in sizes else d
+        for d in graph.data
     )
+    taken = tuple(sorted(sizes))
+    take = ComputeNode(0, _TAKE, Phase.FORWARD, (), taken, recomputable=False)
+    nodes = (take, *(replace(n, index=n.index + 1) for n in graph.nodes))
+    order = (0, *(i + 1 for i in graph.eager_order)) if graph.eager_order else ()
+    made = {d for n in graph.forward for d in n.writes}.intersection(graph.outputs)
+    reads = tuple(sorted(made.union(taken)))
+    last = ComputeNode(0, "return", Phase.FORWARD, reads, (), recomputable=False)
+    return with_nodes(replace(graph, data=tuple(data), nodes=nodes, eager_order=order), [last])
+
+
+def inputs(graph: CDGraph) -> tuple[int, ...]:
+    """Return the storages that `with_inputs` made activations."""
+    return graph.nodes[0].writes if graph.nodes and graph.nodes[0].name == _TAKE else ()
+
+
+_TAKE = "input"
 
 
 def copy_of(node: ComputeNode) -> Call | None:
@@ -152,18 +185,11 @@ def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
     """Return `graph` with an optional backward node for each of `storages`, which makes it again
     from nothing in no time: so a search sees copies in that arrive in time. Nodes are numbered as
     by `with_copies`, but without the copies out."""
-    chosen = sorted(set(storages))
-    turn = len(graph.forward)
     fetches = (
-        ComputeNode(turn + k, f"fetch_{d}", Phase.BACKWARD, (), (d,), optional=True)
-        for k, d in enumerate(chosen)
+        ComputeNode(0, f"fetch_{d}", Phase.BACKWARD, (), (d,), optional=True)
+        for d in sorted(set(storages))
     )
-    later = (replace(n, index=n.index + len(chosen)) for n in graph.backward)
-    return replace(
-        graph,
-        nodes=(*graph.forward, *fetches, *later),
-        eager_order=tuple(shifted(graph.eager_order, turn, len(chosen))),
-    )
+    return with_nodes(graph, fetches)
 
 
 def shifted(order: Iterable[int], turn: int, by: int) -> list[int]:
