@@ -25,7 +25,7 @@ from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options
 from rockplan.oracles.verify import verify
 from rockplan.search.problem import Known, Problem, problem_of_priced
-from rockplan.values.copies import without_copies
+from rockplan.values.copies import paged, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, stem
 from rockplan.values.order import without_idle
 from rockplan.values.plan import Plan
@@ -44,7 +44,7 @@ def problem_like(
     of several the one that recomputes most: it fits where another does. None if there is none.
     waits: gradients that are handed over only after the last read of their parameter."""
     graph = lowered.graph
-    plain = sorted((p for p in known if not p.trips), key=lambda p: -p.overhead)
+    plain = sorted((p for p in known if not paged(p.graph)), key=lambda p: -p.overhead)
     matched = ((plan, _matched(plan.graph, graph)) for plan in plain)
     plan, nodes = next((one for one in matched if one[1] is not None), (None, None))
     if plan is None or nodes is None:
@@ -80,7 +80,7 @@ def _problem(
     # The profile does not have these prices, which plans in the cache are for.
     prices = digest([[n.time_ns, n.workspace_bytes] for n in priced.nodes])
     problem = replace(problem, waits=waits, profile_digest=prices)
-    if plan.trips:  # of the graph with copies
+    if paged(plan.graph):  # its schedule is one of the graph with copies
         return problem
     schedule = _replayed(plan.schedule, nodes, problem.constrained)
     try:
