@@ -253,9 +253,7 @@ def _recorded(
         run = capture_call(earlier)
         if watched is None or not _do_the_same(watched, run):
             return run
-        inputs = tuple((i, v) for i, v in run.inputs if i not in unread - kept)
-        numbers = tuple((i, n) for i, n in run.numbers if i not in unread - kept)
-        return replace(run, unread=unread, inputs=inputs, numbers=numbers)
+        return replace(run.without(unread - kept), unread=unread)
 
     try:
         return record()

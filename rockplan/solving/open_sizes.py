@@ -59,7 +59,12 @@ def with_open_sizes(
     plain = replace(unfused(options), tile=False)
     if source.run.kernels:
         source = captured_call(call, plain, is_asked=False)
-    opened = captured_call(call, plain, is_asked=False, earlier=earlier)
+    # It may have been planned before it was known what is unread.
+    kept = unread - known.interface.unread
+    opened = captured_call(call, plain, is_asked=False, earlier=earlier, kept=kept)
+    as_known, state_bytes = opened, opened.lowered.graph.rng_state_bytes
+    if kept:
+        opened = replace(opened, lowered=lower(opened.run.without(kept), state_bytes, plain))
     own, static = (
         (in_eager_order(adjusted(one.lowered).graph), one.lowered.interface)
         for one in (opened, source)
@@ -67,21 +72,19 @@ def with_open_sizes(
     _refuse(_program_differences(frozenset(), own, static), "this call")
     names = opened.run.sizes.names
     at = tuple(symbol.of(earlier) for symbol in opened.run.sizes.symbols)
-    lowered = _fused(opened, at, options) if options.compile else opened.lowered
-    lowered = adjusted(lowered)
+
+    def lowered_again(one: CapturedCall) -> Lowered:
+        return adjusted(_fused(one, at, options) if options.compile else one.lowered)
+
+    lowered = lowered_again(opened)
     graph, interface = lowered.graph, lowered.interface
     texts = texts_in((graph, interface))
     numbers = dict(zip(texts, function_of(names, texts)(at), strict=True))
     if not all(are_for(interface.sizes, one) for one in (interface.call_in(graph), earlier)):
         message = "the forward decides by these sizes, and otherwise than for the call before"
         raise StaticSizes(message, ranges=(interface.sizes,))
-    alike = lowered
-    if unread > known.interface.unread:  # it was planned before this was known
-        kept = unread - known.interface.unread
-        again = captured_call(call, plain, is_asked=False, earlier=earlier, kept=kept)
-        alike = _fused(again, at, options) if options.compile else again.lowered
-        alike = adjusted(alike)
-    then = resized((_static(in_eager_order(alike.graph)), alike.interface), numbers)
+    other = lowered_again(as_known) if kept else lowered
+    then = resized((_static(in_eager_order(other.graph)), other.interface), numbers)
     planned = (in_eager_order(planned_graph), known.interface)
     _refuse(_program_differences(unread, then, planned), "the call before")
     workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -151,6 +151,12 @@ class Capture:
     def view(self) -> RunView:
         """Facts of the run that passes need."""
         return RunView(self)
+
+    def without(self, positions: frozenset[int]) -> Capture:
+        """Return the run without the leaves at `positions` of the arguments: nothing reads them."""
+        inputs = tuple((i, value) for i, value in self.inputs if i not in positions)
+        numbers = tuple((i, n) for i, n in self.numbers if i not in positions)
+        return replace(self, inputs=inputs, numbers=numbers)
 
     @property
     def numbers_of_symbols(self) -> tuple[Size | Real, ...]:
