@@ -19,6 +19,7 @@ from rockplan.graph_builder.operators.rows import (
     HIGHER_ORDER,
     ROWS,
     OperatorFacts,
+    ShapeRule,
     ViewKind,
 )
 from rockplan.graph_builder.operators.symbols import hints, new_env, new_symbol, printed
@@ -380,6 +381,11 @@ def test_shape_rules_are_those_of_kernels() -> None:
                 torch.tensor([2, 1]),
             )
             args = (torch.ones(2), *given, *aten._ctc_loss(*given), 0)
+        elif row.shape_rule is ShapeRule.STORAGE_OF_ALL:
+            args = (torch.rand(4, 4), torch.ones(4, 4))
+        elif row.shape_rule is ShapeRule.STORAGES_OF_BAGS:
+            offsets = torch.tensor([0, 2, 5])
+            args = (args[0], torch.tensor([1, 3, 0, 2, 3]), offsets, False, 1, False, None, True)
         elif "view" in kind:
             args = (args[0], [2, -1])
         elif "upsample" in kind:
@@ -390,9 +396,9 @@ def test_shape_rules_are_those_of_kernels() -> None:
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fake = [mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
             found = layouts.fake_result(operator, tuple(fake), {})
-        real = operator(*args)
-        assert (found.shape, found.stride()) == (real.shape, real.stride()), row.name
-        assert found.untyped_storage().nbytes() == real.untyped_storage().nbytes(), row.name
+        for made, real in zip(facts.tensors(found), facts.tensors(operator(*args)), strict=True):
+            assert (made.shape, made.stride()) == (real.shape, real.stride()), row.name
+            assert made.untyped_storage().nbytes() == real.untyped_storage().nbytes(), row.name
 
 
 VIEWED: dict[str, Callable[[Any], list[Any]]] = {

@@ -227,6 +227,51 @@ def spoken(batch: int, steps: int, longest: int) -> dict[str, Tensor]:
     return {"x": x, "steps": counts, "targets": targets, "lengths": lengths}
 
 
+class Losses(nn.Module):
+    """Pairs of a batch, by losses whose kernels keep what they sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 1))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, of = self.layers(x)[:, 0], nn.functional
+        pairs = of.cross_entropy(h[:, None] * y, torch.arange(len(x)))
+        likely = of.binary_cross_entropy(h.sigmoid(), y.sigmoid(), reduction="sum")
+        return (
+            of.mse_loss(h, y) + of.smooth_l1_loss(h, y) + of.soft_margin_loss(h, y.sign())
+        ) * pairs + likely
+
+
+class Bags(nn.Module):
+    """The mean of the rows of a table in each bag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.mix = nn.EmbeddingBag(50, 8, mode="mean"), nn.Linear(8, 8)
+
+    def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+        return self.mix(self.table(ids, offsets).tanh()).square().mean()
+
+
+class Pooled(nn.Module):
+    """The mean of the nodes of each graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor, graphs: Tensor, y: Tensor) -> Tensor:
+        own, place, count = torch.unique(graphs, return_inverse=True, return_counts=True)
+        sums = x.new_zeros(len(own), 8).index_add(0, place, self.layers(x))
+        return nn.functional.mse_loss(sums / count[:, None], y)
+
+
+def pooled(nodes: int, graphs: int) -> dict[str, Tensor]:
+    own = torch.cat([torch.arange(graphs), torch.randint(0, graphs, (nodes - graphs,))])
+    return {"x": torch.randn(nodes, 8), "graphs": own, "y": torch.randn(graphs, 8)}
+
+
 def tokens(model: Callable[[], Case]) -> Callable[[], tuple[nn.Module, Callable[..., Any]]]:
     def made() -> tuple[nn.Module, Callable[..., Any]]:
         case = model()
@@ -306,6 +351,24 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
     "ctc": (
         lambda: (Spoken(), spoken),
         [(2, 21, 4), (3, 30, 5), (4, 50, 7), (8, 64, 9)],
+        "100%",
+    ),
+    "losses": (
+        lambda: (Losses(), lambda b: {"x": torch.randn(b, 8), "y": torch.randn(b)}),
+        [(16,), (24,), (7,), (40,)],
+        "100%",
+    ),
+    "bags": (
+        lambda: (
+            Bags(),
+            lambda n, b: {"ids": torch.randint(0, 50, (n,)), "offsets": torch.arange(b) * n // b},
+        ),
+        [(40, 4), (57, 6), (80, 3), (30, 11)],
+        "100%",
+    ),
+    "graphs": (
+        lambda: (Pooled(), pooled),
+        [(40, 4), (57, 6), (80, 3), (30, 11)],
         "100%",
     ),
     "arguments of one tensor": (

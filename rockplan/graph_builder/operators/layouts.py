@@ -40,13 +40,14 @@ _OF = torch._C.TensorBase
 
 
 def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-    """Return the result of a call on fake tensors, with four kinds of PyTorch's shape rules
+    """Return the result of a call on fake tensors, with several of PyTorch's shape rules
     corrected, and one that is missing.
 
     Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
     them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
     also on other devices. The rules of operators that copy a whole storage make only the elements
-    that the argument shows. The rule of views takes seconds for symbols that divide one another.
+    that the argument shows, those of some losses and of bags only what is left of the storage.
+    The rule of views takes seconds for symbols that divide one another.
     """
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
@@ -70,13 +71,23 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         # copied.
         if result.stride() != args[0].stride():
             return result
-        elements = args[0].untyped_storage().nbytes() // result.itemsize
-        storage = torch.empty(elements, dtype=result.dtype, device=result.device)
-        return storage.as_strided(result.shape, result.stride(), result.storage_offset())
+        return _in_storage_of(args[0].untyped_storage().nbytes() // result.itemsize, result)
+    if rule is ShapeRule.STORAGE_OF_ALL and not result.dim():
+        whole = torch.broadcast_shapes(args[0].shape, args[1].shape)
+        return _in_storage_of(math.prod(whole), result)
+    if rule is ShapeRule.STORAGES_OF_BAGS and result[0].device.type == "cpu":
+        sums, bags, counts, largest = result
+        bags = _in_storage_of(bags.numel() + 1, bags) if bags.numel() else bags
+        return sums, bags, _in_storage_of(args[2].numel(), counts), largest
     if "output_mask" not in argument_names(operator):
         return result
     pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
+
+
+def _in_storage_of(elements: Any, result: torch.Tensor) -> torch.Tensor:
+    storage = torch.empty(elements, dtype=result.dtype, device=result.device)
+    return storage.as_strided(result.shape, result.stride(), result.storage_offset())
 
 
 def _dense_view(tensor: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor | None:

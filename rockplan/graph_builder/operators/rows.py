@@ -79,6 +79,8 @@ class ShapeRule(StrEnum):
     OF_PYTORCH = ""
     LIKE_SECOND = "a new tensor of the shape of the second argument"
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
+    STORAGE_OF_ALL = "a storage for all elements, of which the sum or mean takes one"
+    STORAGES_OF_BAGS = "on CPU, storages for one more index, and for each offset"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
     INPUT_SIZE = "of the sizes that it is given"
@@ -352,6 +354,12 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten.select_scatter.default aten.slice_scatter.default",
         shape_rule=ShapeRule.STORAGE_AS_LARGE,
     ),
+    *_alike(
+        "aten.binary_cross_entropy.default aten.mse_loss.default aten.smooth_l1_loss.default "
+        "aten.soft_margin_loss.default",
+        shape_rule=ShapeRule.STORAGE_OF_ALL,
+    ),
+    *_alike("aten._embedding_bag.default", shape_rule=ShapeRule.STORAGES_OF_BAGS),
     # Views.
     *_alike(
         "aten._conj.default aten._neg_view.default aten.view.dtype",

@@ -165,6 +165,15 @@ class _Ranges(metaclass=_RangesClass):
 _RANGE = range
 
 
+def _length(sized: Any) -> Any:
+    """In place of `len`, which would make a constant of the size of a tensor."""
+    is_tensor = isinstance(sized, torch.Tensor)
+    return sized.shape[0] if is_tensor and sized.dim() else _LEN(sized)
+
+
+_LEN = len
+
+
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> Any:
     """As the kernel in C++ makes it of other operators."""
     most, least = max(left.dim(), right.dim()), min(left.dim(), right.dim())
@@ -199,6 +208,7 @@ def known_to_python() -> Iterator[None]:
             with warnings.catch_warnings(action="ignore"):  # of an override, which is meant
                 kernels.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
         stack.enter_context(exchanged(builtins, "range", _Ranges))
+        stack.enter_context(exchanged(builtins, "len", _length))
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
             for name in ("__str__", "__repr__", "__format__"):
 

@@ -106,10 +106,7 @@ def sized(unsized: Any, result: Any, counts: Sequence[Any]) -> Any:
     values decide; counts: what these are, as ints or symbols. Raises StaticSizes."""
 
     def of(fake: torch.Tensor, made: torch.Tensor) -> torch.Tensor:
-        sizes = _SHAPE(fake)
-        if not any(map(is_unknown, sizes)):
-            [int(c) for c in counts]
-        shape = [counts[0] if is_unknown(n) else n for n in sizes]
+        shape = [counts[0] if is_unknown(n) else n for n in _SHAPE(fake)]
         order = outermost_first(made.stride())
         is_dense = dense_strides(made.shape, order) == made.stride()
         is_one = all(bool(c == counts[0]) for c in counts)
@@ -119,7 +116,11 @@ def sized(unsized: Any, result: Any, counts: Sequence[Any]) -> Any:
         return torch.empty_strided(shape, strides, dtype=made.dtype, device=made.device)
 
     is_one = isinstance(result, torch.Tensor)
-    return of(unsized, result) if is_one else tuple(map(of, unsized, result))
+    of_rule, made = ((unsized,), (result,)) if is_one else (unsized, result)
+    if not any(is_unknown(n) for fake in of_rule for n in _SHAPE(fake)):
+        [int(c) for c in counts]  # the rule has made constants of them
+    found = tuple(map(of, of_rule, made))
+    return found[0] if is_one else found
 
 
 _SHAPE = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
