@@ -1,7 +1,7 @@
 """Which architectures run batches of other sizes by one program, recorded with symbols?
 
     OMP_NUM_THREADS=1 python -m benchmarks.zoo_sizes [--every 11] [--first 0] [--jobs 2]
-        [--seconds 600]
+        [--seconds 600] [NAME...]
 
 Every so many of the architectures of `benchmarks.zoo` that train equal to eager (vision models of
 timm, models of transformers) is planned for 3 samples, and called with 4, 5 and 6; of models of
@@ -152,6 +152,7 @@ def report(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="architectures, in place of every so many")
     parser.add_argument("--every", type=int, default=11)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
@@ -165,7 +166,7 @@ def main() -> None:
     names = [n for n in zoo.case_names(["transformers", "timm"]) if _is_equal(known.get(n))]
     until = time.monotonic() + arguments.seconds
     made = f"`python -m benchmarks.zoo_sizes {' '.join(sys.argv[1:])}`, {where()}"
-    chosen = names[arguments.first :: arguments.every]
+    chosen = arguments.names or names[arguments.first :: arguments.every]
     with concurrent.futures.ThreadPoolExecutor(arguments.jobs) as pool:
         for row in pool.map(lambda name: _in_a_process(name, until), chosen):
             if row is not None:

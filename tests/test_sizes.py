@@ -510,6 +510,10 @@ SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a part": lambda h, n: h[: n // 2 + 1] / n**0.5,
     "padding": lambda h, n: nn.functional.pad(h, (0, 0, 0, -n % 8)),
     "a shortcut": lambda h, n: h[:17],
+    "a flag": lambda h, n: nn.functional.scaled_dot_product_attention(
+        h[None], h[None], h[None], is_causal=n > 30
+    ),
+    "windows": lambda h, n: nn.functional.max_pool1d(h.t(), 3, 2, 1),
     "a loop": lambda h, n: sum((h[i : i + 64].sum() for i in range(0, n, 64)), h.sum()),
 }
 

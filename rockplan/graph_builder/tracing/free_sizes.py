@@ -193,6 +193,29 @@ def _unsafe_chunk(tensor: torch.Tensor, chunks: int, dim: int = 0) -> Any:
     return torch.unsafe_split(tensor, (tensor.shape[dim] + chunks - 1) // chunks, dim)
 
 
+def _max_pool1d(
+    tensor: torch.Tensor,
+    size: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,),
+    ceil_mode: bool = False,
+) -> Any:
+    """As the kernel in C++ makes it of another operator, where a gradient may be needed."""
+    geometry = (1, *size), (1, *(stride or size)), (0, *padding), (1, *dilation)
+    made = torch.ops.aten.max_pool2d_with_indices(tensor.unsqueeze(-2), *geometry, ceil_mode)
+    return made[0].squeeze(-2)
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    """With a bool as `is_causal`, which may be a choice by a size."""
+    flags = {name: bool(n) for name, n in kwargs.items() if isinstance(n, torch.SymBool)}
+    return _ATTENTION(*args, **kwargs | flags)
+
+
+_ATTENTION: Any = torch.nn.functional.scaled_dot_product_attention
+
+
 @contextlib.contextmanager
 def known_to_python() -> Iterator[None]:
     """While active, a SymInt or SymFloat as text is its number, which makes it a constant: the text
@@ -201,7 +224,7 @@ def known_to_python() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         kernels = torch.library.Library("aten", "IMPL")
         stack.callback(kernels._destroy)
-        instead: dict[str, Any] = {"unsafe_chunk": _unsafe_chunk}
+        instead: dict[str, Any] = {"unsafe_chunk": _unsafe_chunk, "max_pool1d": _max_pool1d}
         if torch.__version__ < "2.13":  # in C++ it takes the sizes of what it folds for constants
             instead["matmul"] = _matmul
         for name, function in instead.items():
@@ -209,6 +232,10 @@ def known_to_python() -> Iterator[None]:
                 kernels.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
         stack.enter_context(exchanged(builtins, "range", _Ranges))
         stack.enter_context(exchanged(builtins, "len", _length))
+        functional: Any = torch.nn.functional
+        if functional.scaled_dot_product_attention is _ATTENTION:
+            place = functional, "scaled_dot_product_attention"
+            stack.enter_context(exchanged(*place, _attention))
         for kind, plain in ((torch.SymInt, int), (torch.SymFloat, float)):
             for name in ("__str__", "__repr__", "__format__"):
 
