@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -261,14 +262,18 @@ class BlockMaker:
         like = problems_like(call.module, opened, _of_a_block(options))
         sharing = self.programs.sharing
         problem = _alone(like[0], sharing) if like else block_problem(block, options, sharing)
-        option = self.programs.chosen.get((block.digest, self.allowance))
-        is_taken_over = bool(option or like)
-        option = option or block_option(problem, self.allowance, options)
-        self.programs.chosen[block.digest, self.allowance] = option
-        program = built_block(block, problem, option, options)
+        is_taken_over = bool(like) or (block.digest, self.allowance) in self.programs.chosen
+        program = built_block(block, problem, self._option(problem, block.digest), options)
         program = replace(program, is_taken_over=is_taken_over)
         self.programs.keep(block, self.allowance, program)
         return program
+
+    def _option(self, problem: Problem, digest: str, *shares: float) -> BoundedOption:
+        """digest: of the graph; shares: as for `block_option`."""
+        key, chosen = (digest, self.allowance), self.programs.chosen
+        if key not in chosen:
+            chosen[key] = block_option(problem, self.allowance, self.programs.options, *shares)
+        return chosen[key]
 
     def _another_rung(self, call: ModuleCall, options: Options) -> PlannedProgram | None:
         """None if there is no program for calls of many sizes."""
@@ -277,44 +282,33 @@ class BlockMaker:
             return None
         program, problem, interface = known
         problem = _alone(problem, self.programs.sharing)
-        less = replace(
-            self.allowance,
-            saved_bytes=int(self.allowance.saved_bytes * NEARLY),
-            peak_bytes=int(self.allowance.peak_bytes * NEARLY),
-        )
-        chosen = self.programs.chosen
-        option = chosen.get((problem.graph_digest, self.allowance))
-        option = option or within(problem, less, options)
-        option = option or block_option(problem, self.allowance, options)
-        chosen[problem.graph_digest, self.allowance] = option
+        option = self._option(problem, problem.graph_digest, NEARLY)
         return rung_program(call, program, bounded_plan(problem, option), interface, options)
 
 
-def _fitting(option: BoundedOption | None, limits: Limits) -> BoundedOption | None:
-    peak_bytes, saved_bytes = limits
-    is_within = option and option.saved_bytes <= saved_bytes and option.peak_bytes <= peak_bytes
-    return option if is_within else None
+def _candidates(
+    problem: Problem, peak_bytes: int, saved_bytes: int, options: Options
+) -> Iterator[BoundedOption | None]:
+    """The fastest first; the last one is the smallest."""
+    yield option_with(problem, keep_all(problem.graph))
+    yield option_within(problem, saved_bytes, peak_bytes, options)
+    yield option_with(problem, thriftiest(problem.graph, options)[0])
 
 
-def within(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption | None:
-    """Return the fastest option found within the allowance, None if none is."""
-    peak_bytes, saved_bytes = limits = allowance.of(eager_option(problem.graph).saved_bytes)
-    return (
-        _fitting(option_with(problem, keep_all(problem.graph)), limits)
-        or option_within(problem, saved_bytes, peak_bytes, options)
-        or _fitting(option_with(problem, thriftiest(problem.graph, options)[0]), limits)
-    )
-
-
-def block_option(problem: Problem, allowance: Allowance, options: Options) -> BoundedOption:
-    """Return the fastest option found within the allowance. If none fits, the smallest option found
-    is returned with a warning where options or allowance say so; otherwise InfeasibleBudget is
-    raised."""
-    if found := within(problem, allowance, options):
-        return found
-    peak_bytes, saved_bytes = allowance.of(eager_option(problem.graph).saved_bytes)
+def block_option(
+    problem: Problem, allowance: Allowance, options: Options, *shares: float
+) -> BoundedOption:
+    """Return the fastest option found within the allowance; shares: of it that are tried before. If
+    none fits, the smallest option found is returned with a warning where options or allowance say
+    so; otherwise InfeasibleBudget is raised."""
+    limits = allowance.of(eager_option(problem.graph).saved_bytes)
+    for share in (*shares, 1):
+        peak_bytes, saved_bytes = (int(share * limit) for limit in limits)
+        for least in _candidates(problem, peak_bytes, saved_bytes, options):
+            if least and least.saved_bytes <= saved_bytes and least.peak_bytes <= peak_bytes:
+                return least
     everything = option_with(problem, keep_all(problem.graph))
-    least = option_with(problem, thriftiest(problem.graph, options)[0])
+    assert least is not None
 
     def excess_bytes(option: BoundedOption) -> int:
         return max(option.peak_bytes - peak_bytes, option.saved_bytes - saved_bytes)
