@@ -24,7 +24,7 @@ from rockplan.graph_builder.digests import digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options
 from rockplan.oracles.verify import verify
-from rockplan.search.problem import Known, Problem, problem_of_priced
+from rockplan.search.problem import KnownSchedule, Problem, problem_of_priced
 from rockplan.values.copies import paged, without_copies
 from rockplan.values.graph import CDGraph, ComputeNode, stem
 from rockplan.values.order import without_idle
@@ -87,7 +87,7 @@ def _problem(
         verify(problem.constrained, schedule)
     except IllegalSchedule:
         return problem
-    return replace(problem, known=Known(schedule, plan.budget_bytes))
+    return replace(problem, known=KnownSchedule(schedule, plan.budget_bytes))
 
 
 def _replayed(schedule: Schedule, matched: Mapping[int, int], graph: CDGraph) -> Schedule:

@@ -41,7 +41,7 @@ MARGIN = 0.2
 
 
 @dataclass(frozen=True, slots=True)
-class Known:
+class KnownSchedule:
     """What a plan of nearly the same graph says. schedule: its order of computations, legal here;
     budget_bytes: of that plan."""
 
@@ -70,7 +70,7 @@ class Problem:
     waits: Waits = ()
     passes: tuple[PassTrace, ...] = ()
     host: Host | None = None
-    known: Known | None = None
+    known: KnownSchedule | None = None
 
 
 @dataclass(frozen=True, slots=True)
