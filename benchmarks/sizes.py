@@ -93,6 +93,10 @@ def _chunks(h: Tensor, n: int) -> Tensor:
 HOLES: dict[str, Callable[[Any, Tensor, int], Tensor]] = {
     "isinstance(n, int)": lambda m, h, n: h * 2 if isinstance(n, int) else h * 3,
     "type(n) is int": lambda m, h, n: h * 2 if type(n) is int else h * 3,
+    "len(h[0])": lambda m, h, n: h * torch.arange(len(h[0]))[:, None],
+    "isinstance(len(h[0]), int)": lambda m, h, n: h * (2 if isinstance(len(h[0]), int) else 3),
+    "[0] * len(h[0])": lambda m, h, n: h * len([0] * len(h[0])),
+    "mse_loss": lambda m, h, n: h * functional.mse_loss(h, h.detach() + 1),
     "str(n)": lambda m, h, n: h * 2 if str(n) == "67" else h * 3,
     "len(str(n))": lambda m, h, n: h * 2 if len(str(n)) == 2 else h * 3,
     "repr(n)": lambda m, h, n: h * 2 if "s" in repr(n) else h * 3,
