@@ -41,7 +41,6 @@ from rockplan.solving.captured_calls import (
     arguments,
     calls_of,
     captured_call,
-    largest_call,
     prepared,
     problems_of,
 )
@@ -301,7 +300,7 @@ def plan(
         args, kwargs = arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
-        call = largest_call(model, args, kwargs, options)
+        call = calls_of(model, args, kwargs, options)[0]
         with (
             named_in_refusals(model),
             call.named_in_errors(),
@@ -389,7 +388,7 @@ def plan_each(
     parsed = [parse_budget(budget) for budget in budgets]
     args, kwargs = arguments(model, sample_input, sample_kwargs)
     rooms = [room_of(budget, model, optimizer, step, ALONE, options) for budget in parsed]
-    call = largest_call(model, args, kwargs, options)
+    call = calls_of(model, args, kwargs, options)[0]
     source, problems = prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
     parts = _interface_of(source)
@@ -427,7 +426,7 @@ def pareto(
     """
     checked(options, "pareto")
     args, kwargs = arguments(model, sample_input, sample_kwargs)
-    _, problems = prepared(model, largest_call(model, args, kwargs, options), options)
+    _, problems = prepared(model, calls_of(model, args, kwargs, options)[0], options)
     curves = [curve_of(problem, options) for problem in problems]
     return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
@@ -505,7 +504,7 @@ def needed_bytes_with(
     args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
     model = unplanned(model)
-    call = largest_call(model, args, kwargs, options).of(model)
+    call = calls_of(model, args, kwargs, options)[0].of(model)
     needs = functools.partial(programs.least_bytes, call, everything_kept=everything_kept)
     with outside_of_initialization():
         source = captured_call(call, options, is_asked=False)

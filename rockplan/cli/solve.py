@@ -84,10 +84,10 @@ def solve(
         options = shared.planning_options(context.params)
         with shared.under_autocast(subject, autocast):
             if options.sizes:
-                from rockplan.solving.captured_calls import arguments, largest_call
+                from rockplan.solving.captured_calls import arguments, calls_of
 
                 args, kwargs = arguments(**subject.call)
-                largest = largest_call(subject.model, args, kwargs, options)
+                largest = calls_of(subject.model, args, kwargs, options)[0]
                 typer.echo(f"rockplan: planned for {largest}", err=True)
             curve = None if budget else rockplan.pareto(**subject.call, options=options)
             trained = {"optimizer": optimizer, "step": rockplan.TrainingStep(accumulate)}

@@ -138,16 +138,10 @@ def _check_devices(model: nn.Module, arguments: tuple[Any, ...]) -> None:
 def calls_of(
     model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
 ) -> tuple[SizedCall, ...]:
-    """Return the calls that are planned before training, the largest first."""
+    """Return the calls that are planned before training, the largest first; without
+    `Options.sizes`, the sample."""
     checked(options)
     return sized_calls(original_forward(model), args, kwargs, options)
-
-
-def largest_call(
-    model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], options: Options
-) -> SizedCall:
-    """Return the sample with the largest of `Options.sizes`; without sizes, the sample."""
-    return calls_of(model, args, kwargs, options)[0]
 
 
 @dataclass(frozen=True, slots=True)

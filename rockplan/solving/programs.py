@@ -28,6 +28,7 @@ from rockplan.graph_builder.costs.open_workspaces import with_open_workspaces
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.graph_builder.operators.symbols import are_for
+from rockplan.graph_builder.recorded.run import RecordedValue
 from rockplan.graph_builder.recorded.specs import dtype_of
 from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.graph_builder.tracing.source_lines import is_of_torch
@@ -56,7 +57,7 @@ from rockplan.solving.open_sizes import unfused, with_open_sizes
 from rockplan.solving.remedies import remedies
 from rockplan.store.plan_file import fit, outline
 from rockplan.values.copies import with_copies_of, without_copies
-from rockplan.values.graph import as_eager
+from rockplan.values.graph import Value, as_eager
 from rockplan.values.interface import Interface, Precedent
 from rockplan.values.plan import Plan
 from rockplan.values.progress import is_heard, report
@@ -256,9 +257,7 @@ def rung_program(
         known.host_path,
         known.open.workspaces,
     )
-    if not options.check:
-        return program
-    return _checked(call, program, frozenset(dtype_of(v.spec) for v in plan.graph.values))
+    return _checked(call, program, plan.graph.values) if options.check else program
 
 
 def with_sizes_open(
@@ -547,16 +546,15 @@ def built_program(
         described_call(planned_state.original_forward(call.module), call.args, call.kwargs),
         None if options.host_path is None else os.fspath(options.host_path),
     )
-    if not options.check:
-        return program
-    return _checked(call, program, frozenset(dtype_of(value.spec) for value in source.run.values))
+    return _checked(call, program, source.run.values) if options.check else program
 
 
 def _checked(
-    call: ModuleCall, program: PlannedProgram, dtypes: frozenset[torch.dtype]
+    call: ModuleCall, program: PlannedProgram, values: Sequence[Value | RecordedValue]
 ) -> PlannedProgram:
     """If its kernels are compiled or its head is tiled, the comparison is with the same graph
-    without re-executions, and the distance from eager is stated too. Raises CheckFailed."""
+    without re-executions, and the distance from eager is stated too. values: whose dtypes say how
+    exact that can be. Raises CheckFailed."""
     starts = program.incoming
     original = planned_state.original_forward(call.module)
     planned = planned_modules.bound_forward(call.module, program)
@@ -570,6 +568,7 @@ def _checked(
             keeping = replace(program, plan=everything, executable=executable)
             kept = planned_modules.bound_forward(call.module, keeping)
             difference = check(call, kept, planned, starts, NOTHING_RUNS_AGAIN)
+            dtypes = frozenset(dtype_of(value.spec) for value in values)
             share = distance(call, original, planned, starts, dtypes)
             difference += f"; gradients differ from eager's by {share:.1e} of their norm"
         else:
