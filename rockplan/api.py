@@ -20,11 +20,9 @@ from rockplan.errors import (
     InvalidInput,
     at_users_line,
 )
-from rockplan.fitting.changes import replayed_steps
 from rockplan.fitting.optimizer import OptimizerLike
-from rockplan.fitting.reserved import reserve, storage_sizes, with_pool
+from rockplan.fitting.reserved import with_pool
 from rockplan.fitting.training_step import USUAL, TrainingStep
-from rockplan.graph_builder.operators.facts import tensors
 from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.python_state.autocast import Autocast, autocast_state
 from rockplan.runtime import planned_module as planned_modules
@@ -155,10 +153,6 @@ def _first_program(
     given, source = _measured(loss, call, options, agreed)
     program = _program_in(room, call, options, least, agreed, given, source)
     programs.advise(program, options)
-    if options.reserve:
-        held = tensors((call.args, call.kwargs, *call.module.parameters(), *call.module.buffers()))
-        steps = room.timeline(program.plan, program.interface).steps
-        reserve(program.plan.graph, storage_sizes(held), replayed_steps(*steps))
     # Without `agreed`: in training one process may meet a new kind of call alone.
     made = functools.partial(_program_in, room, options=options, least=least, given=given)
     return program, made

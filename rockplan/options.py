@@ -91,8 +91,6 @@ class Options:
     tile: plan the head of the model (its largest matrix product, with its loss) in parts of its
     rows as well, and take the better plan. True: parts by size; a number of at least 2: so many.
     Sums over rows are rounded otherwise than eager's (docs/tiled.md).
-    reserve: of `solve` on CUDA: allocate at once what a step of training will need, as one segment
-    of PyTorch's allocator, if a model of that says that it saves more than 2 % (docs/fit.md).
     host: bytes of the host's memory ('8GiB') in which activations may lie between forward and
     backward, if that is faster than to recompute them; of each call in flight and each process.
     True: what the machine has available, for one call of one process; None: nothing leaves the
@@ -122,7 +120,6 @@ class Options:
     sizes: Sizes = ()
     tile: bool | int = False
     solver: str = "HiGHS"
-    reserve: bool = False
     group: Any = None
     in_flight: int = 1
     host: bool | int | str | None = None
@@ -337,7 +334,6 @@ ROWS: Mapping[str, OptionRow] = {
         no_effect=_BESIDE_BLOCKS | _OF_THE_WHOLE,
     ),
     "solver": OptionRow(),
-    "reserve": OptionRow(_SWITCH, decides=False),
     "group": OptionRow(
         decides=False,
         no_effect=dict.fromkeys(("api.plan_each", "pareto", "load", "explain"), _FOR_ITSELF),
@@ -417,9 +413,9 @@ ROWS: Mapping[str, OptionRow] = {
             ),
         },
         not_with=dict.fromkeys(
-            ("in_flight", "host", "released", "reserve"),
-            "graph=True goes without in_flight, host, released and reserve: a replay writes over "
-            "what other calls keep and what is let go, pages nothing, and has memory of its own. "
+            ("in_flight", "host", "released"),
+            "graph=True goes without in_flight, host and released: a replay writes over "
+            "what other calls keep and what is let go, and pages nothing. "
             "Leave out graph, or these (only_loss=True makes no results that released would name)",
         ),
     ),

@@ -597,9 +597,7 @@ def test_a_capture_that_fails_leaves_the_code(said: Any, monkeypatch: pytest.Mon
 # -- what is refused by name ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "given", [{"in_flight": 2}, {"host": "1GiB"}, {"released": (0,)}, {"reserve": True}]
-)
+@pytest.mark.parametrize("given", [{"in_flight": 2}, {"host": "1GiB"}, {"released": (0,)}])
 def test_options_that_no_graph_goes_with(given: dict[str, Any]) -> None:
     with pytest.raises(rockplan.InvalidInput, match="graph=True goes without"):
         rockplan.Options(graph=True, **given)

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
-from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 
 import rockplan
-from rockplan.fitting import reserved
-from rockplan.fitting.changes import Changes, Holding, MemoryChange, peak_of
+from rockplan.fitting.changes import Changes, MemoryChange
 from rockplan.fitting.gpus import Gpu
-from rockplan.fitting.reserved import block_bytes
 from rockplan.fitting.scheduled import scheduled_changes
 from rockplan.oracles.lifetimes import taken_over
 from rockplan.oracles.simulate import simulate
@@ -123,64 +119,3 @@ def test_plans_say_what_the_devices_allocator_reserves(
     assert "by PyTorch's allocator" in str(plan)
     fast = rockplan.solve(model, x, "min", options=options)
     assert rockplan.plan_of(fast).reserved_bytes == plan.reserved_bytes
-
-
-def test_a_block_that_saves_is_taken_first() -> None:
-    """Activations of many sizes, freed in another order than they are made, are split from one
-    block; a single one needs none."""
-    sizes = [(3 + 7 * number % 11) << 20 for number in range(40)]
-    made = [MemoryChange(number, size, Holding.ACTIVATIONS) for number, size in enumerate(sizes)]
-    changes: list[MemoryChange] = []
-    for first in range(0, 40, 8):
-        group = made[first : first + 8]
-        changes += [*group, *(change.freed for change in group[::3])]
-        changes += [change.freed for change in group if change not in group[::3]]
-    size_bytes = block_bytes([5 << 20] * 3, changes)
-    assert size_bytes == peak_of(changes).size_bytes
-    assert block_bytes([5 << 20] * 3, [made[0], made[0].freed]) == 0
-
-
-def replaced(module: ModuleType, **attributes: object) -> SimpleNamespace:
-    return SimpleNamespace(**{**vars(module), **attributes})
-
-
-@pytest.mark.parametrize(
-    ("device", "setting", "block", "free_bytes", "said"),
-    [
-        (None, "", 1 << 20, 1 << 30, "not on a CUDA device"),
-        ("meta", "expandable_segments:True", 1 << 20, 1 << 30, "segments of this process expand"),
-        ("meta", "", 0, 1 << 30, "less than 2%"),
-        ("meta", "", 1 << 20, 1 << 10, "does not have the 1048576 bytes"),
-        ("meta", "", 1 << 20, 1 << 30, ""),
-    ],
-)
-def test_a_block_not_taken_is_told_once(
-    device: str | None,
-    setting: str,
-    block: int,
-    free_bytes: int,
-    said: str,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """By `solve`; the device, and what it has, are replaced."""
-    on = None if device is None else torch.device(device)
-    taken: list[int] = []
-
-    def empty(size_bytes: int, **how: object) -> None:
-        if size_bytes > free_bytes:
-            raise torch.OutOfMemoryError
-        taken.append(size_bytes)
-
-    for name in reserved.SETTINGS:
-        monkeypatch.setenv(name, setting)
-    monkeypatch.setattr(reserved, "device_of", lambda graph: on)
-    monkeypatch.setattr(reserved, "block_bytes", lambda held, changes: block)
-    monkeypatch.setattr(reserved, "gpu", lambda device: Gpu("own", 1 << 34, (8, 0)))
-    monkeypatch.setattr(reserved, "torch", replaced(torch, empty=empty))
-    model, x = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)), torch.randn(4, 8)
-    options = replace(QUICK, reserve=True, sizes={0: (2, 8)})
-    rockplan.solve(model, x, "100%", options=options)
-    lines = [r.getMessage() for r in caplog.records if "reserve=True" in r.getMessage()]
-    assert len(lines) == bool(said) and all(said in line for line in lines)
-    assert taken == ([] if said else [block])

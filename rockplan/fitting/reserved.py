@@ -1,13 +1,11 @@
 """Reserved: what PyTorch's caching allocator reserves on a CUDA device for the steps of a plan.
 
-takes: a Plan; or storages that exist and the changes of steps. returns: the plan with that figure.
-Allocates one block first, if that is worth it. guarantees: three steps are replayed by the model of
-the allocator (`fitting.allocator`), with expandable segments if the process asks for them.
+takes: a Plan. returns: the plan with that figure. guarantees: three steps are replayed by the model
+of the allocator (`fitting.allocator`), with expandable segments if the process asks for them.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 from collections.abc import Iterable
 from dataclasses import replace
@@ -15,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from rockplan.errors import InvalidInput
-from rockplan.fitting.changes import Changes, Holding, MemoryChange, peak_of, replayed_steps
+from rockplan.fitting.changes import Changes, peak_of, replayed_steps
 from rockplan.fitting.gpus import gpu
 from rockplan.fitting.scheduled import first_gradients, scheduled_changes
 from rockplan.graph_builder.recorded.specs import needed_bytes
@@ -25,13 +23,6 @@ from rockplan.runtime import captured
 from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.interface import Interface
 from rockplan.values.plan import Plan
-
-_LOGGER = logging.getLogger("rockplan")
-
-WORTH = 0.02
-"""Share of the reserved bytes that a first block must be predicted to save. Of twelve plans of full
-size (benchmarks/results/reserve.md) five promise 10 % or more, and save 13 to 29 %; one promises
-0.3 % and saves 0.6 %; six promise nothing, and five of these lose up to 4 %."""
 
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
@@ -75,45 +66,6 @@ def storage_sizes(leaves: Iterable[object]) -> tuple[int, ...]:
     tensors = [local_of(tensor) for _, tensor in named if not inner_tensors(tensor)]
     storages = {t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}
     return tuple(storages.values())
-
-
-def block_bytes(held: Iterable[int], changes: Iterable[MemoryChange]) -> int:
-    """Return the bytes of a block to allocate and free before training, so that later blocks are
-    split from it: the most that `changes` need at a time. 0 if that saves less than WORTH of what
-    is reserved. held: bytes of each storage that exists before."""
-    existing, requested = tuple(held), tuple(changes)
-    plain = Changes(requested).usage(existing)
-    needed_bytes = Changes(requested).usage((), expandable=True).allocated_peak_bytes
-    block = MemoryChange("block", needed_bytes, Holding.CALLER)
-    split = Changes((block, block.freed, *requested)).usage(existing)
-    is_worth_it = split.reserved_peak_bytes < (1 - WORTH) * plain.reserved_peak_bytes
-    return needed_bytes if is_worth_it else 0
-
-
-def reserve(graph: CDGraph, held: Iterable[int], changes: Iterable[MemoryChange]) -> None:
-    """Allocate and free a block of `block_bytes` on the graph's device, which PyTorch's allocator
-    keeps. If there is nothing to gain, a warning says why."""
-    device = device_of(graph)
-    if device is None:
-        why = "the module is not on a CUDA device"
-    elif is_expandable():
-        why = "segments of this process expand, which saves as much"
-    elif not (size_bytes := block_bytes(held, changes)):
-        why = f"it would save less than {WORTH:.0%} of what PyTorch's allocator reserves"
-    elif not _allocates(device, size_bytes):
-        why = f"{device} does not have the {size_bytes} bytes at once"
-    else:
-        return
-    _LOGGER.warning("Options(reserve=True) takes nothing: %s", why)
-
-
-def _allocates(device: torch.device, size_bytes: int) -> bool:
-    """PyTorch's allocator keeps the block. Returns False if the device does not have the bytes."""
-    try:
-        torch.empty(size_bytes, dtype=torch.uint8, device=device)
-    except torch.OutOfMemoryError:
-        return False
-    return True
 
 
 def is_expandable() -> bool:

@@ -167,16 +167,13 @@ def room_of(
     options: Options,
 ) -> Room:
     """Return what plans of `model` may take: the budget (in bytes if it is 'auto'), and for 'auto'
-    with an optimizer, or options.reserve, the memory of the optimizer's steps beside it. Raises as
-    `agreed_budget`."""
+    with an optimizer the memory of its steps beside it. Raises as `agreed_budget`."""
     careful = agreed_budget(budget, model, optimizer, agreed, step)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    is_auto = parse_budget(budget).is_auto
-    if not (is_auto or options.reserve) or optimizer is None or not trained:
+    if not parse_budget(budget).is_auto or optimizer is None or not trained:
         return Room(careful, step=step)
     room = Room(careful, None, optimizer_steps(optimizer, trained, step=step), step)
-    # Timelines have one call at a time.
-    if not is_auto or options.in_flight > 1:
+    if options.in_flight > 1:  # timelines have one call at a time
         return room
     assert careful.size_bytes is not None
     # The timeline counts all gradients and state, those that exist already too.
