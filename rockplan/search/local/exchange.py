@@ -132,46 +132,27 @@ def annealed(
     seed: int = 0,
 ) -> Schedule:
     """Run one round of random exchanges from `schedule`, which fits into budget_bytes; return the
-    fastest schedule of the round, or `schedule`. seed: of the random numbers. The round of seed 0
-    begins at a lower temperature and leaves first executions in their order. deadline: as of
-    time.process_time."""
+    fastest schedule of the round, or `schedule`. It ends when its effort is spent, or too many
+    exchanges gain nothing. seed: of the random numbers. The round of seed 0 begins at a lower
+    temperature and leaves first executions in their order. deadline: as of time.process_time."""
     if time.process_time() >= deadline:
         return schedule
     may_move = movable(graph) if seed and limits.moves else frozenset()
     draft = Draft(graph, *schedule.phases, may_move)
     search = _ExchangeSearch(graph, budget_bytes, draft, deadline, limits, seed)
-    return _checked(graph, _annealed(search, limits.hotter if seed else limits.hot))
-
-
-def repaired(
-    graph: CDGraph, schedule: Schedule, budget_bytes: int, *, limits: ExchangeLimits = DEFAULT
-) -> Schedule | None:
-    """Return a schedule within budget_bytes, made from `schedule`, which may exceed it:
-    re-executions are inserted, then one round of exchanges makes it faster. None if no room is
-    found."""
-    search = _ExchangeSearch(graph, budget_bytes, Draft(graph, *schedule.phases), NEVER, limits)
-    if not search.makes_room(limits.longest * graph.time_ns):
-        return None
-    return _checked(graph, _annealed(search, limits.hot))
-
-
-def _annealed(search: _ExchangeSearch, hot: float) -> tuple[Sequence[int], Sequence[int]]:
-    """Until the effort of a round is spent or too many exchanges gain nothing. hot: temperature at
-    the start, as a share of the time of re-executions."""
-    graph, limits, deadline = search.graph, search.limits, search.deadline
-    effort = limits.effort
+    effort, hot = limits.effort, limits.hotter if seed else limits.hot
     search.prune()
-    best_ns, best = search.draft.time_ns, search.draft.orders
+    best_ns, best = draft.time_ns, draft.orders
     overhead_ns = best_ns - graph.time_ns
     without_gain = 0
     while search.spent < effort and time.process_time() < deadline:
-        if without_gain >= limits.patience * len(search.draft.reruns()):
+        if without_gain >= limits.patience * len(draft.reruns()):
             break
         search.exchange_any(overhead_ns * hot * (limits.cold / hot) ** (search.spent / effort))
         without_gain += 1
-        if search.draft.time_ns < best_ns:
-            best_ns, best, without_gain = search.draft.time_ns, search.draft.orders, 0
-    return best
+        if draft.time_ns < best_ns:
+            best_ns, best, without_gain = draft.time_ns, draft.orders, 0
+    return _checked(graph, best)
 
 
 def fitted(
