@@ -100,7 +100,7 @@ def copied(budget: str = "min") -> Any:
     return copy.deepcopy(planned_once(budget))
 
 
-def test_memory_does_not_grow_with_the_number_of_blocks() -> None:
+def test_memory_does_not_grow_with_more_blocks() -> None:
     needed = []
     for depth in (3, 6):
         eager = Chain(depth)
@@ -171,7 +171,7 @@ CALLS: dict[str, tuple[Call, Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_inputs_that_are_parts_views_or_held_by_others(name: str) -> None:
+def test_inputs_that_are_parts_or_held_by_others(name: str) -> None:
     call, block = CALLS[name]
     assert_planned_as_eager(lambda: Chain(3, call, block), "min", is_alone=name != "added")
 
@@ -259,7 +259,7 @@ def changed(block: nn.Module, h: torch.Tensor, number: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("budget", ["min", "90%"])
-def test_a_change_in_place_after_the_forward_is_refused_as_in_eager(budget: str) -> None:
+def test_a_change_after_the_forward_is_refused(budget: str) -> None:
     model, eager = copied(budget), Chain().train()
     model.call = eager.call = changed
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
@@ -339,7 +339,7 @@ def test_a_graph_that_was_not_retained() -> None:
         loss.backward()
 
 
-def test_a_retained_graph_after_a_change_between_its_passes() -> None:
+def test_a_retained_graph_after_a_change() -> None:
     model = copied()
     h = model.first(X)
     y = model.blocks[0](h)

@@ -261,7 +261,7 @@ def test_a_large_vocabulary_beside_blocks() -> None:
     assert_makes_no_logits(case, lambda: loss(body(ids)), body)
 
 
-def test_a_model_that_computes_its_loss_makes_no_logits() -> None:
+def test_models_that_compute_their_loss_make_no_logits() -> None:
     case = make_talker()
     causal = case.model
     logits = causal.eval()(**case.kwargs)

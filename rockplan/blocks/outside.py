@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
 from rockplan.python_state.sharding import (
-    sharded_modules,
     waiting_bytes,
     waits_for_exchange,
     with_exchange,
 )
 from rockplan.runtime.autograd import ends_of_backward
+from rockplan.solving.agreement import has_others
 from rockplan.solving.loss import Loss
 from rockplan.solving.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment
@@ -52,7 +52,7 @@ def measured_step(
     and one that exchanges them are measured, and the larger figures count.
     """
     marked = functools.partial(_marked, model, blocks, step)
-    waits, is_shared = waits_for_exchange(model), bool(sharded_modules(model))
+    waits, count = waits_for_exchange(model), STEPS_OF_SEVERAL if has_others() else 1
     courses: list[tuple[Stretch, ...]] = []
     with untouched(model, *call, written) as held, torch.enable_grad():
 
@@ -61,7 +61,7 @@ def measured_step(
                 return what()
 
         run(step)  # makes gradients, and fills caches of operators
-        for _ in range(STEPS_OF_SEVERAL if is_shared else 1):
+        for _ in range(count):
             if waits:
                 run(step, exchanges=False)
             for exchanges in (False, True) if waits else (True,):
@@ -91,8 +91,8 @@ RETURNED = "returned"
 
 
 STEPS_OF_SEVERAL = 3
-"""Steps that are measured if processes exchange parameters: a collective of gloo frees memory at
-another moment in each step."""
+"""Steps that are measured if processes exchange data: a collective of gloo frees memory at another
+moment in each step."""
 
 
 def _of_all(
