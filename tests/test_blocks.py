@@ -27,6 +27,7 @@ from rockplan.blocks.outside import Border, measured_step, moments_of
 from rockplan.graph_builder.costs.ruler import Stretch, peak_live_bytes
 from rockplan.runtime.planned_state import programs_of
 from rockplan.runtime.program import ModuleCall
+from rockplan.solving.agreement import Agreement
 from rockplan.values.block_sequence import BoundedOption
 from rockplan.values.names import activation_names
 from rockplan.values.plan import recomputations
@@ -204,6 +205,18 @@ def test_the_chosen_plan_is_measured(more: int, monkeypatch: pytest.MonkeyPatch)
     plan = rockplan.blocks_of(solved(model, budget_bytes))
     assert plan.options != before.options and len(measures) == 3
     assert peak_live_bytes(step_of(model, plain)).peak_bytes == plan.peak_bytes <= budget_bytes
+
+
+@pytest.mark.parametrize("budget", ["min", "60%"])
+def test_others_above_their_budget_fail_alone(budget: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if another process measured more than it has, however often it chooses."""
+    plain = rockplan.blocks_of(solved(Stack().train(), budget))
+
+    def gathered(agreed: Agreement, key: object, value: Any) -> dict[int, Any]:
+        return {0: value, 1: key == "above" or value}
+
+    monkeypatch.setattr(Agreement, "gathered", gathered)
+    assert rockplan.blocks_of(solved(Stack().train(), budget)).options == plain.options
 
 
 def test_a_too_small_budget_says_who_owns_it() -> None:

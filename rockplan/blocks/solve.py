@@ -457,7 +457,7 @@ class _Job:
         sequence: measured with other options, beside which the rest of the model may need more, or
         less. Where it needs more than the budget, options are chosen again, by what was measured.
         All processes measure as many steps, since they exchange data in them."""
-        for _ in range(MOST_CHOICES):
+        for choices_left in reversed(range(MOST_CHOICES)):
             chosen = self._chosen(sequence, budget_bytes)
             found = self._in_a_step(sequence, chosen, budget)
             restore_blocks(self.model)
@@ -465,7 +465,8 @@ class _Job:
             fits = budget.is_minimum or found.needed_bytes(chosen) <= budget_bytes
             # A smallest plan may need more than the budget: no other choice would help.
             is_above = not fits and sequence.needed_bytes(chosen) <= budget_bytes < least_bytes
-            if not any(self.agreed.gathered("above", is_above).values()):
+            are_above = any(self.agreed.gathered("above", is_above).values())
+            if not (is_above or are_above and choices_left):
                 # Else collectives let go of memory late while it was measured.
                 is_measured = fits or budget_bytes < least_bytes
                 return chosen, found if is_measured else sequence
