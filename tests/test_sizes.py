@@ -183,6 +183,19 @@ class Gated(nn.Module):
         return self.layers(x)[0].square().mean()
 
 
+class Streams(nn.Module):
+    """Adds to a view in another order of dimensions (Gemma 3n)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 32), nn.GELU(), nn.Linear(32, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        streams = self.layers(x).permute(2, 0, 1)
+        streams += x.permute(2, 0, 1)
+        return (streams.contiguous() * streams[:1]).square().mean()
+
+
 class Shifted(nn.Module):
     """Predicts each token from the one before."""
 
@@ -356,6 +369,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
     "losses": (
         lambda: (Losses(), lambda b: {"x": torch.randn(b, 8), "y": torch.randn(b)}),
         [(16,), (24,), (7,), (40,)],
+        "100%",
+    ),
+    "streams": (
+        lambda: (Streams(), lambda b, n: {"x": torch.randn(b, n, 8)}),
+        [(4, 30), (3, 50), (8, 64), (2, 7)],
         "100%",
     ),
     "bags": (

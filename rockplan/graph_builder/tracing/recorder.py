@@ -33,8 +33,9 @@ from torch.utils._python_dispatch import (
 
 from rockplan.errors import CaptureError, UnsupportedModel
 from rockplan.graph_builder.operators import casting, facts
+from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
 from rockplan.graph_builder.operators.rows import Effect
-from rockplan.graph_builder.operators.symbols import is_unknown, known_number
+from rockplan.graph_builder.operators.symbols import hints, is_unknown, known_number
 from rockplan.graph_builder.recorded.evaluate import flat_results
 from rockplan.graph_builder.recorded.results import Results, fake_device
 from rockplan.graph_builder.recorded.run import RecordedCall, RecordedValue, tensor_spec
@@ -467,7 +468,10 @@ class Recorder(TorchDispatchMode):
             return result
         empty, copy = torch.ops.aten.empty_strided.default, torch.ops.aten.copy_.default
         kind = {"dtype": result.dtype, "device": result.device}
-        made = self._record(empty, (spec.shape, spec.stride), kind)
+        shape = torch._C.TensorBase.shape.__get__(result)  # type: ignore[attr-defined]
+        strides: Any = dense_strides(shape, outermost_first(spec.stride))  # sizes may be symbols
+        strides = strides if hints(strides) == spec.stride else spec.stride
+        made = self._record(empty, (tuple(shape), strides), kind)
         return self._record(copy, (made, result))
 
     def _change_shape(
