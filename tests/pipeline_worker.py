@@ -100,8 +100,9 @@ def main() -> None:
     compare("interleaved")
     try:
         steps("zero bubble", "solve")
-    except rockplan.BackwardError as error:
-        assert "use 1F1B" in str(error), error
+    except (rockplan.BackwardError, RuntimeError) as error:
+        # Whoever ends first is refused; others may wait for its data, until it is gone.
+        assert "use 1F1B" in str(error) or "Connection" in str(error), error
     else:
         raise AssertionError("zero bubble")
 
