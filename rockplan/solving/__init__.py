@@ -1,2 +1,2 @@
-"""From a module and its samples to recorded graphs and search problems: what planning begins
-with."""
+"""From a module and its samples to recorded calls, problems, a plan and its program: what `solve`
+is made of, beside the search."""

@@ -3,7 +3,7 @@
 A `Size` is an int, that of the call which was captured, and carries the expression by which any
 other call has its own. So search, prices, digests and files see the captured call; only what runs
 or weighs other calls reads expressions. Arithmetic on a Size gives a plain int: what computes with
-sizes (`captures.open_sizes`) is compared with a static capture at a second size.
+sizes (`solving.open_sizes`) is compared with a static capture at a second size.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ class SeenLayouts:
 
 
 SEEN: ContextVar[SeenLayouts | None] = ContextVar("rockplan layouts of other sizes", default=None)
-"""Set while one call is captured at many sizes (`captured_sizes`): a small one runs for real."""
+"""Set while one call is captured at many sizes (`captured_sizes`): small ones run for real."""
 
 
 def form(name: str, arguments: object) -> object:

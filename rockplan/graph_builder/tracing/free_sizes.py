@@ -5,7 +5,7 @@ those of this one. returns: fake tensors whose differing dimensions are SymInts 
 SymInts in place of differing counts; afterwards the symbols and what must hold of them
 (`values.sizes`). guarantees: a choice by a size that PyTorch sees is a guard; one that it cannot
 see (`isinstance(n, int)`, `str(n)`) either makes the size a constant, or is found where the run is
-compared with static ones (`captures.open_sizes`).
+compared with static ones (`solving.open_sizes`).
 """
 
 from __future__ import annotations
