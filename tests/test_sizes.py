@@ -256,6 +256,22 @@ class Losses(nn.Module):
         ) * pairs + likely
 
 
+class Columns(nn.Module):
+    """Windows around each place, whose kernel takes memory for all of them on the way back, and
+    an image of windows that do not touch, for which the image is the larger one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.taps, self.out = nn.Linear(8, 5), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        windows = nn.functional.unfold(x.mT.unsqueeze(-1), (5, 1), padding=(2, 0))
+        windows = windows.mT.unflatten(-1, (8, 5)) @ self.taps(x).softmax(-1).unsqueeze(-1)
+        y = self.out(windows.squeeze(-1)).mT
+        apart = nn.functional.fold(y, (3 * x.shape[1], 1), (1, 1), stride=(3, 1))
+        return apart.square().mean()
+
+
 class Bags(nn.Module):
     """The mean of the rows of a table in each bag."""
 
@@ -373,6 +389,11 @@ MODELS: dict[str, tuple[Callable[[], Any], Sequence[tuple[int, ...]], str]] = {
     ),
     "streams": (
         lambda: (Streams(), lambda b, n: {"x": torch.randn(b, n, 8)}),
+        [(4, 30), (3, 50), (8, 64), (2, 7)],
+        "100%",
+    ),
+    "columns": (
+        lambda: (Columns(), lambda b, n: {"x": torch.randn(b, n, 8)}),
         [(4, 30), (3, 50), (8, 64), (2, 7)],
         "100%",
     ),

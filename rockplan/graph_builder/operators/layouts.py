@@ -46,7 +46,7 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
     them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
     also on other devices. The rules of operators that copy a whole storage make only the elements
-    that the argument shows, those of some losses and of bags only what is left of the storage.
+    that the argument shows, those of some losses, bags and columns only what is left of the storage.
     The rule of views takes seconds for symbols that divide one another.
     """
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
@@ -72,6 +72,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         if result.stride() != args[0].stride():
             return result
         return _in_storage_of(args[0].untyped_storage().nbytes() // result.itemsize, result)
+    if rule is ShapeRule.STORAGE_OF_FIRST and result.numel() < args[0].numel():
+        return _in_storage_of(args[0].numel(), result)
     if rule is ShapeRule.STORAGE_OF_ALL and not result.dim():
         whole = torch.broadcast_shapes(args[0].shape, args[1].shape)
         return _in_storage_of(math.prod(whole), result)

@@ -81,6 +81,7 @@ class ShapeRule(StrEnum):
     STORAGE_AS_LARGE = "a storage as large as that of the first argument"
     STORAGE_OF_ALL = "a storage for all elements, of which the sum or mean takes one"
     STORAGES_OF_BAGS = "on CPU, storages for one more index, and for each offset"
+    STORAGE_OF_FIRST = "a storage that has room for all elements of the first argument"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
     INPUT_SIZE = "of the sizes that it is given"
@@ -360,6 +361,7 @@ ROWS: tuple[OperatorFacts, ...] = (
         shape_rule=ShapeRule.STORAGE_OF_ALL,
     ),
     *_alike("aten._embedding_bag.default", shape_rule=ShapeRule.STORAGES_OF_BAGS),
+    *_alike("aten.col2im.default aten.im2col.default", shape_rule=ShapeRule.STORAGE_OF_FIRST),
     # Views.
     *_alike(
         "aten._conj.default aten._neg_view.default aten.view.dtype",
