@@ -383,6 +383,10 @@ def test_shape_rules_are_those_of_kernels() -> None:
             args = (torch.ones(2), *given, *aten._ctc_loss(*given), 0)
         elif row.shape_rule is ShapeRule.STORAGE_OF_ALL:
             args = (torch.rand(4, 4), torch.ones(4, 4))
+        elif kind == "col2im":
+            args = (torch.ones(1, 18, 16), [6, 6], [3, 3], [1, 1], [0, 0], [1, 1])
+        elif kind == "im2col":
+            args = (torch.ones(1, 2, 6, 6), [1, 1], [1, 1], [0, 0], [2, 2])
         elif row.shape_rule is ShapeRule.STORAGES_OF_BAGS:
             offsets = torch.tensor([0, 2, 5])
             args = (args[0], torch.tensor([1, 3, 0, 2, 3]), offsets, False, 1, False, None, True)

@@ -46,8 +46,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     Gradients that are not wanted (`output_mask`) are None, as kernels return them; some rules make
     them anyway. The rule of grouped matrix products requires what CUDA kernels need (bfloat16),
     also on other devices. The rules of operators that copy a whole storage make only the elements
-    that the argument shows, those of some losses, bags and columns only what is left of the storage.
-    The rule of views takes seconds for symbols that divide one another.
+    that the argument shows, those of some losses, bags and columns only what is left of the
+    storage. The rule of views takes seconds for symbols that divide one another.
     """
     rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
     if effect is Effect.WAITS:
