@@ -16,6 +16,7 @@ import numpy
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import rockplan
 from rockplan.graph_builder.costs import price
@@ -771,6 +772,38 @@ def test_a_loop_over_chunks_leaves_sizes_free() -> None:
         train_side_by_side(case, planned, eager, steps=1)
     assert captured == [True, False, False, True, False, True, True, False, False]
     assert range(3)[-1] == 2 and type(range(3)) is range
+
+
+@pytest.mark.filterwarnings("ignore:the TorchDispatchMode")
+def test_what_sizes_decide_is_asked_once() -> None:
+    """On CUDA the host would wait for each answer."""
+
+    class Reads(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            Reads.count += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    class Ordered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            steps = torch.arange(x.shape[0]).diff()
+            h = self.layer(x)
+            return (h if (steps == 1).all() else h.flip(0)).square().mean()
+
+    torch.manual_seed(0)
+    model, sample = Ordered(), {"x": torch.randn(6, 8)}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    reads = []
+    for size in (6, 7, 9, 9, 7, 9):
+        with Reads():
+            planned(torch.randn(size, 8)).backward()
+        reads.append(Reads.count)
+    assert reads[2] > reads[1] and len({*reads[2:]}) == 1
 
 
 @pytest.mark.parametrize("kind", [numpy.float64, numpy.float32, numpy.int64, numpy.bool_])

@@ -95,15 +95,14 @@ class BoundProgram:
         self, leaves: Sequence[Any], sizes: Sequence[int] | None = None
     ) -> Iterator[tuple[Guard, Any]]:
         """Yield (guard, value now) for each value that the forward's Python code reads from
-        tensors, such as `x.max().item()`. sizes: of the call, None for those of the program."""
-        sizes = self.program.executable.sizes if sizes is None else sizes
+        tensors, such as `x.max().item()`. sizes: of the call, None for those of the program, by
+        which it is known what they alone decide."""
         program, interface = self.program, self.program.interface
-        if interface.guards:
-            buffers = self.tensors[len(interface.parameters) :]
-            for check, guard in zip(
-                program.executable.functions.guards, interface.guards, strict=True
-            ):
-                yield guard, check(leaves, program.constants, buffers, sizes)
+        own, buffers = program.executable.sizes, self.tensors[len(interface.parameters) :]
+        checks = program.executable.functions.guards
+        for check, guard in zip(checks, interface.guards, strict=True):
+            if sizes is not None or not guard.is_of_sizes:
+                yield guard, check(leaves, program.constants, buffers, sizes or own)
 
     def _is_answered(self, question: Question, leaves: Sequence[Any]) -> bool:
         """ABSENT, for an attribute that the tensor does not have, is an answer."""
