@@ -17,7 +17,7 @@ from benchmarks.bounds.program import (
 )
 from benchmarks.bounds.prove import looking_closer
 from rockplan.ilp.blocks.decode import price
-from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.blocks.pareto_search import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
 from rockplan.oracles.verify import verify
 from rockplan.search.local.greedy_eviction import thriftiest

@@ -21,8 +21,8 @@ from rockplan.ilp.blocks.pareto_search import (
     option_families,
     option_family,
     search_corners,
+    seed_orders,
 )
-from rockplan.ilp.blocks.seeds import seed_orders
 from rockplan.ilp.scaling import in_units
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate

@@ -7,7 +7,7 @@ import random
 import numpy as np
 
 from rockplan.ilp.blocks.decode import price
-from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.blocks.pareto_search import seed_orders
 from rockplan.ilp.highs import TIME_UNIT
 from rockplan.ilp.whole_graph.intervals import Facts, Moments
 from rockplan.ilp.whole_graph.program import orders_of, program

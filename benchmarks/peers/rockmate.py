@@ -21,7 +21,7 @@ from rockplan.dp.chain_solver import stitch
 from rockplan.dp.links import Operation, RunForward, RunOption
 from rockplan.ilp.blocks.decode import price, solve_stages
 from rockplan.ilp.blocks.formulate import formulate
-from rockplan.ilp.blocks.seeds import seed_orders
+from rockplan.ilp.blocks.pareto_search import seed_orders
 from rockplan.ilp.blocks.stages import find_stages
 from rockplan.ilp.scaling import in_units
 from rockplan.oracles.simulate import simulate

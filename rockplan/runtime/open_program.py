@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from rockplan.codegen.load import Expressions
+from rockplan.graph_builder.costs.estimate import with_scaled_times
 from rockplan.graph_builder.costs.open_workspaces import OpenWorkspaces, given_integers
-from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import graph_digest
 from rockplan.graph_builder.operators.symbols import function_of, loaded
 from rockplan.oracles.clock import trips

@@ -2,7 +2,7 @@
 
 takes: plans, another kind of call as it was captured. returns: its Problem, or None if no plan is
 of nearly the same graph. guarantees: bytes are those of the call itself, as measured; times are
-scaled from those of the known plan (`graph_builder.costs.scaled`), so that nothing is timed.
+scaled from those of the known plan (`graph_builder.costs.estimate`), so that nothing is timed.
 
 A trainer calls a model nearly as its sample did: with a mask of ones, with a number by which the
 loss is divided, with one tensor passed once or twice, with a scalar of another dtype. Then the same
@@ -17,9 +17,8 @@ from dataclasses import replace
 
 from rockplan.errors import IllegalSchedule
 from rockplan.graph_builder.costs.call_key import call_keys, device_of
-from rockplan.graph_builder.costs.estimate import fallback_rates, roofline
+from rockplan.graph_builder.costs.estimate import fallback_rates, roofline, with_scaled_times
 from rockplan.graph_builder.costs.price import price, profile_of, with_measured_memory
-from rockplan.graph_builder.costs.scaled import with_scaled_times
 from rockplan.graph_builder.digests import digest
 from rockplan.graph_builder.lowering.lower import Lowered
 from rockplan.options import Options

@@ -14,20 +14,32 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
+from torch._ops import OpOverload
 from torch.autograd.grad_mode import _unsafe_preserve_version_counter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from rockplan.codegen.rng_replay import cuda_devices
-from rockplan.graph_builder.tracing.writes import copied_on_write
+from rockplan.graph_builder.operators.facts import written
+from rockplan.graph_builder.tracing import modes
 from rockplan.python_state import trees
 from rockplan.python_state.elements import Access, Element, same_elements
 from rockplan.python_state.hooks import hooks_aside
-from rockplan.python_state.memory import Content, content_of, gradients_aside, is_copyable, put_back
+from rockplan.python_state.memory import (
+    Content,
+    content_of,
+    gradients_aside,
+    has_other_memory,
+    is_copyable,
+    memory_of,
+    put_back,
+)
 from rockplan.python_state.sharding import unsharded_gradients_aside
 from rockplan.python_state.walk import Root, Walk, is_generator, walk_of
 from rockplan.runtime.planned_state import original_forward
@@ -143,3 +155,41 @@ def _are_equal(first: list[Any], second: list[Any]) -> bool:
     pairs = [(a, b) for a, b in zip(first, second, strict=False) if isinstance(a, torch.Tensor)]
     is_equal = (isinstance(b, torch.Tensor) and torch.equal(a, b) for a, b in pairs)
     return bool(pairs) and len(first) == len(second) and all(is_equal)
+
+
+@contextlib.contextmanager
+def copied_on_write(tensors: Iterable[torch.Tensor], found: list[Content]) -> Iterator[None]:
+    """While active, tensors are copied before an operator first writes to them; their former
+    content is appended to `found`, as is, at the end, that of tensors which got other memory.
+    Compiled functions run uncompiled meanwhile."""
+    before = [(t, t.detach()) for t in tensors if is_copyable(t)]
+    with modes.without_compiling(), _CopyOnWrite(tensors, found):
+        yield
+    seen = {id(content.tensor) for content in found}
+    for tensor, memory in before:
+        if id(tensor) not in seen and has_other_memory(tensor, memory):
+            found.append(Content(tensor, memory, memory))
+
+
+class _CopyOnWrite(TorchDispatchMode):
+    """Keeps the content of tensors before an operator first writes into their memory."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self, tensors: Iterable[torch.Tensor], found: list[Content]) -> None:
+        super().__init__()
+        self._found = found
+        self._over: dict[int, list[torch.Tensor]] = defaultdict(list)
+        for tensor in filter(is_copyable, tensors):
+            for memory in memory_of(tensor):
+                self._over[memory].append(tensor)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, OpOverload):
+            for tensor in written(func, args, kwargs):
+                for memory in memory_of(tensor):
+                    self._found += map(content_of, self._over.pop(memory, ()))
+        return func(*args, **kwargs)

@@ -6,7 +6,7 @@ takes: a CDGraph, Rates of a machine. returns: OpCost of a call (`estimate`), a 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.recorded.evaluate import substitute
 from rockplan.graph_builder.recorded.specs import distinct_bytes, needed_bytes
-from rockplan.values.graph import Call, CDGraph, refs
+from rockplan.values.graph import Call, CDGraph, ComputeNode, refs
 from rockplan.values.profile import OpCost, Profile
 
 
@@ -134,3 +134,25 @@ def _with_equal_heads(arguments: Sequence[Any]) -> list[Any]:
 
     heads = max((a[1] for a in arguments if is_tensor(a)), default=0)
     return [torch.Size((a[0], heads, *a[2:])) if is_tensor(a) else a for a in arguments]
+
+
+CALL_NS = 5_000
+"""Least time of a call, in ns, on a machine of ordinary speed: below some size it is constant."""
+
+
+def with_scaled_times(graph: CDGraph, known: CDGraph, alike: Mapping[int, int]) -> CDGraph:
+    """Return `graph` with times that are estimates, scaled as measured times of `known` relate to
+    its estimates. alike: index of a node of `graph` -> index of the same node in `known`; nodes
+    without one are scaled as the sum of all."""
+    estimates_ns = [*map(_with_calls, known.nodes, estimated_ns(known))]
+    usual_rate = known.time_ns / max(sum(estimates_ns), 1)
+    nodes = []
+    for node, now_ns in zip(graph.nodes, estimated_ns(graph), strict=True):
+        same = alike.get(node.index)
+        rate = usual_rate if same is None else known.nodes[same].time_ns / estimates_ns[same]
+        nodes.append(replace(node, time_ns=round(rate * _with_calls(node, now_ns))))
+    return replace(graph, nodes=tuple(nodes))
+
+
+def _with_calls(node: ComputeNode, estimated_ns: int) -> int:
+    return max(CALL_NS * len(node.calls), 1) + estimated_ns
