@@ -781,7 +781,9 @@ def test_what_sizes_decide_is_asked_once() -> None:
     class Reads(TorchDispatchMode):
         count = 0
 
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any, kwargs: Any = None
+        ) -> Any:
             Reads.count += function is torch.ops.aten._local_scalar_dense.default
             return function(*args, **(kwargs or {}))
 
