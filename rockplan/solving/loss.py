@@ -81,7 +81,7 @@ def measured_loss(loss: Loss, source: CapturedCall, chosen: Collection[int] | No
         total = loss(result)
         torch.clear_autocast_cache()
         with under_autocast(OFF):
-            total.backward()  # type: ignore[no-untyped-call]
+            total.backward()
         for tensor in tensors:
             tensor.grad = None
 

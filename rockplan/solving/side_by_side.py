@@ -64,10 +64,7 @@ def _cpu_seconds(step: Callable[[], object]) -> float:
 def _cuda_seconds(device: torch.device, step: Callable[[], object]) -> float:
     """Run `step` once and return the seconds between two CUDA events around it."""
     with torch.cuda.device(device):
-        start, end = (
-            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-            for _ in range(2)
-        )
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
         start.record()
     step()
