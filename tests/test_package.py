@@ -36,6 +36,22 @@ def test_importing_the_package_does_not_import_torch() -> None:
     assert run("import sys, rockplan; print('torch' in sys.modules)") == "False\n"
 
 
+def test_nothing_stays_of_the_function_that_imports() -> None:
+    program = """
+import gc, weakref
+class Local: pass
+def first():
+    local = Local()
+    import rockplan
+    rockplan.solve
+    return weakref.ref(local)
+local = first()
+gc.collect()
+print(local())
+"""
+    assert run(program) == "None\n"
+
+
 def test_every_public_name_exists() -> None:
     assert sorted(rockplan.__all__) == rockplan.__all__
     assert all(hasattr(rockplan, name) for name in rockplan.__all__)

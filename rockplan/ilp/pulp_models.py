@@ -18,6 +18,10 @@ import pulp
 from rockplan.errors import InvalidInput, SolverError
 from rockplan.ilp.highs import INFINITY, LinearProgram, SolveReport, SolverStatus, rounded
 
+for _solver in vars(pulp).values():  # PuLP keeps why it has no other solver,
+    if isinstance(_error := getattr(_solver, "err", None), Exception):
+        _error.with_traceback(None)  # and whatever is alive in functions of whoever came here first
+
 HIGHS = "HiGHS"
 """Our name of HiGHS (run through highspy), beside the names of PuLP's solvers."""
 
