@@ -32,16 +32,8 @@ from rockplan.runtime.replanning import say_refused
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search import planning
 from rockplan.search.planning import curve_of
-from rockplan.solving import programs
+from rockplan.solving import captured_calls, programs
 from rockplan.solving.agreement import ALONE, Agreement, agreement
-from rockplan.solving.captured_calls import (
-    CapturedCall,
-    arguments,
-    calls_of,
-    captured_call,
-    prepared,
-    problems_of,
-)
 from rockplan.solving.free_memory import Room, room_of
 from rockplan.solving.loss import NO_LOSS, Loss, MeasuredLoss, beside_loss, measured_loss
 from rockplan.solving.parts import named_in_refusals
@@ -114,7 +106,7 @@ def solve(
         wanted = AtFirstCall(parse_budget(budget), optimizer, step, options, loss)
         return planned_modules.drop_in(unplanned(model), wanted.settings(model))
     with agreement(checked(options).group, model) as agreed:
-        args, kwargs = arguments(model, sample_input, sample_kwargs)
+        args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
         alone = replace(options, group=None)
         try:
@@ -138,7 +130,7 @@ def _solve(
     loss: Loss | None,
 ) -> nn.Module:
     with named_in_refusals(model), outside_of_initialization():
-        first, *others = calls_of(model, args, kwargs, options)
+        first, *others = captured_calls.calls_of(model, args, kwargs, options)
         with first.named_in_errors():
             program, make = _first_program(first.of(model), room, options, agreed, loss)
         planned = _starting_with(program, model, first, make, options, room.budget.share)
@@ -160,11 +152,11 @@ def _first_program(
 
 def _measured(
     loss: Loss | None, call: ModuleCall, options: Options, agreed: Agreement
-) -> tuple[MeasuredLoss, CapturedCall | None]:
+) -> tuple[MeasuredLoss, captured_calls.CapturedCall | None]:
     """The captured call is None if it has to be captured for this loss."""
     if loss is None:
         return NO_LOSS, None
-    source = captured_call(call, replace(options, tile=False))
+    source = captured_calls.captured_call(call, replace(options, tile=False))
     own = measured_loss(loss, source, options.differentiated)
     given = max(agreed.gathered("loss", own).values(), key=lambda measured: measured.ratio)
     return given, None if options.tile or not given.is_as_captured(source) else source
@@ -188,7 +180,7 @@ class AtFirstCall:
         """Return the settings of a module that is planned so. on_refused: None as the options say.
         Raises InvalidInput for a model of which no call can be planned."""
         checked(self.options)
-        arguments(model, (), None)
+        captured_calls.arguments(model, (), None)
         if self.options.sizes:
             raise InvalidInput("Options(sizes=...) needs a sample, whose sizes vary; pass one")
         own = (self.budget, self.optimizer, self.loss, self.options)
@@ -245,7 +237,7 @@ def _program_in(
     least: dict[Autocast, int],
     agreed: Agreement = ALONE,
     given: MeasuredLoss = NO_LOSS,
-    source: CapturedCall | None = None,
+    source: captured_calls.CapturedCall | None = None,
 ) -> PlannedProgram:
     """least: autocast state -> bytes of the first budget, which is added: a share never means less.
     source: the call as captured, if it was."""
@@ -291,10 +283,10 @@ def plan(
 ) -> Plan:
     """Return the plan that `solve` would execute, with the same arguments and errors."""
     with agreement(checked(options).group, model) as agreed:
-        args, kwargs = arguments(model, sample_input, sample_kwargs)
+        args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs)
         room = room_of(budget, model, optimizer, step, agreed, options)
         options = replace(options, group=None)
-        call = calls_of(model, args, kwargs, options)[0]
+        call = captured_calls.calls_of(model, args, kwargs, options)[0]
         with (
             named_in_refusals(model),
             call.named_in_errors(),
@@ -316,11 +308,11 @@ def _planned(
     """Return the plan of a call; arguments as for `_program_in`."""
     given, known = _measured(loss, call, options, agreed)
     started = given.of(call)
-    source = known or captured_call(started, options)
+    source = known or captured_calls.captured_call(started, options)
     parts = _interface_of(source)
 
     def plan_here(wanted: Budget) -> Plan:
-        problems = problems_of(source, options)
+        problems = captured_calls.problems_of(source, options)
         with programs.advised(started, source, options):
             return programs.plan_as_asked(problems, wanted, options)
 
@@ -360,7 +352,7 @@ def _chosen(
     return best_options(options, figure_of, device_of(call.module).type == "cuda"), least
 
 
-def _interface_of(source: CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:
+def _interface_of(source: captured_calls.CapturedCall) -> Callable[[Plan], tuple[Plan, Interface]]:
     interfaces = {variant.run.tiles.parts: variant.lowered.interface for variant in source.variants}
     return lambda made: (made, interfaces[made.graph.tiles])
 
@@ -380,10 +372,10 @@ def plan_each(
     options.group is InvalidInput."""
     checked(options, "api.plan_each")
     parsed = [parse_budget(budget) for budget in budgets]
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs)
     rooms = [room_of(budget, model, optimizer, step, ALONE, options) for budget in parsed]
-    call = calls_of(model, args, kwargs, options)[0]
-    source, problems = prepared(model, call, options)
+    call = captured_calls.calls_of(model, args, kwargs, options)[0]
+    source, problems = captured_calls.prepared(model, call, options)
     least = [planning.least_peak_of(problem, options) for problem in problems]
     parts = _interface_of(source)
     solved: list[Plan | InfeasibleBudget] = []
@@ -419,8 +411,10 @@ def pareto(
     examples, on one core.
     """
     checked(options, "pareto")
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
-    _, problems = prepared(model, calls_of(model, args, kwargs, options)[0], options)
+    args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs)
+    _, problems = captured_calls.prepared(
+        model, captured_calls.calls_of(model, args, kwargs, options)[0], options
+    )
     curves = [curve_of(problem, options) for problem in problems]
     return replace(curves[0], points=useful(p for curve in curves for p in curve.points))
 
@@ -450,7 +444,7 @@ def load(
     options.group and rerun_collectives.
     """
     checked(options, "load")
-    args, kwargs = arguments(model, sample_input, sample_kwargs)
+    args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs)
     plans = read_plans(path)
     options = _in_flight_as(plans, options)
     make_program = functools.partial(
@@ -458,7 +452,7 @@ def load(
     )
     model = unplanned(model)
     with named_in_refusals(model), outside_of_initialization():
-        first, *others = calls_of(model, args, kwargs, options)
+        first, *others = captured_calls.calls_of(model, args, kwargs, options)
         with first.named_in_errors():
             program = make_program(first.of(model))
         if options.on_mismatch == "replan":
@@ -495,13 +489,13 @@ def needed_bytes_with(
     changes with which it needs less: of the smallest plan, or with everything kept. {} if it cannot
     be planned as it is. Arguments are those of `plan`."""
     checked(options, "explain")
-    args, kwargs = arguments(model, sample_input, sample_kwargs, says_cache=False)
+    args, kwargs = captured_calls.arguments(model, sample_input, sample_kwargs, says_cache=False)
     assert isinstance(model, nn.Module)
     model = unplanned(model)
-    call = calls_of(model, args, kwargs, options)[0].of(model)
+    call = captured_calls.calls_of(model, args, kwargs, options)[0].of(model)
     needs = functools.partial(programs.least_bytes, call, everything_kept=everything_kept)
     with outside_of_initialization():
-        source = captured_call(call, options, is_asked=False)
+        source = captured_calls.captured_call(call, options, is_asked=False)
     plain_bytes = needs(options)
     if plain_bytes is None:
         return {}

@@ -24,20 +24,8 @@ from rockplan.graph_builder.operators.facts import facts_of, resolve
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.clock import leaving
 from rockplan.oracles.lifetimes import taken_over
+from rockplan.values import graph as graphs
 from rockplan.values.copies import STORE, copy_of
-from rockplan.values.graph import (
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    MeshGroup,
-    Phase,
-    Takeover,
-    TensorSpec,
-    ValueRef,
-    is_kernel,
-    refs,
-)
 from rockplan.values.interface import Guard, Interface
 from rockplan.values.schedule import Compute, Free, Schedule
 from rockplan.values.sizes import Real, Size, as_text
@@ -78,7 +66,9 @@ class Code:
     inputs: tuple[tuple[int, str], ...] = ()
 
 
-def emit(graph: CDGraph, interface: Interface, schedule: Schedule, again: bool = False) -> Code:
+def emit(
+    graph: graphs.CDGraph, interface: Interface, schedule: Schedule, again: bool = False
+) -> Code:
     """Return Python text that executes `schedule`. again: for a forward phase that already ran:
     every operation runs as a re-execution, changes copies of buffers and not the buffers, and
     operators with side effects do not run. Raises BackwardError where an operation can run only
@@ -127,7 +117,7 @@ class _Emitter:
     """
 
     def __init__(
-        self, graph: CDGraph, interface: Interface, schedule: Schedule, again: bool
+        self, graph: graphs.CDGraph, interface: Interface, schedule: Schedule, again: bool
     ) -> None:
         self._graph = graph
         self._again = again
@@ -160,7 +150,7 @@ class _Emitter:
             for position, event in enumerate(schedule.events)
             if isinstance(event, Compute)
             for call in (*graph.nodes[event.node].calls, *graph.nodes[event.node].recalls)
-            for ref in refs(call)
+            for ref in graphs.refs(call)
         }
         acting = (_results(graph, node) for node in graph.forward if _acts(node))
         self._acting = dict(row for results in acting for row in results.items())
@@ -210,7 +200,7 @@ class _Emitter:
         )
 
     def _is_given(self, value: int) -> bool:
-        return self._graph.data[self._graph.values[value].data].kind is DataKind.ACTIVATION
+        return self._graph.data[self._graph.values[value].data].kind is graphs.DataKind.ACTIVATION
 
     def _reused(self) -> tuple[int, ...]:
         graph = self._graph
@@ -344,15 +334,15 @@ class _Emitter:
         if event.data not in self._handed_data:
             self._drop(event.data)
 
-    def _page_out(self, store: ComputeNode) -> None:
-        values = [ref.index for ref in refs(store.calls[0])]
+    def _page_out(self, store: graphs.ComputeNode) -> None:
+        values = [ref.index for ref in graphs.refs(store.calls[0])]
         page, first = self._name(values[0]), self._graph.values[values[0]]
         self._pages[page] = (page, self._graph.data[first.data].size_bytes, first.spec.device)
         self._line(f'frame.page_out("{page}", {", ".join(map(self._name, values))})')
 
-    def _copy(self, call: Call) -> None:
+    def _copy(self, call: graphs.Call) -> None:
         if call.op == STORE:
-            self._line(f'frame.paged_out("{self._name(refs(call)[0].index)}")')
+            self._line(f'frame.paged_out("{self._name(graphs.refs(call)[0].index)}")')
             return
         data = self._graph.values[call.made[0]].data
         page = self._name(call.made[0])
@@ -372,7 +362,7 @@ class _Emitter:
             self._line(f"del {', '.join(map(self._name, self._live[data]))}")
         self._live[data] = []
 
-    def _compute(self, node: ComputeNode, taken: Takeover | None) -> None:
+    def _compute(self, node: graphs.ComputeNode, taken: graphs.Takeover | None) -> None:
         """If the forward runs again, results that exist are taken, and effects left out."""
         again = self._done[node.index] > 0
         self._done[node.index] += 1
@@ -382,7 +372,7 @@ class _Emitter:
                     self._need(value)
             return
         on_copies = not self._copied.isdisjoint(node.reads)
-        repeats = self._again and node.phase is Phase.FORWARD
+        repeats = self._again and node.phase is graphs.Phase.FORWARD
         if repeats and not self._copies.isdisjoint(node.writes):
             return  # `frame.copies` has its result
         if repeats and _acts(node):
@@ -410,7 +400,7 @@ class _Emitter:
             self._line(f'del frame.saved["{self._states.pop(node.index)}"]')
 
     @staticmethod
-    def _skip(node: ComputeNode) -> None:
+    def _skip(node: graphs.ComputeNode) -> None:
         if node.writes:
             raise BackwardError(
                 f"{node.name} in module '{node.module or '(root)'}' ({node.source}) depends on "
@@ -420,7 +410,7 @@ class _Emitter:
                 "or plan for the gradients of the loss: rockplan.solve(..., loss=lambda y: y.sum())"
             )
 
-    def _before_random(self, node: ComputeNode, again: bool) -> None:
+    def _before_random(self, node: graphs.ComputeNode, again: bool) -> None:
         results = [r for c in node.calls for r in c.made]
         device = self._graph.values[results[0]].spec.device
         if again:
@@ -431,14 +421,14 @@ class _Emitter:
         self._states[node.index] = name
         self._line(f'frame.save_generator_state("{name}", "{device}")')
 
-    def _calls(self, node: ComputeNode, calls: Sequence[Call]) -> None:
+    def _calls(self, node: graphs.ComputeNode, calls: Sequence[graphs.Call]) -> None:
         """A copy of a storage that is alive already gets names of its own, and is dropped at the
         end."""
         alive = {d: self._live.pop(d, []) for d in node.writes if d in self._alive}
         self._shadowed = set(alive)
         waiting = {d: self._saved.pop(d) for d in alive if d in self._saved}
         for call in calls:
-            for ref in refs(call):
+            for ref in graphs.refs(call):
                 self._need(ref.index)
             self._assign(call)
         for data in alive:
@@ -447,9 +437,9 @@ class _Emitter:
         self._live.update(alive)
         self._saved.update(waiting)
 
-    def _assign(self, call: Call) -> None:
+    def _assign(self, call: graphs.Call) -> None:
         expression = _expression(call, self._name, self._names.operator)
-        read = {ref.index for ref in refs(call)}
+        read = {ref.index for ref in graphs.refs(call)}
         fresh = [r for r in call.made if r not in read]
         if not fresh:
             self._line(expression)
@@ -481,7 +471,7 @@ class _Emitter:
         else:
             raise AssertionError(f"{needed.name} is not alive where it is read")
 
-    def _derive(self, value: int, view: Call, is_own: bool) -> None:
+    def _derive(self, value: int, view: graphs.Call, is_own: bool) -> None:
         """A view that lies as a tensor which it comes from is that tensor, unless it is to be an
         object of its own. Of views that give new sizes to a tensor without gaps, the last is
         enough."""
@@ -489,17 +479,17 @@ class _Emitter:
         data, spec = values[value].data, values[value].spec
         while (step := values[source].view) is not None:
             resizes &= step.op in _RESIZING
-            if len(refs(step)) != 1:
+            if len(graphs.refs(step)) != 1:
                 break
-            source = refs(step)[0].index
+            source = graphs.refs(step)[0].index
             if as_text(values[source].spec) == as_text(spec) and not is_own:
                 self._need(source)
                 self._line(f"{self._name(value)} = {self._name(source)}")
                 self._live[data].append(value)
                 return
             if resizes and _is_without_gaps(values[source].spec):
-                short = replace(view, args=(ValueRef(source), *view.args[1:]))
-        for ref in refs(short):
+                short = replace(view, args=(graphs.ValueRef(source), *view.args[1:]))
+        for ref in graphs.refs(short):
             self._need(ref.index)
         self._assign(short)
 
@@ -512,18 +502,18 @@ class _Emitter:
 _RESIZING = ("aten.view.default", "aten._unsafe_view.default")
 
 
-def _is_without_gaps(spec: TensorSpec) -> bool:
+def _is_without_gaps(spec: graphs.TensorSpec) -> bool:
     """False also for one of many sizes."""
     strides = [math.prod(spec.shape[i + 1 :]) for i, _ in enumerate(spec.shape)]
     return all(type(s) is int for s in spec.shape) and list(spec.stride) == strides
 
 
-def _acts(node: ComputeNode) -> bool:
+def _acts(node: graphs.ComputeNode) -> bool:
     is_once = not node.recomputable and copy_of(node) is None
     return is_once and any(facts_of(call.op).effect for call in node.calls)
 
 
-def _results(graph: CDGraph, node: ComputeNode) -> dict[int, str]:
+def _results(graph: graphs.CDGraph, node: graphs.ComputeNode) -> dict[int, str]:
     made = ((r, c.op) for c in node.calls for r in c.made)
     return {
         r: op
@@ -565,7 +555,7 @@ def emit_guard(
 
 
 def _pattern(op: str, targets: Sequence[str]) -> str:
-    is_one = not is_kernel(op) and _returns_one(op)
+    is_one = not graphs.is_kernel(op) and _returns_one(op)
     return targets[0] if is_one else "".join(f"{t}, " for t in targets).rstrip()
 
 
@@ -577,8 +567,10 @@ def _returns_one(op: str) -> bool:
     return len(returns) == 1 and str(returns[0].type) in ("Tensor", "Optional[Tensor]")
 
 
-def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str], str]) -> str:
-    if is_kernel(call.op):
+def _expression(
+    call: graphs.Call, name: Callable[[int], str], operator: Callable[[str], str]
+) -> str:
+    if graphs.is_kernel(call.op):
         return f"{operator(call.op)}({_literal(call.args, name)})"
     args = [_literal(a, name) for a in call.args]
     kwargs = [f"{k}={_literal(a, name)}" for k, a in call.kwargs]
@@ -589,7 +581,7 @@ def _expression(call: Call, name: Callable[[int], str], operator: Callable[[str]
 
 
 def _literal(argument: object, name: Callable[[int], str]) -> str:
-    if isinstance(argument, ValueRef):
+    if isinstance(argument, graphs.ValueRef):
         return name(argument.index)
     if isinstance(argument, tuple):
         return f"[{', '.join(_literal(a, name) for a in argument)}]"
@@ -601,7 +593,7 @@ def _literal(argument: object, name: Callable[[int], str]) -> str:
         return f'torch.device("{argument}")'
     if argument is None or isinstance(argument, bool | int | complex | str):
         return repr(argument)
-    if isinstance(argument, MeshGroup):
+    if isinstance(argument, graphs.MeshGroup):
         return repr(argument.name)
     if isinstance(argument, torch.dtype | torch.layout | torch.memory_format):
         return str(argument)

@@ -37,15 +37,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
-from rockplan.python_state.code_names import (
-    CLOSED,
-    files_of,
-    global_names_in,
-    imported_in,
-    is_library,
-    names_in,
-    root_package,
-)
+from rockplan.python_state import code_names
 from rockplan.python_state.writes import (
     ELEMENTS,
     UNTOLD,
@@ -242,7 +234,7 @@ SLOTS = _each(
 
 
 def _of_class(kind: type) -> list[Element]:
-    is_users = not is_library(kind.__module__)
+    is_users = not code_names.is_library(kind.__module__)
 
     def counts(name: str, value: Any) -> bool:
         if name.startswith("__") and name.endswith("__"):
@@ -260,7 +252,7 @@ ON_CLASS = replace(_SET_ON_CLASS, sources=lambda kind: (_VARIABLES_OF_CLASS, kin
 
 
 def _class(kind: type) -> list[Element]:
-    is_followed = not is_library(kind.__module__) or issubclass(kind, nn.Module)
+    is_followed = not code_names.is_library(kind.__module__) or issubclass(kind, nn.Module)
     bases = kind.__mro__[1:] if is_followed else ()
     return [("", Aspect(kind, ON_CLASS)), *(("", base) for base in bases)]
 
@@ -289,7 +281,7 @@ def _function(function: types.FunctionType) -> list[Element]:
     """List code, defaults, attributes and cells; of the user's also the global variables that the
     code names, and those of the user's files among these that it imports; of PyTorch's and the
     standard library's what they wrap."""
-    if root_package(function) in CLOSED:
+    if code_names.root_package(function) in code_names.CLOSED:
         return [("", getattr(function, "__wrapped__", None))]
     code = function.__code__
     held: list[Element] = [("__code__", code), ("__defaults__", function.__defaults__)]
@@ -300,15 +292,19 @@ def _function(function: types.FunctionType) -> list[Element]:
 
 def _variables_of(function: types.FunctionType) -> Iterable[Variables]:
     code, own = function.__code__, function.__globals__
-    names = names_in(code)
-    waiting = [Variables(own, global_names_in(code))]
-    if not is_library(own.get("__name__")):
+    names = code_names.names_in(code)
+    waiting = [Variables(own, code_names.global_names_in(code))]
+    if not code_names.is_library(own.get("__name__")):
         package = str(own.get("__package__") or "")
-        files = (file for name in imported_in(code) for file in files_of(name, package))
+        files = (
+            file
+            for name in code_names.imported_in(code)
+            for file in code_names.files_of(name, package)
+        )
         waiting += (Variables(file, names) for file in files)
     found: dict[int, Variables] = {}
     for one in waiting:  # the list grows meanwhile
-        if id(one.of_file) not in found and not is_library(one.of_file.get("__name__")):
+        if id(one.of_file) not in found and not code_names.is_library(one.of_file.get("__name__")):
             found[id(one.of_file)] = one
             values = (one.of_file[name] for name in sorted(one.names & one.of_file.keys()))
             modules = (value for value in values if type(value) is types.ModuleType)
@@ -575,7 +571,7 @@ _COLLECTIONS = (dict, list, tuple, set, frozenset)
 
 def _composed(kind: type, own: Access | None) -> Access:
     """Of objects with attributes and slots. own: the row of what they hold beside."""
-    is_followed = not is_library(kind.__module__) or issubclass(kind, nn.Module)
+    is_followed = not code_names.is_library(kind.__module__) or issubclass(kind, nn.Module)
     has_slots = bool(slots(kind))
 
     def read(owner: Any) -> list[Element]:

@@ -27,23 +27,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from rockplan.python_state import key_value_cache
+from rockplan.python_state import elements, key_value_cache
 from rockplan.python_state.code_names import names_in
-from rockplan.python_state.elements import (
-    ATTRIBUTES,
-    EVERYBODYS,
-    ON_CLASS,
-    PLAIN,
-    RANDOM,
-    Access,
-    Aspect,
-    Element,
-    Variables,
-    is_function_cache,
-    row_of,
-    same_elements,
-    tensors_in,
-)
 from rockplan.python_state.hooks import computed_attributes
 from rockplan.values.classes import once_for_each_class
 
@@ -108,7 +93,7 @@ def shown(value: Any) -> str:
     """Return what a message says of an element of a difference."""
     if value is GONE:
         return "nothing"
-    return repr(value)[:60] if id(type(value)) in PLAIN else f"a {type(value).__name__}"
+    return repr(value)[:60] if id(type(value)) in elements.PLAIN else f"a {type(value).__name__}"
 
 
 def walk_of(
@@ -159,7 +144,7 @@ _SCANNED: dict[str, tuple[tuple[int, int], list[tuple[str, Any]]]] = {}
 
 def _generators() -> Iterator[tuple[str, Any]]:
     # But sympy's, which tries numbers that make no difference.
-    yield from EVERYBODYS.items()
+    yield from elements.EVERYBODYS.items()
     for name, file in [*sys.modules.items()]:
         variables = getattr(file, "__dict__", None)
         if type(variables) is not dict or name.startswith("sympy."):
@@ -174,7 +159,7 @@ def _generators() -> Iterator[tuple[str, Any]]:
 @once_for_each_class
 def is_generator(kind: type) -> bool:
     """True for classes of generators of random numbers."""
-    return issubclass(kind, RANDOM)
+    return issubclass(kind, elements.RANDOM)
 
 
 @once_for_each_class
@@ -193,8 +178,8 @@ class Walk:
     def __init__(self, roots: Iterable[Root], stops: tuple[type, ...] | type = ()) -> None:
         self.roots, self.stops = [*roots], stops
         self.objects: list[Any] = [self.roots]
-        self.rows: list[Access | None] = [None]
-        self.held: list[list[Element]] = [[]]
+        self.rows: list[elements.Access | None] = [None]
+        self.held: list[list[elements.Element]] = [[]]
         self.nodes: list[list[Any]] = [[]]
         self.counted: list[Sequence[int]] = [()]
         self.met: list[tuple[int, int]] = [(-1, 0)]
@@ -209,13 +194,17 @@ class Walk:
             while len(self.nodes) < len(self.objects):
                 self._look_into(self.objects[len(self.nodes)])
         self.imported = frozenset(sys.modules)
-        self.caches = [(c, c.cache_info().currsize) for c in self.objects if is_function_cache(c)]
+        self.caches = [
+            (c, c.cache_info().currsize) for c in self.objects if elements.is_function_cache(c)
+        ]
 
     def _look_into(self, value: Any) -> None:
         kind = type(value)
         is_followed = id(value) not in NOT_FOLLOWED and not issubclass(kind, self.stops)
-        row = value.row if kind is Aspect else row_of(kind) if is_followed else None
-        held = [] if row is None else row.read(value.owner if kind is Aspect else value)
+        row = (
+            value.row if kind is elements.Aspect else elements.row_of(kind) if is_followed else None
+        )
+        held = [] if row is None else row.read(value.owner if kind is elements.Aspect else value)
         self.rows.append(row)
         self.held.append(held)
         counted = _counted(value, held)
@@ -232,16 +221,20 @@ class Walk:
     def _node(self, at: int) -> list[Any]:
         value, row = self.objects[at], self.rows[at]
         node: list[Any] = [
-            id(value) if row is None else id(row) if type(value) is Aspect else id(type(value))
+            id(value)
+            if row is None
+            else id(row)
+            if type(value) is elements.Aspect
+            else id(type(value))
         ]
-        is_class = type(value) is Aspect and row is ON_CLASS
+        is_class = type(value) is elements.Aspect and row is elements.ON_CLASS
         for position in self.counted[at]:
             element = self.held[at][position]
             for part in element:
                 kind = type(part)
                 if kind is str:
                     node.append(part)
-                elif id(kind) in PLAIN:
+                elif id(kind) in elements.PLAIN:
                     node.append((kind, repr(part) if kind in (float, complex) else part))
                 elif (
                     is_class
@@ -288,7 +281,7 @@ class Walk:
         is_function = isinstance(value, types.FunctionType) and root.module is None
         if is_function or isinstance(value, type):
             return Place(value.__qualname__, None, is_function and root.is_callers)
-        if type(value) is Aspect and isinstance(value.owner, Variables):
+        if type(value) is elements.Aspect and isinstance(value.owner, elements.Variables):
             return Place(str(value.owner.of_file.get("__name__", "?")))
         return None
 
@@ -311,7 +304,7 @@ class Walk:
         value = self.objects[n]
         if isinstance(value, torch.Tensor) and value is not later.objects[n]:
             return StateChange(self.place(n), value, value, later.objects[n])
-        owner = value.owner if type(value) is Aspect else value
+        owner = value.owner if type(value) is elements.Aspect else value
         nothing = (None, GONE, GONE)
         for key in {**before, **now}:
             (_, former, a), (_, current, b) = before.get(key, nothing), now.get(key, nothing)
@@ -340,7 +333,7 @@ class Walk:
         has_imported = not sys.modules.keys() <= self.imported
         for n, (owner, row, held) in self.holders():
             now = row.read(owner)
-            if not same_elements(now, held):
+            if not elements.same_elements(now, held):
                 stays = [e for e in now if _stays(owner, e) and not is_refused]
                 if has_imported and self.place(n).is_of_files:
                     stays = _added(held, now)
@@ -365,15 +358,18 @@ class Walk:
             if not row.can_change:
                 continue
             others = [(of(key), of(part)) for key, part in held]
-            if not same_elements(others, held):
+            if not elements.same_elements(others, held):
                 row.write(owner, others)
 
-    def holders(self) -> Iterator[tuple[int, tuple[Any, Access, list[Element]]]]:
+    def holders(self) -> Iterator[tuple[int, tuple[Any, elements.Access, list[elements.Element]]]]:
         """Yield (number, (object, how it is read and written, its elements))."""
         for n, value in enumerate(self.objects):
             row = self.rows[n]
             if row is not None:
-                yield n, (value.owner if type(value) is Aspect else value, row, self.held[n])
+                yield (
+                    n,
+                    (value.owner if type(value) is elements.Aspect else value, row, self.held[n]),
+                )
 
     def again(self) -> Walk:
         """Return what the same roots reach now."""
@@ -390,12 +386,12 @@ _METHODS = frozenset(map(id, _OF_CODE))
 _REGISTRY = re.compile(r"\._(?:parameters|buffers|modules)\['([^']*)'\]")
 
 
-def _counted(value: Any, held: list[Element]) -> Sequence[int]:
+def _counted(value: Any, held: list[elements.Element]) -> Sequence[int]:
     """Positions of elements that count in a comparison: not what PyTorch's hooks compute before
     each call, nor what transformers settles in the first call, or makes again in each."""
     if type(value) is OrderedDict:
         return [i for i, e in enumerate(held) if not _is_hook_of_transformers(e[1])]
-    if type(value) is not Aspect or value.row is not ATTRIBUTES:
+    if type(value) is not elements.Aspect or value.row is not elements.ATTRIBUTES:
         return range(len(held))
     owner = value.owner
     names = {_MADE_AGAIN}
@@ -404,16 +400,16 @@ def _counted(value: Any, held: list[Element]) -> Sequence[int]:
     return [i for i, e in enumerate(held) if e[0] not in names and not _stays(owner, e)]
 
 
-def _added(held: list[Element], now: list[Element]) -> list[Element]:
+def _added(held: list[elements.Element], now: list[elements.Element]) -> list[elements.Element]:
     known = {id(key) for key, _ in held} | {id(value) for _, value in held}
     return [
         (key, value)
         for key, value in now
-        if id(key) not in known and id(value) not in known and not any(tensors_in(value))
+        if id(key) not in known and id(value) not in known and not any(elements.tensors_in(value))
     ]
 
 
-def _stays(owner: Any, element: Element) -> bool:
+def _stays(owner: Any, element: elements.Element) -> bool:
     is_known = element[0] == _LEFT
     return is_known and key_value_cache.configuration_class(type(owner)) is not None
 

@@ -16,15 +16,8 @@ from typing import Any
 
 import torch
 
+from rockplan import errors
 from rockplan.codegen.executable import Executable, Pattern
-from rockplan.errors import (
-    BackwardError,
-    CaptureError,
-    ForwardRaises,
-    InfeasibleBudget,
-    RockplanError,
-    StalePlan,
-)
 from rockplan.python_state import trees
 from rockplan.python_state.autocast import Autocast, under_autocast
 from rockplan.python_state.sharding import is_sharded
@@ -111,7 +104,7 @@ def bound_program(planned: HasPlans, call: Called) -> BoundProgram | None:
             return None
         changes = changes_from(planned, call)
         if state.settings.on_mismatch == "error":
-            raise StalePlan(
+            raise errors.StalePlan(
                 f"this call does not match what was planned: {changes}. Plan again with this "
                 "sample, or pass Options(on_mismatch='replan')"
             )
@@ -127,13 +120,13 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
     made, started = ModuleCall(planned, call.args, call.kwargs), time.monotonic()
     try:
         program = state.settings.make_program(made)
-    except CaptureError as error:
-        if state.settings.on_refused is None or isinstance(error, ForwardRaises):
+    except errors.CaptureError as error:
+        if state.settings.on_refused is None or isinstance(error, errors.ForwardRaises):
             raise
         state.is_off = True
         try:
             state.settings.on_refused(made, error)
-        except RockplanError:
+        except errors.RockplanError:
             state.is_off = False
             raise
         return None
@@ -149,7 +142,7 @@ def _first_bound(planned: HasPlans, call: Called) -> BoundProgram | None:
     return bound
 
 
-def say_refused(call: ModuleCall, error: CaptureError) -> None:
+def say_refused(call: ModuleCall, error: errors.CaptureError) -> None:
     """Log that the original runs, and why."""
     assert isinstance(call.module, HasPlans)
     LOG.warning("%s runs as it is: %s", call.module._rockplan.original.__qualname__, error)
@@ -162,7 +155,7 @@ def _new_bound(planned: HasPlans, call: Called, changes: Differences) -> BoundPr
     made = ModuleCall(planned, call.args, call.kwargs, state.precedent, unread)
     try:
         program = _logged_program(made, changes)
-    except InfeasibleBudget as error:
+    except errors.InfeasibleBudget as error:
         if state.settings.on_infeasible != "original":
             error.add_note(
                 f"rockplan: this call was planned since it is of a new kind: {changes}. "
@@ -316,7 +309,7 @@ class Situation:
         same = (b for b in own if b.program is self.bound.program)
         if not any(b.signature.holds() for b in (self.bound, *same)):
             changed = Differences(module_differences(self.bound.signature))
-            raise BackwardError(
+            raise errors.BackwardError(
                 f"the module, a {type(module).__qualname__}, was changed between forward and "
                 f"backward ({changed}), and this backward pass needs another plan; change modules "
                 "before the forward. Where only the first call of a model does (it settles a "
@@ -345,7 +338,7 @@ class Situation:
     def _program(self, pattern: Pattern) -> PlannedProgram:
         module, state = self.planned, self.planned._rockplan
         if state.settings.on_mismatch == "error":
-            raise BackwardError(
+            raise errors.BackwardError(
                 "the incoming gradients are of other outputs, or have other strides, than "
                 "planned; pass the loss as a function of the result (rockplan.solve(..., "
                 "loss=...)), Options(differentiated=...) for the outputs that backward starts "
@@ -360,7 +353,7 @@ class Situation:
             changed = Differences((_OTHER_STRIDES if is_same else _OTHER_OUTPUTS,))
             program = _logged_program(call, changed)
             if program.interface.unread != unread:
-                raise BackwardError(
+                raise errors.BackwardError(
                     "this backward pass reads an argument that the forward and the planned one do "
                     "not; name the outputs that backward starts from: Options(differentiated=...)"
                 )

@@ -32,16 +32,9 @@ from rockplan.search.local.placing import placed
 from rockplan.search.minimum_peak import least_peak
 from rockplan.search.pipeline import STAGES, check_names, run
 from rockplan.search.problem import Goal, Problem, cache_of
+from rockplan.values import copies
 from rockplan.values.block import OptionFamily
 from rockplan.values.block_sequence import BoundedOption, useful_options
-from rockplan.values.copies import (
-    HostLink,
-    inputs,
-    paged,
-    with_fetches,
-    with_nodes,
-    without_copies,
-)
 from rockplan.values.graph import CDGraph, ComputeNode, Phase, Queue, as_eager
 from rockplan.values.order import Orders
 from rockplan.values.plan import Plan
@@ -159,7 +152,7 @@ def bounded(graph: CDGraph, saved_bytes: int, peak_bytes: int) -> CDGraph:
     limit = ComputeNode(
         0, _LIMIT, Phase.FORWARD, (), (), workspace_bytes=room_bytes, recomputable=False
     )
-    return with_nodes(graph, [limit])
+    return copies.with_nodes(graph, [limit])
 
 
 _LIMIT = "limit"
@@ -189,21 +182,21 @@ def thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
     """Return (the schedule with the least peak found that saves nothing but results of nodes that
     run once, and what is returned; whether no time limit cut the search). Inputs are on the host
     meanwhile where they may be."""
-    graph, gone = without_copies(whole), _paged_inputs(whole)
+    graph, gone = copies.without_copies(whole), _paged_inputs(whole)
     repeatable = (d for n in graph.forward if n.recomputable for d in n.writes)
     dropped = tuple(sorted({*repeatable, *gone}.difference(graph.outputs)))
-    dropping = with_fetches(replace(graph, dropped=dropped), gone)
+    dropping = copies.with_fetches(replace(graph, dropped=dropped), gone)
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
     limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)
     incumbent = least_peak(goal, limits)
     schedule = incumbent.schedule or keep_all(dropping)
-    made = placed(graph, gone, schedule.phases, HostLink(1, 1), 0)
+    made = placed(graph, gone, schedule.phases, copies.HostLink(1, 1), 0)
     return without_limit(whole, made.graph, made.schedule), incumbent.is_complete
 
 
 def _paged_inputs(graph: CDGraph) -> tuple[int, ...]:
-    return tuple(page.data for page in paged(graph) if page.data in inputs(graph))
+    return tuple(page.data for page in copies.paged(graph) if page.data in copies.inputs(graph))
 
 
 def _within(
@@ -211,7 +204,7 @@ def _within(
 ) -> _Found:
     """Return the fastest schedule found, and the fastest one that copies to the host if that is
     another."""
-    graph = bounded(without_copies(problem.graph), saved_bytes, peak_bytes)
+    graph = bounded(copies.without_copies(problem.graph), saved_bytes, peak_bytes)
     goal = Goal(graph, (), peak_bytes, host=problem.host)
     incumbent = run(STAGES, goal, _limits(effort, options))
     found = [] if incumbent.schedule is None else [(graph, incumbent.schedule)]

@@ -20,17 +20,8 @@ from rockplan.graph_builder.tracing.free_sizes import StaticSizes
 from rockplan.options import Options
 from rockplan.runtime.program import ModuleCall, PlannedProgram
 from rockplan.solving.captured_calls import CapturedCall, captured_call
+from rockplan.values import graph as graphs
 from rockplan.values.copies import without_copies
-from rockplan.values.graph import (
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    Takeover,
-    Value,
-    in_eager_order,
-    is_kernel,
-)
 from rockplan.values.interface import Interface
 from rockplan.values.sizes import resized, text_of, texts_in
 
@@ -66,7 +57,7 @@ def with_open_sizes(
     if kept:
         opened = replace(opened, lowered=lower(opened.run.without(kept), state_bytes, plain))
     own, static = (
-        (in_eager_order(adjusted(one.lowered).graph), one.lowered.interface)
+        (graphs.in_eager_order(adjusted(one.lowered).graph), one.lowered.interface)
         for one in (opened, source)
     )
     _refuse(_program_differences(frozenset(), own, static), "this call")
@@ -84,10 +75,10 @@ def with_open_sizes(
         message = "the forward decides by these sizes, and otherwise than for the call before"
         raise StaticSizes(message, ranges=(interface.sizes,))
     other = lowered_again(as_known) if kept else lowered
-    then = resized((_static(in_eager_order(other.graph)), other.interface), numbers)
-    planned = (in_eager_order(planned_graph), known.interface)
+    then = resized((_static(graphs.in_eager_order(other.graph)), other.interface), numbers)
+    planned = (graphs.in_eager_order(planned_graph), known.interface)
     _refuse(_program_differences(unread, then, planned), "the call before")
-    workspaces = tuple(n.workspace_bytes for n in in_eager_order(planned_graph).nodes)
+    workspaces = tuple(n.workspace_bytes for n in graphs.in_eager_order(planned_graph).nodes)
     nodes = _with_takeovers_of_all_sizes(graph)
     lowered = replace(lowered, graph=replace(graph, nodes=nodes))
     return replace(opened, lowered=lowered, earlier_workspaces=workspaces)
@@ -107,11 +98,11 @@ def _fused(opened: CapturedCall, at: tuple[int, ...], options: Options) -> Lower
     return replace(lowered, graph=graph, interface=interface)
 
 
-def _static(graph: CDGraph) -> CDGraph:
+def _static(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return the graph with the names that its kernels have for the sizes they are compiled for."""
     kernels = {k.op: (static_kernel(k).op, len(k.sizes)) for k in graph.kernels if not k.over}
 
-    def called(call: Call) -> Call:
+    def called(call: graphs.Call) -> graphs.Call:
         op, count = kernels.get(call.op, (call.op, 0))
         return replace(call, op=op, args=call.args[count:])
 
@@ -129,7 +120,9 @@ def _refuse(different: Sequence[str], which: str) -> None:
 
 
 def _program_differences(
-    unread: frozenset[int], opened: tuple[CDGraph, Interface], static: tuple[CDGraph, Interface]
+    unread: frozenset[int],
+    opened: tuple[graphs.CDGraph, Interface],
+    static: tuple[graphs.CDGraph, Interface],
 ) -> list[str]:
     """List in what two lowered programs, in eager's order, differ beside prices, takeovers, the
     offsets of arguments and all that is of the leaves at `unread` positions."""
@@ -173,18 +166,18 @@ def _program_differences(
     return found
 
 
-def _unpriced(node: ComputeNode) -> ComputeNode:
+def _unpriced(node: graphs.ComputeNode) -> graphs.ComputeNode:
     return replace(node, time_ns=0, workspace_bytes=0, takes=(), source="")
 
 
-def _offset(graph: CDGraph, value: Value) -> int:
+def _offset(graph: graphs.CDGraph, value: graphs.Value) -> int:
     """Return the offset of the argument that a value is part of; 0 for any other value."""
-    if graph.data[value.data].kind is not DataKind.INPUT:
+    if graph.data[value.data].kind is not graphs.DataKind.INPUT:
         return 0
     return next(v.spec.offset for v in graph.values if v.data == value.data and v.view is None)
 
 
-def _with_takeovers_of_all_sizes(graph: CDGraph) -> tuple[ComputeNode, ...]:
+def _with_takeovers_of_all_sizes(graph: graphs.CDGraph) -> tuple[graphs.ComputeNode, ...]:
     """Return the nodes with the takeovers whose operands have the layouts of the results at every
     size, not just at those of the captured call. (What a kernel views otherwise, its compiler has
     looked at.)"""
@@ -194,13 +187,13 @@ def _with_takeovers_of_all_sizes(graph: CDGraph) -> tuple[ComputeNode, ...]:
         spec = own[data].spec
         return (*map(text_of, (*spec.shape, *spec.stride, spec.offset)), spec.dtype)
 
-    def is_same(take: Takeover, operand: int, result: int) -> bool:
-        if take.call is None or not is_kernel(take.call.op):
+    def is_same(take: graphs.Takeover, operand: int, result: int) -> bool:
+        if take.call is None or not graphs.is_kernel(take.call.op):
             return layout(operand) == layout(result)
         operand_bytes, result_bytes = (text_of(graph.data[d].size_bytes) for d in (operand, result))
         return operand_bytes == result_bytes and may_hold(graph, own[operand], own[result])
 
-    def is_of_all(take: Takeover) -> bool:
+    def is_of_all(take: graphs.Takeover) -> bool:
         return all(is_same(take, *p) for p in zip(take.operands, take.results, strict=True))
 
     return tuple(replace(n, takes=tuple(filter(is_of_all, n.takes))) for n in graph.nodes)

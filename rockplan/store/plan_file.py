@@ -27,19 +27,8 @@ from rockplan.oracles.verify import verify
 from rockplan.store import documents
 from rockplan.store.documents import flag, list_of, natural, naturals, read_fields, text_of
 from rockplan.store.fingerprint import VERSION
+from rockplan.values import graph as graphs
 from rockplan.values.copies import with_copies_of, without_copies
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    DataNode,
-    Phase,
-    Queue,
-    Takeover,
-    as_eager,
-    required,
-    without_takes,
-)
 from rockplan.values.plan import COMPILED, BlockSummary, Certificate, Plan, Status
 from rockplan.values.schedule import Compute, Event, Free, Schedule, keep_all
 
@@ -138,7 +127,9 @@ def _replace(path: Path, data: bytes) -> None:
         raise
 
 
-def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version: str) -> Plan:
+def fit(
+    plans: Iterable[Plan], graph: graphs.CDGraph, graph_digest: str, torch_version: str
+) -> Plan:
     """Return the one of `plans` that is for `graph`, on `graph` itself but with the sizes and times
     of the plan.
 
@@ -154,7 +145,7 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     if (
         plan is None
         or fitted is None
-        or not is_outline_of(without_takes(plan.graph), without_takes(fitted))
+        or not is_outline_of(graphs.without_takes(plan.graph), graphs.without_takes(fitted))
     ):
         raise _mismatch(plans, graph, graph_digest, torch_version)
     _check_sizes(graph, fitted)
@@ -171,7 +162,7 @@ def fit(plans: Iterable[Plan], graph: CDGraph, graph_digest: str, torch_version:
     return replace(plan, graph=fitted, origin=origin)
 
 
-def outline(graph: CDGraph) -> CDGraph:
+def outline(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return the part of `graph` that documents store: no calls, values or kernels, of takeovers
     only storages, source lines without folders."""
     nodes = tuple(
@@ -187,13 +178,13 @@ def outline(graph: CDGraph) -> CDGraph:
     return replace(graph, nodes=nodes, values=(), kernels=())
 
 
-def is_outline_of(outlined: CDGraph, graph: CDGraph) -> bool:
+def is_outline_of(outlined: graphs.CDGraph, graph: graphs.CDGraph) -> bool:
     """True if `outlined` is the outline of `graph`, up to what no plan depends on: the line that
     calls the model, and the bytes of inputs (a batch may be a part of a larger tensor)."""
     return _deciding(outlined) == _deciding(outline(graph))
 
 
-def _deciding(graph: CDGraph) -> CDGraph:
+def _deciding(graph: graphs.CDGraph) -> graphs.CDGraph:
     return replace(
         graph,
         data=tuple(replace(d, size_bytes=0) if d.kind.resident else d for d in graph.data),
@@ -201,7 +192,7 @@ def _deciding(graph: CDGraph) -> CDGraph:
     )
 
 
-def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
+def onto(graph: graphs.CDGraph, prices: graphs.CDGraph) -> graphs.CDGraph | None:
     """Return `graph` with the sizes, times, workspaces and takeovers of `prices`, an outline of the
     same graph; None if it has another number of storages or nodes."""
     if len(graph.data) != len(prices.data) or len(graph.nodes) != len(prices.nodes):
@@ -225,7 +216,7 @@ def onto(graph: CDGraph, prices: CDGraph) -> CDGraph | None:
     )
 
 
-def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
+def _check_sizes(graph: graphs.CDGraph, fitted: graphs.CDGraph) -> None:
     """A measured size may be larger than the captured one, by padding."""
     for captured, stated in zip(graph.data, fitted.data, strict=True):
         if not captured.kind.resident and stated.size_bytes < captured.size_bytes:
@@ -236,7 +227,7 @@ def _check_sizes(graph: CDGraph, fitted: CDGraph) -> None:
             )
 
 
-def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
+def _check_takeovers(plan: Plan, fitted: graphs.CDGraph) -> None:
     """Results that the plan writes over dying operands cannot be written so by kernels of another
     compiler."""
     peak_bytes = simulate(fitted, plan.schedule).peak_bytes
@@ -251,7 +242,7 @@ def _check_takeovers(plan: Plan, fitted: CDGraph) -> None:
 
 
 def _mismatch(
-    plans: tuple[Plan, ...], graph: CDGraph, graph_digest: str, torch_version: str
+    plans: tuple[Plan, ...], graph: graphs.CDGraph, graph_digest: str, torch_version: str
 ) -> PlanMismatch:
     position, difference = max([_first_difference(p.graph, graph) for p in plans])
     versions = " and ".join(sorted({p.torch_version for p in plans}))
@@ -265,7 +256,7 @@ def _mismatch(
     )
 
 
-def _first_difference(planned: CDGraph, graph: CDGraph) -> tuple[int, str]:
+def _first_difference(planned: graphs.CDGraph, graph: graphs.CDGraph) -> tuple[int, str]:
     """(Position, a sentence); the number of operations if none differs by name, module and
     phase."""
     for position, (there, here) in enumerate(zip(planned.nodes, graph.nodes, strict=False)):
@@ -320,7 +311,7 @@ def _plan_row(plan: Plan) -> dict[str, object]:
     }
 
 
-def _graph_row(graph: CDGraph) -> dict[str, object]:
+def _graph_row(graph: graphs.CDGraph) -> dict[str, object]:
     return {
         **{name: getattr(graph, name) for name in (*_OF_GRAPH, "eager_order")},
         "data": [[d.name, d.kind.value, d.size_bytes] for d in graph.data],
@@ -329,7 +320,7 @@ def _graph_row(graph: CDGraph) -> dict[str, object]:
                 **{name: getattr(n, name) for name in _OF_NODE},
                 "phase": n.phase.value,
                 "takes": [_takeover_row(t, n) for t in n.takes],
-                **({} if n.queue is Queue.COMPUTE else {"queue": n.queue.value}),
+                **({} if n.queue is graphs.Queue.COMPUTE else {"queue": n.queue.value}),
                 **({"optional": True} if n.optional else {}),
             }
             for n in graph.nodes
@@ -368,20 +359,20 @@ def _read_plan(row: Mapping[str, Any]) -> Plan:
     return replace(plan, trips=trips(graph, plan.schedule))
 
 
-def _read_graph(row: Mapping[str, Any]) -> CDGraph:
+def _read_graph(row: Mapping[str, Any]) -> graphs.CDGraph:
     """Raises KeyError, TypeError or ValueError for another form, or where it contradicts itself."""
     data = tuple(
-        DataNode(i, text_of(name), DataKind(kind), natural(size_bytes))
+        graphs.DataNode(i, text_of(name), graphs.DataKind(kind), natural(size_bytes))
         for i, (name, kind, size_bytes) in enumerate(list_of(row["data"]))
     )
     nodes = tuple(_read_node(i, node, len(data)) for i, node in enumerate(list_of(row["nodes"])))
     phases = [n.phase for n in nodes]
-    if phases != sorted(phases, key=lambda phase: phase is Phase.BACKWARD):
+    if phases != sorted(phases, key=lambda phase: phase is graphs.Phase.BACKWARD):
         raise ValueError("a forward operation after a backward operation")
-    graph = CDGraph(
+    graph = graphs.CDGraph(
         data=data,
         nodes=nodes,
-        **read_fields(CDGraph, row, *_OF_GRAPH),
+        **read_fields(graphs.CDGraph, row, *_OF_GRAPH),
         eager_order=_read_order(row, nodes),
         tiles=natural(row.get("tiles", 0)),
     )
@@ -391,9 +382,9 @@ def _read_graph(row: Mapping[str, Any]) -> CDGraph:
     return graph
 
 
-def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[int, ...]:
+def _read_order(row: Mapping[str, Any], nodes: Sequence[graphs.ComputeNode]) -> tuple[int, ...]:
     """() in plans older than reordering. Raises ValueError."""
-    order, must = naturals(row.get("eager_order", [])), required(nodes)
+    order, must = naturals(row.get("eager_order", [])), graphs.required(nodes)
     if order and sorted(order) != list(must):
         raise ValueError("the order of eager does not name each operation once")
     if order and [nodes[i].phase for i in order] != [nodes[i].phase for i in must]:
@@ -401,15 +392,15 @@ def _read_order(row: Mapping[str, Any], nodes: Sequence[ComputeNode]) -> tuple[i
     return order
 
 
-def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
+def _read_node(index: int, row: Mapping[str, Any], data: int) -> graphs.ComputeNode:
     """data: number of storages of the graph. Raises KeyError, TypeError or ValueError for another
     form."""
-    node = ComputeNode(
+    node = graphs.ComputeNode(
         index=index,
-        phase=Phase(row["phase"]),
-        queue=Queue(row.get("queue", "compute")),
+        phase=graphs.Phase(row["phase"]),
+        queue=graphs.Queue(row.get("queue", "compute")),
         optional=flag(row.get("optional", False)),
-        **read_fields(ComputeNode, row, *_OF_NODE),
+        **read_fields(graphs.ComputeNode, row, *_OF_NODE),
     )
     _check_below((*node.reads, *node.writes), data)
     # Plans older than takeovers do not state any, and are right without.
@@ -418,13 +409,13 @@ def _read_node(index: int, row: Mapping[str, Any], data: int) -> ComputeNode:
     )
 
 
-def _takeover_row(takeover: Takeover, node: ComputeNode) -> object:
+def _takeover_row(takeover: graphs.Takeover, node: graphs.ComputeNode) -> object:
     if takeover.results == node.writes and len(node.writes) == 1:
         return takeover.operands[0]
     return list(map(list, zip(takeover.operands, takeover.results, strict=True)))
 
 
-def _read_takeover(row: object, node: ComputeNode) -> Takeover:
+def _read_takeover(row: object, node: graphs.ComputeNode) -> graphs.Takeover:
     """row: [[operand, result], ...], or one operand for the only result of the node. Raises
     ValueError."""
     pairs = [naturals(p) for p in list_of(row)] if isinstance(row, list) else [(row, *node.writes)]
@@ -437,17 +428,17 @@ def _read_takeover(row: object, node: ComputeNode) -> Takeover:
         raise ValueError("an operation takes over storages for what it does not make")
     if len(set(operands)) < len(pairs) or len(set(results)) < len(pairs):
         raise ValueError("an operation takes over a storage twice")
-    return Takeover(operands, results)
+    return graphs.Takeover(operands, results)
 
 
-def _read_block(row: object, graph: CDGraph) -> BlockSummary:
+def _read_block(row: object, graph: graphs.CDGraph) -> BlockSummary:
     names = ("name", "digest", "forward", "backward")
     block = BlockSummary(**read_fields(BlockSummary, dict(zip(names, list_of(row), strict=True))))
     _check_below((*block.forward, *block.backward), len(graph.nodes))
     return block
 
 
-def _read_schedule(row: Mapping[str, Any], graph: CDGraph) -> Schedule:
+def _read_schedule(row: Mapping[str, Any], graph: graphs.CDGraph) -> Schedule:
     events = tuple(_read_event(event, graph) for event in list_of(row["events"]))
     forward_length = natural(row["forward_length"])
     if forward_length > len(events):
@@ -455,7 +446,7 @@ def _read_schedule(row: Mapping[str, Any], graph: CDGraph) -> Schedule:
     return Schedule(events, forward_length)
 
 
-def _read_event(event: object, graph: CDGraph) -> Event:
+def _read_event(event: object, graph: graphs.CDGraph) -> Event:
     what, index = list_of(event)
     if what not in ("compute", "free"):
         raise ValueError(f"an event that is neither 'compute' nor 'free': {repr(what)[:40]}")
@@ -469,7 +460,7 @@ def _check_below(indices: Sequence[int], limit: int) -> None:
 
 
 def _check_promises(plan: Plan) -> None:
-    executed = as_eager(plan.graph)
+    executed = graphs.as_eager(plan.graph)
     try:
         verify(plan.graph, plan.schedule)
         verify(executed, keep_all(executed))

@@ -14,20 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rockplan.values.graph import (
-    Call,
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    DataNode,
-    Phase,
-    Queue,
-    TensorSpec,
-    Value,
-    ValueRef,
-    producers,
-    required,
-)
+from rockplan.values import graph as graphs
 
 STORE, FETCH = "host.store.default", "host.fetch.default"
 """Operators of copies: from tensors that share one storage to all of its bytes, and back."""
@@ -80,34 +67,36 @@ class Trip:
     waits_ns: int
 
 
-def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGraph:
+def with_copies(graph: graphs.CDGraph, storages: Iterable[int], link: HostLink) -> graphs.CDGraph:
     """Return `graph` with two optional nodes more for each of `storages` (data that forward nodes
     make): a copy out to a storage on the host at the end of the forward, and a copy back at the
     begin of the backward, with times by `link`. Backward nodes are renumbered."""
     chosen = sorted(set(storages))
     if not chosen:
         return graph
-    maker = producers(graph)
+    maker = graphs.producers(graph)
     data, values = list(graph.data), list(graph.values)
-    stores: list[ComputeNode] = []
-    fetches: list[ComputeNode] = []
+    stores: list[graphs.ComputeNode] = []
+    fetches: list[graphs.ComputeNode] = []
     for d in chosen:
         storage, made = graph.data[d], graph.nodes[maker[d]]
-        host = DataNode(len(data), f"host_{storage.name}", DataKind.HOST, storage.size_bytes)
+        host = graphs.DataNode(
+            len(data), f"host_{storage.name}", graphs.DataKind.HOST, storage.size_bytes
+        )
         data.append(host)
-        calls: tuple[tuple[Call, ...], tuple[Call, ...]] = (), ()
+        calls: tuple[tuple[graphs.Call, ...], tuple[graphs.Call, ...]] = (), ()
         tensors = [v.index for v in graph.values if v.data == d and v.view is None]
         if tensors:
-            spec = TensorSpec((storage.size_bytes,), (1,), 0, "torch.uint8", "cpu")
-            stored = Value(len(values), host.index, host.name, spec)
+            spec = graphs.TensorSpec((storage.size_bytes,), (1,), 0, "torch.uint8", "cpu")
+            stored = graphs.Value(len(values), host.index, host.name, spec)
             values.append(stored)
-            out = Call(STORE, tuple(map(ValueRef, tensors)), (), (stored.index,))
-            back = Call(FETCH, (ValueRef(stored.index),), (), tuple(tensors))
+            out = graphs.Call(STORE, tuple(map(graphs.ValueRef, tensors)), (), (stored.index,))
+            back = graphs.Call(FETCH, (graphs.ValueRef(stored.index),), (), tuple(tensors))
             calls = (out,), (back,)
-        store = ComputeNode(
+        store = graphs.ComputeNode(
             index=0,
             name=f"store_{storage.name}",
-            phase=Phase.FORWARD,
+            phase=graphs.Phase.FORWARD,
             reads=(d,),
             writes=(host.index,),
             time_ns=_time_ns(storage.size_bytes, link.out_bytes_per_s),
@@ -115,7 +104,7 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
             recalls=calls[0],
             module=made.module,
             source=made.source,
-            queue=Queue.OUT,
+            queue=graphs.Queue.OUT,
             optional=True,
         )
         stores.append(store)
@@ -123,31 +112,31 @@ def with_copies(graph: CDGraph, storages: Iterable[int], link: HostLink) -> CDGr
             replace(
                 store,
                 name=f"fetch_{storage.name}",
-                phase=Phase.BACKWARD,
+                phase=graphs.Phase.BACKWARD,
                 reads=store.writes,
                 writes=store.reads,
                 time_ns=_time_ns(storage.size_bytes, link.in_bytes_per_s),
                 calls=calls[1],
                 recalls=calls[1],
-                queue=Queue.IN,
+                queue=graphs.Queue.IN,
             )
         )
     copied = replace(graph, data=tuple(data), values=tuple(values))
     return with_nodes(copied, (*stores, *fetches))
 
 
-def with_nodes(graph: CDGraph, nodes: Iterable[ComputeNode]) -> CDGraph:
+def with_nodes(graph: graphs.CDGraph, nodes: Iterable[graphs.ComputeNode]) -> graphs.CDGraph:
     """Return `graph` with `nodes`, of any index, at the turn: of the forward phase first."""
     turn = len(graph.forward)
     new = tuple(replace(n, index=i) for i, n in enumerate(nodes, turn))
     later = (replace(n, index=n.index + len(new)) for n in graph.backward)
     order = tuple(shifted(graph.eager_order, turn, len(new)))
-    own = required(new) if order else ()
+    own = graphs.required(new) if order else ()
     order = (*order[:turn], *own, *order[turn:])
     return replace(graph, nodes=(*graph.forward, *new, *later), eager_order=order)
 
 
-def with_inputs(graph: CDGraph, sizes: Mapping[int, int]) -> CDGraph:
+def with_inputs(graph: graphs.CDGraph, sizes: Mapping[int, int]) -> graphs.CDGraph:
     """Return `graph` with storages of the caller that it may let go of after the call (`sizes`:
     their bytes) as activations: a first node hands them over, and the last one of the forward
     phase, when the results are there, stands for the caller, who holds them until then. Neither
@@ -155,20 +144,22 @@ def with_inputs(graph: CDGraph, sizes: Mapping[int, int]) -> CDGraph:
     if not sizes:
         return graph
     data = (
-        replace(d, kind=DataKind.ACTIVATION, size_bytes=sizes[d.index]) if d.index in sizes else d
+        replace(d, kind=graphs.DataKind.ACTIVATION, size_bytes=sizes[d.index])
+        if d.index in sizes
+        else d
         for d in graph.data
     )
     taken = tuple(sorted(sizes))
-    take = ComputeNode(0, _TAKE, Phase.FORWARD, (), taken, recomputable=False)
+    take = graphs.ComputeNode(0, _TAKE, graphs.Phase.FORWARD, (), taken, recomputable=False)
     nodes = (take, *(replace(n, index=n.index + 1) for n in graph.nodes))
     order = (0, *(i + 1 for i in graph.eager_order)) if graph.eager_order else ()
     made = {d for n in graph.forward for d in n.writes}.intersection(graph.outputs)
     reads = tuple(sorted(made.union(taken)))
-    last = ComputeNode(0, "return", Phase.FORWARD, reads, (), recomputable=False)
+    last = graphs.ComputeNode(0, "return", graphs.Phase.FORWARD, reads, (), recomputable=False)
     return with_nodes(replace(graph, data=tuple(data), nodes=nodes, eager_order=order), [last])
 
 
-def inputs(graph: CDGraph) -> tuple[int, ...]:
+def inputs(graph: graphs.CDGraph) -> tuple[int, ...]:
     """Return the storages that `with_inputs` made activations."""
     return graph.nodes[0].writes if graph.nodes and graph.nodes[0].name == _TAKE else ()
 
@@ -176,17 +167,17 @@ def inputs(graph: CDGraph) -> tuple[int, ...]:
 _TAKE = "input"
 
 
-def copy_of(node: ComputeNode) -> Call | None:
+def copy_of(node: graphs.ComputeNode) -> graphs.Call | None:
     """Return the call of a node that copies a storage to the host or back, None for other nodes."""
     return node.calls[0] if node.calls and node.calls[0].op in (STORE, FETCH) else None
 
 
-def with_fetches(graph: CDGraph, storages: Iterable[int]) -> CDGraph:
+def with_fetches(graph: graphs.CDGraph, storages: Iterable[int]) -> graphs.CDGraph:
     """Return `graph` with an optional backward node for each of `storages`, which makes it again
     from nothing in no time: so a search sees copies in that arrive in time. Nodes are numbered as
     by `with_copies`, but without the copies out."""
     fetches = (
-        ComputeNode(0, f"fetch_{d}", Phase.BACKWARD, (), (d,), optional=True)
+        graphs.ComputeNode(0, f"fetch_{d}", graphs.Phase.BACKWARD, (), (d,), optional=True)
         for d in sorted(set(storages))
     )
     return with_nodes(graph, fetches)
@@ -197,38 +188,38 @@ def shifted(order: Iterable[int], turn: int, by: int) -> list[int]:
     return [i if i < turn else i + by for i in order]
 
 
-def paged(graph: CDGraph) -> tuple[Paged, ...]:
+def paged(graph: graphs.CDGraph) -> tuple[Paged, ...]:
     """Return the storages that `with_copies` gave copies, ascending."""
-    fetch_of = {n.reads: n for n in graph.nodes if n.queue is Queue.IN}
-    stores = [n for n in graph.nodes if n.queue is Queue.OUT]
+    fetch_of = {n.reads: n for n in graph.nodes if n.queue is graphs.Queue.IN}
+    stores = [n for n in graph.nodes if n.queue is graphs.Queue.OUT]
     return tuple(Paged(n.reads[0], n.writes[0], n.index, fetch_of[n.writes].index) for n in stores)
 
 
-def with_copies_of(graph: CDGraph, planned: CDGraph) -> CDGraph:
+def with_copies_of(graph: graphs.CDGraph, planned: graphs.CDGraph) -> graphs.CDGraph:
     """Return `graph` with the copies of `planned`, the same graph captured in another process or at
     other sizes, and their times by bytes; unchanged if `planned` has none, or if a copied storage
     has no maker in `graph`."""
     storages = [p.data for p in paged(planned)]
-    if not storages or not producers(graph).keys() >= set(storages):
+    if not storages or not graphs.producers(graph).keys() >= set(storages):
         return graph
     copied = with_copies(graph, storages, HostLink(1, 1))
     nodes = [*copied.nodes]
-    for known in (n for n in planned.nodes if n.queue is not Queue.COMPUTE):
+    for known in (n for n in planned.nodes if n.queue is not graphs.Queue.COMPUTE):
         was, now = (g.data[known.reads[0]].size_bytes for g in (planned, copied))
         time_ns = -(-known.time_ns * now // max(was, 1))
         nodes[known.index] = replace(nodes[known.index], time_ns=time_ns)
     return replace(copied, nodes=tuple(nodes))
 
 
-def without_copies(graph: CDGraph) -> CDGraph:
+def without_copies(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return `graph` as it was before `with_copies`: without host storages and copies; the same
     object if it has none."""
-    kept: Sequence[ComputeNode] = [n for n in graph.nodes if n.queue is Queue.COMPUTE]
+    kept: Sequence[graphs.ComputeNode] = [n for n in graph.nodes if n.queue is graphs.Queue.COMPUTE]
     gone = len(graph.nodes) - len(kept)
     if not gone:
         return graph
-    data = tuple(d for d in graph.data if d.kind is not DataKind.HOST)
-    turn = sum(n.phase is Phase.FORWARD for n in kept)
+    data = tuple(d for d in graph.data if d.kind is not graphs.DataKind.HOST)
+    turn = sum(n.phase is graphs.Phase.FORWARD for n in kept)
     return replace(
         graph,
         data=data,

@@ -22,21 +22,13 @@ from rockplan.graph_builder.costs.call_key import call_keys
 from rockplan.graph_builder.costs.estimate import fallback_rates, roofline
 from rockplan.graph_builder.costs.price import price, with_measured_memory
 from rockplan.graph_builder.recorded.specs import is_floating
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    DataKind,
-    ValueRef,
-    is_kernel,
-    producers,
-    refs,
-)
+from rockplan.values import graph as graphs
 from rockplan.values.sizes import Size, resized, text_of
 
 PREFIX = "workspace_"
 
 
-def with_open_workspaces(graph: CDGraph, earlier: Sequence[int]) -> CDGraph:
+def with_open_workspaces(graph: graphs.CDGraph, earlier: Sequence[int]) -> graphs.CDGraph:
     """Return `graph` in which workspaces that differ from those in `earlier` (of the same nodes, in
     eager's order) are symbols, one for all nodes that do the same."""
     order = graph.eager_order or range(len(graph.nodes))
@@ -50,11 +42,11 @@ def with_open_workspaces(graph: CDGraph, earlier: Sequence[int]) -> CDGraph:
     return _opened(graph, kinds, open_kinds)
 
 
-def _has_kernels(node: ComputeNode) -> bool:
-    return any(is_kernel(call.op) for call in node.calls)
+def _has_kernels(node: graphs.ComputeNode) -> bool:
+    return any(graphs.is_kernel(call.op) for call in node.calls)
 
 
-def with_workspaces_open(graph: CDGraph) -> CDGraph:
+def with_workspaces_open(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return an unpriced graph in which the workspace of each node is a symbol, one for all nodes
     that do the same. What nodes of several calls take follows no expression: here it is a byte, as
     a mark that there may be any."""
@@ -64,7 +56,9 @@ def with_workspaces_open(graph: CDGraph) -> CDGraph:
     return _opened(graph, kinds, {*kinds.values()})
 
 
-def _opened(graph: CDGraph, kinds: Mapping[int, str], opened: Iterable[str]) -> CDGraph:
+def _opened(
+    graph: graphs.CDGraph, kinds: Mapping[int, str], opened: Iterable[str]
+) -> graphs.CDGraph:
     names = {kind: f"{PREFIX}{i}" for i, kind in enumerate(sorted(opened))}
     nodes = tuple(
         replace(n, workspace_bytes=Size(n.workspace_bytes, names[kinds[n.index]]))
@@ -75,9 +69,9 @@ def _opened(graph: CDGraph, kinds: Mapping[int, str], opened: Iterable[str]) -> 
     return replace(graph, nodes=nodes)
 
 
-def _kind(graph: CDGraph, node: ComputeNode) -> str:
+def _kind(graph: graphs.CDGraph, node: graphs.ComputeNode) -> str:
     def described(argument: object) -> object:
-        if isinstance(argument, ValueRef):
+        if isinstance(argument, graphs.ValueRef):
             spec = graph.values[argument.index].spec
             layout = [*map(text_of, spec.shape), "/", *map(text_of, spec.stride)]
             return layout, spec.dtype, spec.device
@@ -95,14 +89,14 @@ class OpenWorkspaces:
     it; on: symbol -> positions of the sizes that its operands follow from; known: symbol -> these
     sizes -> bytes, of those measured so far."""
 
-    graph: CDGraph
+    graph: graphs.CDGraph
     of: Mapping[str, int]
     on: Mapping[str, tuple[int, ...]]
     known: Mapping[str, dict[tuple[int, ...], int]]
 
     @classmethod
     def in_graph(
-        cls, graph: CDGraph, sizes: tuple[int, ...], names: Sequence[str]
+        cls, graph: graphs.CDGraph, sizes: tuple[int, ...], names: Sequence[str]
     ) -> OpenWorkspaces:
         """Return those of a graph, which was measured at `sizes`. names: of these."""
         of: dict[str, int] = {}
@@ -133,7 +127,7 @@ class OpenWorkspaces:
             most |= {name: min(larger)} if larger else {}
         return least, most
 
-    def graph_at(self, numbers: Mapping[str, int | float], names: Iterable[str]) -> CDGraph:
+    def graph_at(self, numbers: Mapping[str, int | float], names: Iterable[str]) -> graphs.CDGraph:
         """Return the graph with those nodes only that are run for the symbols `names`, at other
         sizes, without prices. numbers: as for `measured`."""
         known = {**numbers, **dict.fromkeys(self.of, 0)}
@@ -168,7 +162,7 @@ class OpenWorkspaces:
         return {name: self.known[name][at] for name, at in own.items()}
 
 
-def _grows(node: ComputeNode) -> bool:
+def _grows(node: graphs.ComputeNode) -> bool:
     return not any(word in call.op for call in node.calls for word in _CHOOSE_BY_SIZE)
 
 
@@ -177,11 +171,11 @@ _CHOOSE_BY_SIZE = ("conv", "rnn", "lstm", "gru", "rockplan")
 
 
 def _executed(
-    graph: CDGraph, wanted: Iterable[int]
-) -> tuple[tuple[ComputeNode, ...], frozenset[int]]:
+    graph: graphs.CDGraph, wanted: Iterable[int]
+) -> tuple[tuple[graphs.ComputeNode, ...], frozenset[int]]:
     """Return the nodes `wanted` with those that make integers for them, in order, and the values
     that the calls of all take and make, with what those are views of."""
-    maker = producers(graph)
+    maker = graphs.producers(graph)
     nodes: set[int] = set()
     values: set[int] = set()
     left = [*wanted]
@@ -190,25 +184,27 @@ def _executed(
         if index in nodes:
             continue
         nodes.add(index)
-        waiting = [v for c in graph.nodes[index].calls for v in (*map(_index, refs(c)), *c.made)]
+        waiting = [
+            v for c in graph.nodes[index].calls for v in (*map(_index, graphs.refs(c)), *c.made)
+        ]
         while waiting:
             value = waiting.pop()
             if value in values:
                 continue
             values.add(value)
             named = graph.values[value]
-            waiting += map(_index, refs(named.view)) if named.view else ()
+            waiting += map(_index, graphs.refs(named.view)) if named.view else ()
             if not is_floating(named.spec) and named.data in maker:
                 left.append(maker[named.data])
     return tuple(graph.nodes[i] for i in sorted(nodes)), frozenset(values)
 
 
-def _index(ref: ValueRef) -> int:
+def _index(ref: graphs.ValueRef) -> int:
     return ref.index
 
 
 def given_integers(
-    graph: CDGraph, inputs: Sequence[tuple[int, int]], leaves: Sequence[object]
+    graph: graphs.CDGraph, inputs: Sequence[tuple[int, int]], leaves: Sequence[object]
 ) -> dict[int, torch.Tensor]:
     """Return value -> real tensor for integer arguments. inputs: (leaf position, value)."""
     tensors = ((value, leaves[position]) for position, value in inputs)
@@ -217,5 +213,5 @@ def given_integers(
         for value, tensor in tensors
         if isinstance(tensor, torch.Tensor)
         and not (tensor.is_floating_point() or tensor.is_complex())
-        and graph.data[graph.values[value].data].kind is DataKind.INPUT
+        and graph.data[graph.values[value].data].kind is graphs.DataKind.INPUT
     }

@@ -28,15 +28,7 @@ from itertools import pairwise
 
 from rockplan.oracles.graph_view import GraphView
 from rockplan.oracles.simulate import simulate, timeline
-from rockplan.values.graph import (
-    CDGraph,
-    ComputeNode,
-    added_to,
-    caller_bytes,
-    producers,
-    readers,
-    required,
-)
+from rockplan.values import graph as graphs
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
 REACH = 16
@@ -48,7 +40,7 @@ WORTH = 0.01
 gradients of biases move too, and nothing is gained."""
 
 
-def reordered(graph: CDGraph) -> CDGraph:
+def reordered(graph: graphs.CDGraph) -> graphs.CDGraph:
     """Return `graph` with its backward nodes in an order in which no node needs more bytes, and
     often fewer are needed; all nodes are renumbered, and `eager_order` has the order they had.
     Returns `graph` itself if nothing moves."""
@@ -70,40 +62,40 @@ def reordered(graph: CDGraph) -> CDGraph:
     return replace(renumbered(graph, order), eager_order=eager_order)
 
 
-def renumbered(graph: CDGraph, order: Sequence[int]) -> CDGraph:
+def renumbered(graph: graphs.CDGraph, order: Sequence[int]) -> graphs.CDGraph:
     """Return `graph` with its nodes in `order` (old indices), and without an `eager_order`."""
     nodes = tuple(replace(graph.nodes[old], index=new) for new, old in enumerate(order))
     return replace(graph, nodes=nodes, eager_order=())
 
 
-def in_eager_order_of(graph: CDGraph, schedule: Schedule) -> Schedule:
+def in_eager_order_of(graph: graphs.CDGraph, schedule: Schedule) -> Schedule:
     """Return `schedule` with the node numbers that the graph had before `reordered`."""
     if not graph.eager_order:
         return schedule
-    eager = dict(zip(graph.eager_order, required(graph.nodes), strict=True))
+    eager = dict(zip(graph.eager_order, graphs.required(graph.nodes), strict=True))
     events = (
         Compute(eager.get(e.node, e.node)) if isinstance(e, Compute) else e for e in schedule.events
     )
     return replace(schedule, events=tuple(events))
 
 
-def _beside_the_loss(graph: CDGraph) -> int:
+def _beside_the_loss(graph: graphs.CDGraph) -> int:
     """How many backward nodes keep their places: up to and including the first one during which at
     least as many bytes are alive as beside the caller's loss, or else the one with most."""
     schedule = keep_all(graph)
     steps = zip(schedule.events, timeline(graph, schedule), strict=True)
     needs = [step.during_bytes for event, step in steps if isinstance(event, Compute)]
     needs = needs[len(graph.forward) :]
-    loss_bytes = simulate(graph, schedule).saved_bytes + caller_bytes(graph)
+    loss_bytes = simulate(graph, schedule).saved_bytes + graphs.caller_bytes(graph)
     enough_bytes = min(loss_bytes, max(needs, default=0))
     return 1 + next((k for k, bytes_ in enumerate(needs) if bytes_ >= enough_bytes), 0)
 
 
-def predecessors(graph: CDGraph) -> list[set[int]]:
+def predecessors(graph: graphs.CDGraph) -> list[set[int]]:
     """Return for each node the nodes that must run before it: makers of what it reads, the node
     before in a fixed order (random, with effects), earlier readers of a gradient that autograd adds
     to. What follows from those of other nodes is left out."""
-    producer = producers(graph)
+    producer = graphs.producers(graph)
     before = [{producer[d] for d in n.reads if d in producer} for n in graph.nodes]
     last: int | None = None
     for node in graph.nodes:
@@ -111,8 +103,8 @@ def predecessors(graph: CDGraph) -> list[set[int]]:
             if last is not None:
                 before[node.index].add(last)
             last = node.index
-    reading = readers(graph)
-    for data in added_to(graph):
+    reading = graphs.readers(graph)
+    for data in graphs.added_to(graph):
         for earlier, later in pairwise(reading[data]):
             before[later].add(earlier)
     return before
@@ -130,7 +122,7 @@ class _ByteEffect:
 class _Liveness:
     """Counts the remaining readers of each storage, while nodes run and are undone."""
 
-    def __init__(self, graph: CDGraph) -> None:
+    def __init__(self, graph: graphs.CDGraph) -> None:
         view = GraphView(graph)
         self._view, self._sizes, self._made = view, view.sizes, view.made_bytes
         first = len(graph.forward)
@@ -138,15 +130,15 @@ class _Liveness:
         for data, nodes in view.readers.items():
             self._readers_left[data] = sum(n >= first for n in nodes) + (data in graph.held)
 
-    def run(self, node: ComputeNode) -> None:
+    def run(self, node: graphs.ComputeNode) -> None:
         for d in node.reads:
             self._readers_left[d] -= 1
 
-    def undo(self, node: ComputeNode) -> None:
+    def undo(self, node: graphs.ComputeNode) -> None:
         for d in node.reads:
             self._readers_left[d] += 1
 
-    def effect(self, node: ComputeNode) -> _ByteEffect:
+    def effect(self, node: graphs.ComputeNode) -> _ByteEffect:
         """Return by how many bytes memory rises while `node` runs now, and by how many it differs
         after it, takeovers counted."""
         dying = [d for d in node.reads if self._readers_left[d] == 1]
@@ -159,7 +151,11 @@ class _Liveness:
 
 
 def _place(
-    graph: CDGraph, memory: _Liveness, after: set[int], order: Sequence[int], node: ComputeNode
+    graph: graphs.CDGraph,
+    memory: _Liveness,
+    after: set[int],
+    order: Sequence[int],
+    node: graphs.ComputeNode,
 ) -> int:
     """Return the index in `order` (node indices) at which to insert `node`: as far to the front as
     lowers memory enough.
@@ -173,7 +169,7 @@ def _place(
     last = memory.effect(node)
     in_hand = largest = last.rise
     passed = 0
-    undone: list[ComputeNode] = []
+    undone: list[graphs.ComputeNode] = []
     while place and len(undone) < REACH and order[place - 1] not in after:
         neighbour = graph.nodes[order[place - 1]]
         memory.undo(neighbour)

@@ -22,16 +22,7 @@ from rockplan.graph_builder.operators.rows import Effect
 from rockplan.graph_builder.operators.symbols import known_number
 from rockplan.graph_builder.recorded.results import fake_device
 from rockplan.python_state import trees
-from rockplan.values.graph import (
-    Call,
-    DataKind,
-    Kernel,
-    Phase,
-    TensorSpec,
-    ValueRef,
-    refs,
-    value_refs,
-)
+from rockplan.values import graph as graphs
 from rockplan.values.interface import EVERYTHING, AttributesRead, Guard, OutputLeaf, Question
 from rockplan.values.sizes import STATIC, Real, Size, Sizes, texts_in
 
@@ -40,7 +31,7 @@ from rockplan.values.sizes import STATIC, Real, Size, Sizes, texts_in
 class RecordedValue:
     """One tensor. storage: number of its memory; storage_bytes: size of that memory."""
 
-    spec: TensorSpec
+    spec: graphs.TensorSpec
     storage: int
     storage_bytes: int
 
@@ -52,8 +43,8 @@ class RecordedCall:
     that makes it in the backward pass, below 0 if that is Python's; 0 for none; ends: storages that
     eager lets go after it; was_in_place: eager changes an operand in place."""
 
-    call: Call
-    phase: Phase
+    call: graphs.Call
+    phase: graphs.Phase
     reads: tuple[int, ...]
     writes: tuple[int, ...]
     random: bool
@@ -74,14 +65,14 @@ class RecordedCall:
         return not (self.random or self.effect)
 
 
-def tensor_spec(tensor: torch.Tensor) -> TensorSpec:
+def tensor_spec(tensor: torch.Tensor) -> graphs.TensorSpec:
     """Return the spec of `tensor`; sparse and nested layouts have no strides.
 
     It uses functions of the base class: while recording, an attribute of a fake tensor is
     intercepted in Python (`tensor_questions`).
     """
     of = torch._C.TensorBase
-    return TensorSpec(
+    return graphs.TensorSpec(
         shape=tuple(map(known_number, of.shape.__get__(tensor))),  # type: ignore[attr-defined]
         stride=tuple(map(known_number, of.stride(tensor))),
         offset=known_number(of.storage_offset(tensor)),
@@ -137,7 +128,7 @@ class Capture:
     output_spec: trees.TreeSpec
     samples: dict[int, torch.Tensor]
     copies: tuple[tuple[int, int], ...] = ()
-    kernels: tuple[Kernel, ...] = ()
+    kernels: tuple[graphs.Kernel, ...] = ()
     tiles: Tiles = NO_TILES
     distributed: tuple[tuple[int, Any], ...] = ()
     reads: AttributesRead = EVERYTHING
@@ -180,13 +171,13 @@ class RunView:
     def __init__(self, run: Capture) -> None:
         self.values, self.calls, self.gradients = run.values, run.calls, run.gradients
         self.arrivals = run.arrivals or (len(run.calls),) * len(run.gradients)
-        self.given: dict[int, DataKind] = {}
+        self.given: dict[int, graphs.DataKind] = {}
         for kind, values in (
-            (DataKind.PARAMETER, (v for _, v in run.parameters)),
-            (DataKind.BUFFER, (v for _, v in run.buffers)),
-            (DataKind.INPUT, (v for _, v in run.inputs)),
-            (DataKind.CONSTANT, (v for v, _ in run.constants)),
-            (DataKind.TANGENT, (o.tangent for o in run.outputs if o.tangent is not None)),
+            (graphs.DataKind.PARAMETER, (v for _, v in run.parameters)),
+            (graphs.DataKind.BUFFER, (v for _, v in run.buffers)),
+            (graphs.DataKind.INPUT, (v for _, v in run.inputs)),
+            (graphs.DataKind.CONSTANT, (v for v, _ in run.constants)),
+            (graphs.DataKind.TANGENT, (o.tangent for o in run.outputs if o.tangent is not None)),
         ):
             for value in values:
                 self.given.setdefault(value, kind)
@@ -195,7 +186,7 @@ class RunView:
 
     # -- values and storages ---------------------------------------------------------------
 
-    def spec(self, value: int) -> TensorSpec:
+    def spec(self, value: int) -> graphs.TensorSpec:
         return self.values[value].spec
 
     def storage(self, value: int) -> int:
@@ -205,9 +196,9 @@ class RunView:
         return frozenset([self.values[v].storage for v in values])
 
     @cached_property
-    def kinds(self) -> dict[int, DataKind]:
+    def kinds(self) -> dict[int, graphs.DataKind]:
         """Storage -> its kind: which of the caller's it is, or in which phase it is made."""
-        kinds: dict[int, DataKind] = {}
+        kinds: dict[int, graphs.DataKind] = {}
         for value, kind in self.given.items():
             kinds.setdefault(self.storage(value), kind)
         for recorded in self.calls:
@@ -269,12 +260,12 @@ class RunView:
         """Return the value that a view call views; None for other calls."""
         args = self.calls[position].call.args
         base = args[0] if args else None
-        return base.index if isinstance(base, ValueRef) and self.is_view(position) else None
+        return base.index if isinstance(base, graphs.ValueRef) and self.is_view(position) else None
 
     def maker(self, value: int) -> int | None:
         """Return the position of the call that makes the storage of `value`; None if none does."""
         storage = self.storage(value)
-        is_made = self.kinds[storage] in (DataKind.ACTIVATION, DataKind.GRADIENT)
+        is_made = self.kinds[storage] in (graphs.DataKind.ACTIVATION, graphs.DataKind.GRADIENT)
         return self.writers[storage][0] if is_made else None
 
     def made(self, position: int) -> tuple[int, ...]:
@@ -356,13 +347,17 @@ class RunView:
         call = recorded.call
         ignored = facts.unread_arguments(call.op, call.args)
         args = [a for i, a in enumerate(call.args) if i not in ignored]
-        used = value_refs((*args, *(a for _, a in call.kwargs)))
+        used = graphs.value_refs((*args, *(a for _, a in call.kwargs)))
         return not self.changed_outside.isdisjoint(self.storages(r.index for r in used))
 
 
-def own_kind(recorded: RecordedCall) -> DataKind:
+def own_kind(recorded: RecordedCall) -> graphs.DataKind:
     """Return the kind of storages that a call makes."""
-    return DataKind.ACTIVATION if recorded.phase is Phase.FORWARD else DataKind.GRADIENT
+    return (
+        graphs.DataKind.ACTIVATION
+        if recorded.phase is graphs.Phase.FORWARD
+        else graphs.DataKind.GRADIENT
+    )
 
 
 Step = tuple[int, frozenset[int], frozenset[int]]
@@ -394,7 +389,7 @@ def _split(view: RunView) -> tuple[Gradients, frozenset[int]]:
     uses: Counter[int] = Counter()
     for position, recorded in enumerate(view.calls):
         uses.update(recorded.reads)
-        if recorded.phase is Phase.BACKWARD:
+        if recorded.phase is graphs.Phase.BACKWARD:
             producer |= dict.fromkeys(recorded.call.made, position)
     added: set[int] = set()
 
@@ -404,7 +399,7 @@ def _split(view: RunView) -> tuple[Gradients, frozenset[int]]:
         call = view.calls[producer[gradient]].call if gradient in producer else None
         if call is None or call.op != "aten.add.Tensor" or call.kwargs or uses[gradient]:
             return False
-        added_values = [a.index for a in call.args if isinstance(a, ValueRef)]
+        added_values = [a.index for a in call.args if isinstance(a, graphs.ValueRef)]
         spec = view.spec(gradient)
         return len(added_values) == 2 and all(
             view.spec(t).shape == spec.shape and uses[t] == 1 for t in added_values
@@ -419,7 +414,7 @@ def _split(view: RunView) -> tuple[Gradients, frozenset[int]]:
             return (gradient,)
         position = producer[gradient]
         added.add(position)
-        arrived, last = (r.index for r in refs(view.calls[position].call))
+        arrived, last = (r.index for r in graphs.refs(view.calls[position].call))
         uses[arrived] -= 1
         return (*terms(arrived, most - 1), last)
 
