@@ -139,20 +139,22 @@ class BlockSequence:
     def _extended(
         self, limits: Mapping[Any, Iterable[int]], budget_bytes: int, options: Options
     ) -> BlockSequence:
-        """limits: kind -> limits of the bytes that a block saves between its phases; budget_bytes:
-        for the blocks of the call that runs. A known option may beat the one searched for."""
+        """Return the sequence with an option searched for each limit, where no known one saves just
+        that and fits. limits: kind -> limits of the bytes that a block saves between its phases;
+        budget_bytes: for the blocks of the call that runs."""
         kinds = dict(self.kinds)
         for key, kind in self.kinds.items():
             floor_bytes = min(o.peak_bytes for o in kind.family)
             family = list(kind.family)
             for saved_bytes in limits[key]:
-                peak_bytes = self._left_bytes(key, saved_bytes, budget_bytes)
-                natural = min(
+                peak_bytes = self._allowed_peak_bytes(key, saved_bytes, budget_bytes)
+                fastest_known = min(
                     (o for o in kind.family if o.saved_bytes <= saved_bytes),
                     key=lambda o: o.time_ns,
                 )
                 if peak_bytes < floor_bytes or (
-                    natural.saved_bytes == saved_bytes and natural.peak_bytes <= peak_bytes
+                    fastest_known.saved_bytes == saved_bytes
+                    and fastest_known.peak_bytes <= peak_bytes
                 ):
                     continue
                 report("solving blocks for the budget")
@@ -164,7 +166,9 @@ class BlockSequence:
             kinds[key] = replace(kind, family=useful_options(family))
         return replace(self, kinds=kinds)
 
-    def _left_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
+    def _allowed_peak_bytes(self, key: Any, saved_bytes: int, budget_bytes: int) -> int:
+        """The most that a block of kind `key` may need if all of its kind save this much, and
+        others the least."""
         saved = [
             saved_bytes if b.kind == key else min(o.saved_bytes for o in family)
             for b, family in zip(self.blocks, self.families, strict=True)

@@ -315,12 +315,13 @@ class _Job:
         return left
 
     def _plan_or_leave(self, budget: Budget, left: Left) -> None:
-        """Blocks that cannot be planned are left out, unless the options say that they are an
-        error, and the rest is planned anew. If none remains, that is noted for `blocks_of` and
-        logged, or InvalidInput raised. left: blocks left out before."""
+        """Plan the blocks that the sample calls; again without those that turn out not to be
+        plannable, unless the options say that these are an error, until the rest is planned. If
+        none remains, that is noted for `blocks_of` and logged, or InvalidInput raised. left: blocks
+        left out before."""
         named = {path: self.named[path] for path in self.run.calls}
-        captured, own = self._captured(named)
-        refused = self._refused_by_any(own)
+        captured, left_here = self._captured(named)
+        refused = self._left_by_any_process(left_here)
         captured = {p: b for p, b in captured.items() if p not in dict(refused)}
         left += refused
         while captured:
@@ -409,11 +410,11 @@ class _Job:
             refuse_unmatched(graphs, self.options.keep, self.options.recompute)
         return captured, tuple(left)
 
-    def _refused_by_any(self, own: Left) -> Left:
+    def _left_by_any_process(self, left_here: Left) -> Left:
         """Those that any process leaves unplanned, if processes exchange what belongs to a
         block."""
-        others = self.agreed.gathered("left", own) if _is_divided(self.model) else {}
-        left = dict(own)
+        others = self.agreed.gathered("left", left_here) if _is_divided(self.model) else {}
+        left = dict(left_here)
         for rank, theirs in others.items():
             for path, why in theirs:
                 if path not in left:

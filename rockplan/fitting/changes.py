@@ -95,20 +95,22 @@ class Changes:
 
     def usage(
         self,
-        held: Iterable[int],
+        existing_bytes: Iterable[int],
         *,
         expandable: bool = False,
         capacity_bytes: int | None = None,
         known: Mapping[str, int | float] | None = None,
     ) -> Usage:
-        """Return what PyTorch's caching allocator reserves for them. held: bytes of each storage
-        that exists before, allocated one by one. Other arguments as for `replay`."""
+        """Replay them through a model of PyTorch's caching allocator: what it allocates and
+        reserves, and whether a request fails. existing_bytes: of each storage that exists before,
+        allocated one by one. Other arguments as for `replay`."""
         numbers = [at_sizes(n, known) for n in self._sizes]
         requests = (
             Request(change.key, None if change.is_free else numbers[place])
             for change, place in zip(self._rows, self._of, strict=True)
         )
-        existing = (Request(("held", i), at_sizes(n, known)) for i, n in enumerate(held))
+        before = enumerate(existing_bytes)
+        existing = (Request(("existing", i), at_sizes(n, known)) for i, n in before)
         return replay(chain(existing, requests), expandable, capacity_bytes)
 
 

@@ -35,7 +35,7 @@ from rockplan.values.interface import Interface
 from rockplan.values.schedule import Compute, Free, Schedule
 
 Handed = Mapping[str, Sequence[int]]
-"""`all_gradients`."""
+"""Name of a parameter -> storages of all contributions to its gradient (`all_gradients`)."""
 
 Before = Mapping[int, Sequence[MemoryChange]]
 """Position of an event -> changes."""
@@ -76,7 +76,8 @@ def gathers(
     """Return position in the schedule -> memory changes before it, of gathering the parameters of
     each group and reducing its gradients in a step under fully_shard. groups: parameters that are
     gathered together, of a block each, and of the rest (path ''). adds: gradients are added to
-    those of an earlier backward pass."""
+    those of an earlier backward pass. The sums that autograd makes of several contributions
+    (`sums_of_gradients`) are among them."""
     blocks = {group.path: group for group in groups}
     rest = blocks.pop("", None)
     handed = all_gradients(graph, interface)
@@ -88,30 +89,30 @@ def gathers(
     forward = _spans(schedule, paths, range(middle))
     if rest is not None:
         course.gather_in_forward(0, rest)
-    for position, path, is_end in _turns(forward):
+    for position, path, is_end in _begins_and_ends(forward):
         if is_end:
             course.let_go_of_whole(position, blocks[path])
         else:
             course.gather_in_forward(position, blocks[path])
     course.let_go(middle, course.filled)
 
-    called = [path for _, path, is_end in _turns(forward) if is_end]
+    called = [path for _, path, is_end in _begins_and_ends(forward) if is_end]
     before = dict(zip(called[1:], called, strict=False))
     if rest is not None and called:
         course.fill(middle, blocks[called[-1]])
     backward = _spans(schedule, paths, range(middle, last))
-    waiting = _open_ended(graph, paths, handed, blocks)
-    for position, path, is_end in _turns(backward):
+    reduced_last = _open_ended(graph, paths, handed, blocks)
+    for position, path, is_end in _begins_and_ends(backward):
         if not is_end:
             key = course.fill(position, blocks[path])
             course.copy_out(position, blocks[path])
             course.let_go(position, key)
             if path in before:
                 course.fill(position, blocks[before[path]])
-        elif path not in waiting:
+        elif path not in reduced_last:
             course.reduce(position, blocks[path])
     for group in groups:
-        if not group.path or group.path in waiting:
+        if not group.path or group.path in reduced_last:
             course.reduce(last, group)
     course.let_go(last, course.reduced)
     for key in [k for k, change in course.alive.items() if change.owner is Holding.GATHERED]:
@@ -212,7 +213,7 @@ class _Course:
             self.let_go(position, part)
 
 
-def _turns(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
+def _begins_and_ends(spans: Mapping[str, _Span]) -> list[tuple[int, str, bool]]:
     """Return where blocks end and begin, in order: (position, path, True for an end)."""
     ends = [(span.end, path, True) for path, span in spans.items()]
     begins = [(span.begin, path, False) for path, span in spans.items()]

@@ -53,7 +53,7 @@ class GivenCall:
         positions = {
             id(leaf): i
             for i, leaf in reversed([*enumerate(leaves)])
-            if isinstance(leaf, torch.Tensor) or not isinstance(leaf, trees.UNCHANGING)
+            if isinstance(leaf, torch.Tensor) or not isinstance(leaf, trees.NOT_COMPARED)
         }
         numbers = {id(o): n for n, o in reversed([*enumerate(objects)])}
         containers = [(n, objects[n]) for n in sorted(numbers.values())]

@@ -104,8 +104,8 @@ _WITHOUT: tuple[tuple[str, Callable[[Any, Mapping[str, Any]], bool]], ...] = (
 
 def without(result: Any, kwargs: Mapping[str, Any]) -> Any:
     """Return the result of a call without its key-value cache, unless `use_cache` in `kwargs` asked
-    for one. Results other than a ModelOutput are returned as they are. (peft's prefix tuning passes
-    a cache in, so that learned keys and values are attended to.)"""
+    for one (the model of peft's prefix tuning returns one, which it was passed). Results other than
+    a ModelOutput are returned as they are. Warns once for each class."""
     if kwargs.get(SWITCH) or not any(b.__name__ == "ModelOutput" for b in type(result).__mro__):
         return result
     kept = {name: part for name, part in result.items() if not _is_cache(part)}

@@ -50,8 +50,9 @@ def shared(tree: Any) -> tuple[tuple[int, int], ...]:
 
 
 def objects(node: Any) -> Iterator[Any]:
-    """Yield the containers and mutable objects in a tree, in a fixed order."""
-    if isinstance(node, UNCHANGING):
+    """Yield the containers (tuples are only looked into) and other objects in a tree that may
+    change, without tensors, in a fixed order."""
+    if isinstance(node, NOT_COMPARED):
         return
     if not isinstance(node, tuple):
         yield node
@@ -89,7 +90,7 @@ def _opened(node: Any) -> tuple[list[Any], Callable[[list[Any]], Any]] | None:
     return None
 
 
-UNCHANGING: tuple[type, ...] = (
+NOT_COMPARED: tuple[type, ...] = (
     torch.Tensor,
     torch.Size,
     type(None),
@@ -101,5 +102,5 @@ UNCHANGING: tuple[type, ...] = (
     bytes,
     type,
 )
-UNCHANGING += (torch.dtype, torch.device)
+NOT_COMPARED += (torch.dtype, torch.device)
 """Classes of leaves that are not looked into for changes: immutable values, and tensors."""

@@ -85,7 +85,9 @@ class Planned(HasPlans):
         """Pickle the original's attributes and the programs that hold in this state, without those
         that work in this process alone."""
         state = self._rockplan
-        attributes = {k: v for k, v in _uncompiled(self.__dict__).items() if k != "_rockplan"}
+        attributes = {
+            k: v for k, v in _without_compiled_call(self.__dict__).items() if k != "_rockplan"
+        }
         kept = [(picklable(k), p) for k, p in state.holding if not p.is_of_this_process]
         *made_of, latest = state.of_copies
         if latest is not None and latest.is_of_this_process:
@@ -101,7 +103,7 @@ class Planned(HasPlans):
             copied = copy_of_users()
         else:
             copied = object.__new__(type(self))
-            copied.__dict__.update(_uncompiled(self.__dict__))
+            copied.__dict__.update(_without_compiled_call(self.__dict__))
         if isinstance(copied, Planned):
             _begin(copied, state.holding, PlannedState(*state.of_copies))
         return copied
@@ -112,7 +114,7 @@ class Planned(HasPlans):
         memo[id(self)] = copied
         # keys are values, and need no copy
         memo |= {id(key): key for key in (*self._rockplan.programs, *self._rockplan.infeasible)}
-        copied.__dict__.update(copy.deepcopy(_uncompiled(self.__dict__), memo))
+        copied.__dict__.update(copy.deepcopy(_without_compiled_call(self.__dict__), memo))
         copied._rockplan.watch.begin(copied)
         _surround(copied, self)
         return copied
@@ -219,8 +221,9 @@ def planned_module(
 
 
 def drop_in(module: nn.Module, settings: PlanSettings) -> HasPlans:
-    """Return the drop-in for `module` without a plan: the first call in training is planned."""
-    attributes = _uncompiled(module.__dict__)
+    """Return the drop-in for `module` without a plan: the first call in training is planned. It
+    warns if an optimizer steps twice before that call (`Watch`)."""
+    attributes = _without_compiled_call(module.__dict__)
     for name in _OWN_REGISTRIES:
         if attributes.get(name) is not None:
             attributes[name] = attributes[name].copy()
@@ -297,7 +300,7 @@ def _start(planned: nn.Module, state: PlannedState, kind: Any, program: PlannedP
     state.latest = program
 
 
-def _uncompiled(attributes: dict[str, Any]) -> dict[str, Any]:
+def _without_compiled_call(attributes: dict[str, Any]) -> dict[str, Any]:
     """Without the one that `module.compile()` leaves: it calls that module, and a copy would run it
     in place of itself. (PyTorch's copies leave it out, too.)"""
     return {k: v for k, v in attributes.items() if k != "_compiled_call_impl"}

@@ -260,8 +260,8 @@ _WORTH = 0.05
 
 
 def _held(plan: Plan) -> str:
-    """'' unless backward starts from scalars only and what the caller is taken to hold is worth
-    it."""
+    """How much the caller is taken to hold, and which option avoids it; '' unless backward starts
+    from scalars only and that is worth a line."""
     graph = plan.graph
     kinds = [(graph.data[v.data].kind, v) for v in graph.values]
     starts = [v for kind, v in kinds if kind is DataKind.TANGENT]

@@ -170,7 +170,7 @@ def _launch(kernel: Any, grid: Any, args: Any, kwargs: dict[str, Any], recorder:
     ]
     if any(len({view.dtype for view in several}) > 1 for several in views):
         recorder.refuse_here(NAMED["writes of a Triton kernel"].text(kernel=name, why=_DTYPES))
-    recorder.make_own(views)
+    recorder.copy_before_backward_writes(views)
     grids = tuple(_grids(kernel, grid, named)) if callable(grid) else (((), _sizes(grid)),)
     launch = Launch(
         kernel=kernel,

@@ -217,6 +217,7 @@ class Recorder(TorchDispatchMode):
         return index
 
     def _know(self, tensor: torch.Tensor, index: int) -> None:
+        """From now on the tensor is this value."""
         key, known = id(tensor), self._index_of
 
         def forget(_: object) -> None:
@@ -496,7 +497,7 @@ class Recorder(TorchDispatchMode):
         self.calls.append(RecordedCall(call, self.phase, reads, (), False, *where))
         return changed
 
-    def make_own(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
+    def copy_before_backward_writes(self, written: Sequence[Sequence[torch.Tensor]]) -> None:
         """Give tensors that a kernel writes into in the backward pass copies as their memory, if
         the forward pass made them, or the caller as incoming gradients: plans write into neither.
         written: tensors grouped by storage. A later read of the original is refused."""

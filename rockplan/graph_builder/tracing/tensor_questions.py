@@ -199,8 +199,9 @@ class Questions:
 
     def _attribute(self, tensor: torch.Tensor, attribute: str, is_users: bool) -> Any:
         """Return an attribute that fake tensors do not have, from the real tensor, and note the
-        question. is_users: the user's code asks; other code's questions on private names do not
-        count. Raises AttributeError as the real tensor would."""
+        question; members of its class are not noted, since guards compare classes. is_users: the
+        user's code asks; other code's questions on private names do not count. Raises
+        AttributeError as the real tensor would."""
         real = self.real.get(id(tensor))
         answer: Any = ABSENT
         if real is not None and not attribute.startswith("__"):
@@ -215,8 +216,8 @@ class Questions:
         if answer is ABSENT:
             kind = self._class(tensor).__name__
             raise AttributeError(f"'{kind}' object has no attribute '{attribute}'")
-        own = (self.stand_ins[identity] for identity, t in self.real.items() if t is answer)
-        return next(own, answer)
+        stand_ins = (self.stand_ins[identity] for identity, t in self.real.items() if t is answer)
+        return next(stand_ins, answer)
 
     def _is_leaf(self, tensor: torch.Tensor) -> bool:
         real = self._real_if_users_ask(tensor)
