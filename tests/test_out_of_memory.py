@@ -120,9 +120,12 @@ def test_what_the_error_held_goes_with_it() -> None:
     gc.collect()
     gc.disable()
     try:
+        batch = torch.zeros(64, 8)
+        held.append(weakref.ref(batch))
         with contextlib.suppress(torch.OutOfMemoryError), rockplan.explained():
             step()
-        assert held[0]() is None
+        del batch
+        assert [ref() for ref in held] == [None, None]
     finally:
         gc.enable()
 

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 from rockplan.errors import InfeasibleBudget, StalePlan, UnsupportedModel
 from rockplan.python_state.distributed import is_fake
 from rockplan.python_state.hooks import is_foreign
+from rockplan.python_state.leftovers import variables_of
 from rockplan.runtime.differences import Differences
 from rockplan.values.plan import format_bytes
 
@@ -82,8 +83,9 @@ def is_compiled(planned: nn.Module) -> bool:
     for _ in range(_FRAMES):
         if frame is None:
             break
-        if isinstance(frame.f_locals.get("self"), eval_frame.OptimizedModule):
-            return frame.f_locals["self"]._orig_mod is planned
+        wrapper = variables_of(frame).get("self")
+        if isinstance(wrapper, eval_frame.OptimizedModule):
+            return wrapper._orig_mod is planned
         frame = frame.f_back
     return False
 

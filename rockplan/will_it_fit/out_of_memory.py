@@ -27,6 +27,7 @@ from rockplan.fitting.training_step import USUAL
 from rockplan.fitting.ways import kept_whole
 from rockplan.options import Options
 from rockplan.python_state import trees
+from rockplan.python_state.leftovers import variables_of
 from rockplan.reports.explain import explain_schedule
 from rockplan.runtime.planned_state import unplanned
 from rockplan.values.plan import format_bytes
@@ -87,14 +88,15 @@ def _calls(frames: list[FrameType]) -> Iterator[_FailedCall]:
     """Autocast has ended by now: tensors of 16 bits of a module that has none tell of it."""
     for number, frame in enumerate(frames):
         if frame.f_code is nn.Module._call_impl.__code__:
-            module = frame.f_locals["self"]
-            inside = (v for f in frames[number:] for v in f.f_locals.values())
+            given = variables_of(frame)
+            module = given["self"]
+            inside = (v for f in frames[number:] for v in variables_of(f).values())
             dtypes = {t.dtype for t in inside if isinstance(t, torch.Tensor)}
             short = dtypes & {torch.float16, torch.bfloat16} - {
                 p.dtype for p in module.parameters()
             }
-            arguments = frame.f_locals["args"], frame.f_locals["kwargs"]
-            yield _FailedCall(module, _shapes(arguments), next(iter(short), None))
+            arguments = _shapes((given["args"], given["kwargs"]))
+            yield _FailedCall(module, arguments, next(iter(short), None))
 
 
 def _note(error: BaseException, last: list[_FailedCall]) -> str:
@@ -122,7 +124,7 @@ def _note(error: BaseException, last: list[_FailedCall]) -> str:
 
 def _optimizers(frames: list[FrameType], model: nn.Module) -> Iterator[Factory]:
     owned = {id(p) for p in model.parameters()}
-    for space in (space for frame in frames for space in (frame.f_locals, frame.f_globals)):
+    for space in (space for frame in frames for space in (variables_of(frame), frame.f_globals)):
         for value in [*space.values()]:
             if isinstance(value, torch.optim.Optimizer):
                 groups = (group["params"] for group in value.param_groups)

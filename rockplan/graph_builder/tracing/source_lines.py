@@ -16,6 +16,8 @@ import torch
 from torch import nn
 from torch.autograd.function import FunctionCtx
 
+from rockplan.python_state.leftovers import variables_of
+
 _TORCH_FOLDER = os.path.join(torch.__path__[0], "")
 _OWN_FOLDER = __file__.rsplit("graph_builder", 1)[0]
 _TENSOR_FILES = f"{_TORCH_FOLDER}_tensor"
@@ -43,7 +45,7 @@ def frames() -> Iterator[types.FrameType]:
 def first_argument(frame: types.FrameType) -> object:
     """Return the first argument of the function that runs in `frame`."""
     code = frame.f_code
-    return frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+    return variables_of(frame).get(code.co_varnames[0]) if code.co_argcount else None
 
 
 def torch_function() -> str:
@@ -118,7 +120,7 @@ def of_experts() -> str:
     """Return the remedy, to be appended, if a running module is a mixture of experts, which chooses
     in Python what runs; else ''."""
     for frame in frames():
-        owner = frame.f_locals.get("self")
+        owner = variables_of(frame).get("self")
         if isinstance(owner, nn.Module) and _EXPERTS.search(type(owner).__name__):
             return (
                 f". {type(owner).__qualname__} chooses experts by values: compute all of them at "
