@@ -428,6 +428,19 @@ def test_moved_constants_run_the_code(said: Any) -> None:
     assert len(said()) == 1 and "lie elsewhere" in said()[0]
 
 
+def test_numbers_on_the_host_are_compared(said: Any) -> None:
+    """They are part of a graph, by value."""
+    model = Ends(lambda y, x: y * model.scale)  # type: ignore[operator]
+    model.scale = torch.tensor(2.0)
+    model.layer.cuda()
+    planned = recorded(rockplan.solve(model, rows(), "100%", options=GRAPH))
+    model.scale.fill_(3.0)
+    assert step(planned) == 0
+    assert len(said()) == 1 and "other numbers" in said()[0]
+    model.scale.fill_(2.0)
+    assert step(planned) == 2
+
+
 def test_other_parameters_are_recorded_anew() -> None:
     planned = recorded(planned_loss())
     state = {k: v.clone() for k, v in planned.state_dict().items()}

@@ -115,7 +115,7 @@ def row_of(way: str, make: Callable[[], Steps], is_held: bool = False) -> Row:
         if way.startswith("rockplan"):
             plan = rockplan.plan_of(steps.module)
             row["predicted_bytes"] = plan.pool_bytes if is_held else plan.peak_bytes
-        del steps, plan
+        del steps
     return row
 
 

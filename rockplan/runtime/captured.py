@@ -59,7 +59,8 @@ def why_not(plan: Plan, interface: Interface) -> str:
     """Return why no call of a plan can be replayed as CUDA graphs; '' if nothing is known that
     speaks against it."""
     values, residents = plan.graph.values, interface.residents
-    devices = sorted({v.spec.device for v in values})
+    numbers = {v for v in interface.constants if not values[v].spec.shape}
+    devices = sorted({v.spec.device for v in values if v.index not in numbers})
     if plan.trips:
         return "it pages activations to the host, which Python does at each step"
     if len(devices) != 1 or not devices[0].startswith("cuda"):
@@ -158,8 +159,8 @@ class _KindOfCall:
         # Not strongly: memory of the device is not to wait for the collector of cycles.
         self._pool, self._program = weakref.ref(pool), program
         self._code = program.executable
-        self._device = torch.device(self._code.devices[0])
-        self._generator = rng_replay.generator_of(self._code.devices[0])
+        name = self._code.devices[-1]  # after that of numbers on the host
+        self._device, self._generator = torch.device(name), rng_replay.generator_of(name)
         self._never = why_not(program.plan, program.interface)
         self._is_warm = False
         self._offsets: dict[str, int] = {}
@@ -332,7 +333,7 @@ class _CallGraphs:
         self._arguments = [_static(residents[i], residents[i].stride()) for i in self._inputs]
         residents[self._inputs.start : self._inputs.stop] = self._arguments
         self._offsets = offsets
-        self._generator = rng_replay.generator_of(code.devices[0])
+        self._generator = rng_replay.generator_of(code.devices[-1])
         self._forward, self._backward = (_PhaseGraph(self._generator, n) for n in code.code.redraws)
 
         run = _RecordedFrame(tuple(residents), code.sizes)
@@ -383,14 +384,18 @@ class _CallGraphs:
         pairs = zip(self._handed, self._uses, strict=True)
         return next((why for (why, own), uses in pairs if _uses(own) != uses), "")
 
-    def _addresses_of(self, residents: Tensors) -> list[int]:
-        """Of those that are read where they lie; arguments are copied."""
-        return [t.data_ptr() for i, t in enumerate(residents) if i not in self._inputs]
+    def _addresses_of(self, residents: Tensors) -> list[Any]:
+        """Of those that are read where they lie: arguments are copied. Of a number on the host,
+        which becomes part of a graph, itself."""
+        read = [t for i, t in enumerate(residents) if i not in self._inputs]
+        return [t.data_ptr() if t.is_cuda else t.item() for t in read]
 
     def changed(self, residents: Tensors) -> str:
         """Return what else is not as it was recorded. residents: of a call."""
         if self._addresses_of(residents) != self._addresses:
-            return "parameters, buffers or constants lie elsewhere than when it was recorded"
+            return (
+                "parameters, buffers or constants lie elsewhere, or are other numbers on the host"
+            )
         return "" if _flags() == self._flags else "PyTorch's precision or determinism is another"
 
     def forward(self, frame: Frame) -> tuple[torch.Tensor, ...]:
