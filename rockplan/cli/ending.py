@@ -16,16 +16,8 @@ from enum import IntEnum
 
 import typer
 
+from rockplan import errors
 from rockplan.cli.display import print_json, printable
-from rockplan.errors import (
-    CaptureError,
-    CheckFailed,
-    InfeasibleBudget,
-    InvalidInput,
-    MissingLibrary,
-    PlanFormatError,
-    RockplanError,
-)
 
 
 class ExitCode(IntEnum):
@@ -100,7 +92,7 @@ def ending(as_json: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         typer.echo("interrupted; nothing was left half-written", err=True)
         raise typer.Exit(ExitCode.INTERRUPTED) from None
-    except (RockplanError, OSError) as error:
+    except (errors.RockplanError, OSError) as error:
         code = _exit_code(error)
         typer.echo(printable(f"rockplan: {error}"), err=True)
         if as_json:
@@ -110,15 +102,15 @@ def ending(as_json: bool) -> Iterator[None]:
 
 def _exit_code(error: Exception) -> ExitCode:
     match error:
-        case InfeasibleBudget():
+        case errors.InfeasibleBudget():
             return ExitCode.INFEASIBLE
-        case PlanFormatError():
+        case errors.PlanFormatError():
             return ExitCode.FILE
-        case CaptureError():
+        case errors.CaptureError():
             return ExitCode.MODEL
-        case CheckFailed():
+        case errors.CheckFailed():
             return ExitCode.FAILED
-        case InvalidInput() | MissingLibrary() | OSError():
+        case errors.InvalidInput() | errors.MissingLibrary() | OSError():
             return ExitCode.USAGE
     raise error
 
@@ -126,8 +118,8 @@ def _exit_code(error: Exception) -> ExitCode:
 def end_with_errors(solved: Iterable[object]) -> None:
     """End the command with its exit code if there are budgets among `solved` that are too small:
     the errors are printed."""
-    errors = [one for one in solved if isinstance(one, InfeasibleBudget)]
-    for error in errors:
+    failed = [one for one in solved if isinstance(one, errors.InfeasibleBudget)]
+    for error in failed:
         typer.echo(f"rockplan: {error}", err=True)
-    if errors:
+    if failed:
         raise typer.Exit(ExitCode.INFEASIBLE)

@@ -332,9 +332,9 @@ _OF_FAKES |= {f"_{name}{end}" for name in _OF_FAKES for end in ("", "_vc", "_epo
 def _tensor(tensor: torch.Tensor) -> list[Element]:
     space = object.__getattribute__(tensor, "__dict__")
     own = _OF_FAKES if isinstance(tensor, FakeTensor) else ()
-    attributes = [(name, value) for name, value in space.items() if name not in own]
+    kept = [(name, value) for name, value in space.items() if name not in own]
     flag = tensor.requires_grad
-    return [("", "a tensor"), ("", id(tensor)), ("requires_grad", flag), *attributes]
+    return [("", "a tensor"), ("", id(tensor)), ("requires_grad", flag), *kept]
 
 
 _FLAG = Way(

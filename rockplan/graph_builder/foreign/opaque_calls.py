@@ -199,8 +199,8 @@ def _found_out(call: OpaqueForward | OpaqueBackward, recorder: Recorder) -> Know
         recorder.refuse_here(NAMED["draws of an opaque function"].text(function=call.called))
     for made in run.outcome.made:
         base = None if made.base is None else tensor_spec(run.tensors[made.base])
-        is_plain = not (made.spec.is_conj or made.spec.is_neg)
-        if not is_plain or (base is not None and base.dtype != made.spec.dtype):
+        is_unmarked = not (made.spec.is_conj or made.spec.is_neg)
+        if not is_unmarked or (base is not None and base.dtype != made.spec.dtype):
             recorder.refuse_here(NAMED["view by an opaque function"].text(function=call.called))
     return Known(call, run.outcome, run.results, run.structure, run.attributes, changed)
 

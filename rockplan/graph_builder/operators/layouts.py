@@ -19,18 +19,7 @@ from torch._prims_common import make_contiguous_strides_for
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from rockplan.graph_builder.operators.facts import (
-    CALL_ERRORS,
-    Args,
-    Kwargs,
-    argument_names,
-    facts_of,
-    given,
-    is_random,
-    operator_name,
-    tensors,
-    written,
-)
+from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import Effect, ShapeRule
 from rockplan.graph_builder.operators.symbols import are_known, hints, known_number
 from rockplan.values.sizes import text_of
@@ -39,7 +28,7 @@ from rockplan.values.sizes import text_of
 _OF = torch._C.TensorBase
 
 
-def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
+def fake_result(operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> Any:
     """Return the result of a call on fake tensors, with several of PyTorch's shape rules
     corrected, and one that is missing.
 
@@ -49,7 +38,7 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     that the argument shows, those of some losses, bags and columns only what is left of the
     storage. The rule of views takes seconds for symbols that divide one another.
     """
-    rule, effect = facts_of(operator).shape_rule, facts_of(operator).effect
+    rule, effect = facts.facts_of(operator).shape_rule, facts.facts_of(operator).effect
     if effect is Effect.WAITS:
         return args[0]
     if effect and not operator._schema.returns and not operator._schema.is_mutable:
@@ -61,8 +50,8 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
     if rule is ShapeRule.INPUT_SIZE:
-        sizes: Any = given(operator, "input_size", args, kwargs)
-        enlarged: Any = given(operator, "output_size", args, kwargs)
+        sizes: Any = facts.given(operator, "input_size", args, kwargs)
+        enlarged: Any = facts.given(operator, "output_size", args, kwargs)
         if not are_known((*sizes, *enlarged)):  # the rule takes no symbols
             return torch.empty(tuple(sizes), dtype=args[0].dtype, device=args[0].device)
     result = operator(*args, **kwargs)
@@ -81,9 +70,9 @@ def fake_result(operator: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         sums, bags, counts, largest = result
         bags = _in_storage_of(bags.numel() + 1, bags) if bags.numel() else bags
         return sums, bags, _in_storage_of(args[2].numel(), counts), largest
-    if "output_mask" not in argument_names(operator):
+    if "output_mask" not in facts.argument_names(operator):
         return result
-    pairs = zip(result, given(operator, "output_mask", args, kwargs), strict=True)
+    pairs = zip(result, facts.given(operator, "output_mask", args, kwargs), strict=True)
     return tuple(None if isinstance(r, torch.Tensor) and not m else r for r, m in pairs)
 
 
@@ -109,9 +98,9 @@ def _dense_view(tensor: torch.Tensor, sizes: Sequence[Any]) -> torch.Tensor | No
     return tensor.as_strided(shape, made.stride(), tensor.storage_offset())
 
 
-def _grouped_product(operator: OpOverload, args: Args, kwargs: Kwargs) -> torch.Tensor:
+def _grouped_product(operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) -> torch.Tensor:
     # Of `self` and `mat2` (2 or 3 dimensions each; `offs`: ends of the groups), in any dtype.
-    named = {**dict(zip(argument_names(operator), args, strict=False)), **kwargs}
+    named = {**dict(zip(facts.argument_names(operator), args, strict=False)), **kwargs}
     offsets: Any = named.get("offs")
     left, right = named["self"], named["mat2"]
     rows, columns = left.shape[-2], right.shape[-1]
@@ -237,28 +226,33 @@ class Layouts:
         self._known: dict[object, tuple[_Layout, ...]] = {}
         self._seen = SEEN.get()  # here: the thread of autograd's backward on CUDA has another
 
-    def corrected(self, operator: OpOverload, args: Args, kwargs: Kwargs, result: Any) -> Any:
+    def corrected(
+        self, operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs, result: Any
+    ) -> Any:
         """Return `result` of a call on fake tensors with the strides and dtypes that the real call
         gives; itself where the rules are trusted (new tensors from contiguous arguments of one
         dtype) or the real call fails."""
-        given = tensors((args, kwargs))
-        made = tensors(result)
+        passed = facts.tensors((args, kwargs))
+        made = facts.tensors(result)
         if any(t.layout is not torch.strided for t in made):
             return result
-        if facts_of(operator).shape_rule is ShapeRule.OF_A_RUN or facts_of(operator).effect:
+        if (
+            facts.facts_of(operator).shape_rule is ShapeRule.OF_A_RUN
+            or facts.facts_of(operator).effect
+        ):
             return result
-        storages = {t.untyped_storage()._cdata for t in given}
+        storages = {t.untyped_storage()._cdata for t in passed}
         shared = {t.untyped_storage()._cdata in storages for t in made}
         if len(shared) != 1:
             return result
         (is_view,) = shared
-        if is_view and written(operator, args, kwargs):
+        if is_view and facts.written(operator, args, kwargs):
             return result
-        casts_inside = facts_of(operator).casts_inside  # which shape rules do not say
+        casts_inside = facts.facts_of(operator).casts_inside  # which shape rules do not say
         if not (is_view or casts_inside or _may_differ(args, kwargs)):
             return result
         shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
-        if not all(map(_is_static, (*given, *made))):
+        if not all(map(_is_static, (*passed, *made))):
             args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=torch.is_tensor)
         known = self._layouts(operator, args, kwargs, shapes, is_view)
         if len(known) != len(made):
@@ -281,8 +275,8 @@ class Layouts:
     def _layouts(
         self,
         operator: OpOverload,
-        args: Args,
-        kwargs: Kwargs,
+        args: facts.Args,
+        kwargs: facts.Kwargs,
         shapes: Sequence[Sequence[int]],
         is_view: bool,
     ) -> tuple[_Layout, ...]:
@@ -296,7 +290,7 @@ class Layouts:
             return (type(leaf).__name__, repr(leaf))
 
         leaves, structure = pytree.tree_flatten((args, kwargs))
-        key = (operator_name(operator), tuple(map(described, leaves)), str(structure))
+        key = (facts.operator_name(operator), tuple(map(described, leaves)), str(structure))
         if key not in self._known:
             seen = None if is_view else self._seen
             call = form(key[0], (args, kwargs)) if seen else None
@@ -309,13 +303,13 @@ class Layouts:
         return self._known[key]
 
 
-def _may_differ(args: Args, kwargs: Kwargs) -> bool:
+def _may_differ(args: facts.Args, kwargs: facts.Kwargs) -> bool:
     # All arguments are floating-point tensors and masks, and one has not the strides of a new
     # tensor, or they differ in precision.
-    given = tensors((args, kwargs))
-    dtypes = {t.dtype for t in given if t.dtype is not torch.bool}
+    passed = facts.tensors((args, kwargs))
+    dtypes = {t.dtype for t in passed if t.dtype is not torch.bool}
     plain = all(dtype.is_floating_point for dtype in dtypes)
-    layouts = ((hints(_OF.shape.__get__(t)), hints(_OF.stride(t))) for t in given)  # type: ignore[attr-defined]
+    layouts = ((hints(_OF.shape.__get__(t)), hints(_OF.stride(t))) for t in passed)  # type: ignore[attr-defined]
     as_new = all(strides == make_contiguous_strides_for(shape) for shape, strides in layouts)
     return plain and (len(dtypes) > 1 or not as_new)
 
@@ -357,7 +351,7 @@ def _as_real(leaf: torch.Tensor, shape: Sequence[Any], stride: tuple[int, ...]) 
 
 
 def _real_layouts(
-    operator: OpOverload, args: Args, kwargs: Kwargs, is_view: bool
+    operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs, is_view: bool
 ) -> tuple[_Layout, ...]:
     """Run the call on zeros like its fake arguments (on the meta device if is_view) and return
     (strides, dtype) of each tensor of its result; () if it fails. Generators are put back."""
@@ -367,22 +361,22 @@ def _real_layouts(
         made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=device)
         return made.zero_()
 
-    generators = _generators(args, kwargs) if is_random(operator, args, kwargs) else []
+    generators = _generators(args, kwargs) if facts.is_random(operator, args, kwargs) else []
     with _disable_current_modes(), torch.no_grad():
         states = [generator.get_state() for generator in generators]
         real_args, real_kwargs = pytree.tree_map_only(torch.Tensor, real, (args, kwargs))
         try:
             result = operator(*real_args, **real_kwargs)
-        except CALL_ERRORS:
+        except facts.CALL_ERRORS:
             return ()
         finally:
             for generator, state in zip(generators, states, strict=True):
                 generator.set_state(state)
-        return tuple((t.stride(), t.dtype) for t in tensors(result))
+        return tuple((t.stride(), t.dtype) for t in facts.tensors(result))
 
 
-def _generators(args: Args, kwargs: Kwargs) -> list[torch.Generator]:
-    devices = {t.device for t in tensors((args, kwargs)) if t.device.type == "cuda"}
+def _generators(args: facts.Args, kwargs: facts.Kwargs) -> list[torch.Generator]:
+    devices = {t.device for t in facts.tensors((args, kwargs)) if t.device.type == "cuda"}
     of_devices = [torch.cuda.default_generators[device.index] for device in devices]
-    given = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]
-    return [torch.default_generator, *of_devices, *given]
+    passed = [a for a in pytree.tree_leaves((args, kwargs)) if isinstance(a, torch.Generator)]
+    return [torch.default_generator, *of_devices, *passed]

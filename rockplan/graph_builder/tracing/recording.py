@@ -24,15 +24,8 @@ from rockplan.errors import ForwardRaises, RockplanError, UnsupportedModel
 from rockplan.graph_builder.recorded.run import Capture
 from rockplan.graph_builder.tracing import addresses, eager_paths, free_sizes, left_behind, modes
 from rockplan.graph_builder.tracing import backward as backwards
+from rockplan.graph_builder.tracing import outputs as results
 from rockplan.graph_builder.tracing.argument_reads import ArgumentsWatched, ReadsNoted
-from rockplan.graph_builder.tracing.outputs import (
-    backward_starts,
-    given_apart,
-    known_output,
-    output_leaves,
-    refuse_unwritten,
-    without_unread,
-)
 from rockplan.graph_builder.tracing.patches import PatchSource, in_this_thread, patched
 from rockplan.graph_builder.tracing.recorder import Recorder, why_not_planned
 from rockplan.graph_builder.tracing.refusals import NAMED, When, refuse
@@ -146,7 +139,7 @@ def _recorded(call: Sample, leftovers: Leftovers) -> Capture | None:
         inputs=exchanged.inputs,
         numbers=exchanged.numbers,
         constants=tuple(recorder.constants),
-        outputs=output_leaves(recorder, outputs, backward.sources, backward.tangents),
+        outputs=results.output_leaves(recorder, outputs, backward.sources, backward.tangents),
         gradients=backward.gradient_values(recorder),
         arrivals=tuple(backward.arrivals),
         guards=tuple(recorder.guards),
@@ -305,8 +298,8 @@ def _run(recording: _Recording, exchanged: _Exchanged) -> tuple[list[Any], trees
     recording.reader.refuse_writes()
     leaves, spec = trees.tree_flatten(given.with_contents(result))
     # Not a comprehension: in an error, its frame would keep the recorder, and so every tensor.
-    outputs = [*map(functools.partial(known_output, recorder), range(len(leaves)), leaves)]
-    refuse_unwritten(recorder, outputs)
+    outputs = [*map(functools.partial(results.known_output, recorder), range(len(leaves)), leaves)]
+    results.refuse_unwritten(recorder, outputs)
     return outputs, spec
 
 
@@ -370,10 +363,10 @@ def _with_backward(
     for written in recorder.constants_with_history():
         which = f"a tensor of shape {tuple(written.shape)}, not of the module and no argument"
         raise NAMED["write of what has a gradient"].error(tensor=which)
-    outputs = given_apart(recorder, outputs, exchanged.inputs)
-    starts = backward_starts(outputs, spec, call.incoming, call.only_loss)
+    outputs = results.given_apart(recorder, outputs, exchanged.inputs)
+    starts = results.backward_starts(outputs, spec, call.incoming, call.only_loss)
     if call.only_loss:
-        outputs = without_unread(recorder, outputs, spec, starts)
+        outputs = results.without_unread(recorder, outputs, spec, starts)
     backwards.refuse_gradients(recorder, [outputs[i] for i in starts])
     targets = [t for t in recording.stand_ins.fakes if t.requires_grad]
     backward = backwards.recorded_backward(call.module, recorder, outputs, starts, targets)
