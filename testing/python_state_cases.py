@@ -977,7 +977,7 @@ def can_be(base: Base, container: Container, content: Content, moment: Moment) -
         and not (needs_item and not container.suffix and not base.can_rebind)
         and not (puts and container.replaces and not base.can_rebind)
         and not (moment.start == "empty" and not container.empty)
-        and not (is_set and "<pop>" in moment.block and content.is_tensor)
+        and not (is_set and "<pop>" in moment.block)  # Python does not say which goes next
     )
 
 

@@ -65,7 +65,6 @@ ON_MODULES = (
     state("attribute", "cell", "list of numbers", "in evaluation alone", 0, EVALUATION_FIRST),
     state("attribute", "array of objects", "table", "in training alone", 0, EVALUATION_FIRST),
     state("attribute behind a property", "itself", "table", "set once"),
-    state("attribute behind a property", "set", "float", "popped"),
     state("attribute of a module that is not registered", "itself", "count", "counted"),
     state("local of a thread on the module", "itself", "detached mean", "set once"),
 )

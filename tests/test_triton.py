@@ -57,7 +57,7 @@ REFUSED = {
     "addresses": ["takes_addresses writes into: it takes numbers for addresses", "rockplan.opaque"],
     "an object": ["silu_forward is given a Hooked", "rockplan.opaque"],
     "a hook": ["silu_forward writes into: a function of the caller's", "pre_hook"],
-    "two dtypes": ["silu_forward writes into memory that it is given as tensors of several"],
+    "two dtypes": ["silu_forward writes into: it is given the same memory as tensors of several"],
     "overwritten": ["has written over in the backward pass", "rockplan.opaque"],
     "values": ["reads", "give the autograd.Function", "Read", "rockplan.opaque"],
 }
