@@ -575,8 +575,11 @@ class Keeping(nn.Linear):
         return super().forward(x) / self.scale
 
 
-def test_a_copy_keeps_what_a_library_keeps() -> None:
+@pytest.mark.parametrize("was_called", [False, True])
+def test_a_copy_keeps_what_a_library_keeps(was_called: bool) -> None:
     model = nn.Sequential(Keeping(8, 8), nn.Tanh(), Keeping(8, 8))
+    if was_called:
+        model(X)
     with pytest.raises(rockplan.CaptureError, match="let a copy keep it") as refused:
         rockplan.solve(model, X, "100%", options=OPTIONS)
     before = Keeping.forward
@@ -587,6 +590,31 @@ def test_a_copy_keeps_what_a_library_keeps() -> None:
         assert_planned(model, (X,), (X.flip(0),))
     finally:
         Keeping.forward = before  # type: ignore[method-assign]
+
+
+class Averaging(nn.Linear):
+    """Keeps a mean in a buffer: another tensor each time, or the same."""
+
+    def __init__(self, is_in_place: bool) -> None:
+        super().__init__(8, 8)
+        self.is_in_place = is_in_place
+        self.register_buffer("mean", torch.zeros(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        mean = 0.9 * self.mean + 0.1 * y.detach().mean(0)
+        if self.is_in_place:
+            self.mean.copy_(mean)
+        else:
+            self.mean = mean
+        return y - self.mean
+
+
+def test_a_buffer_is_updated_in_place() -> None:
+    with pytest.raises(rockplan.CaptureError, match=r"self\.mean\.copy_\(") as refused:
+        rockplan.solve(Averaging(is_in_place=False), X, "100%", options=OPTIONS)
+    assert "let a copy keep it" not in str(refused.value)
+    assert_planned(Averaging(is_in_place=True), (X,), (X.flip(0),))
 
 
 def test_a_refusal_after_a_first_call_leaves_nothing() -> None:

@@ -65,27 +65,33 @@ def refusal(found: StateChange, before: Walk, after: Walk, made: RunTensors) -> 
     stored = [t for t in after.objects if made.is_ours(t) and id(t) not in before.number]
     is_tensor = isinstance(found.now, torch.Tensor)
     row = NAMED["kept tensor" if is_tensor else "kept change"]
-    error = row.error(module, **_facts(found, is_tensor))
+    holder = next((r.value for r in before.roots if r.module == module is not None), None)
+    error = row.error(module, **_facts(found, is_tensor, holder))
     is_callers = any(after.root_of(after.number[id(t)]).is_callers for t in stored)
     if stored and not is_callers and all(map(made.is_of_constants, stored)):
         return StoredByTheFirstCall(str(error), module_path=module)
     return error
 
 
-def _facts(found: StateChange, is_tensor: bool) -> dict[str, Any]:
+def _facts(found: StateChange, is_tensor: bool, holder: nn.Module | None) -> dict[str, Any]:
     place = found.place
+    name = place.text.removeprefix("self.")
     who = "" if place.module is None else f"in module '{place.module or '(root)'}': "
     facts = {"who": f"{who}the forward", "place": place.text}
     facts |= {"former": shown(found.former), "now": shown(found.now)}
     if place.is_callers:
         facts["remedy"] = PUT_INTO_A_DICTIONARY[0].upper() + PUT_INTO_A_DICTIONARY[1:]
-    elif is_tensor and place.text.removeprefix("self.").isidentifier():
-        run = f"{type(found.owner).__name__}.forward"
-        facts["remedy"] = (
-            f"Return it, or update a registered buffer in place ({place.text}.copy_(...)). Where a "
-            "library does, and nothing reads it after the call, let a copy keep it ("
+    elif is_tensor and holder is not None and name.isidentifier():
+        run = f"{type(holder).__name__}.forward"
+        copied = (  # (A copy has the buffers of the original.)
+            "Where a library does, and nothing reads it after the call, let a copy keep it ("
             f"{run} = lambda self, *args, run={run}, **named: run(copy.copy(self), *args, **named)"
-            f"). If only the first call does: {RUN_ONCE}; make tables of all sizes before"
+            "). "
+        )
+        facts["remedy"] = (
+            f"Return it, or update a registered buffer in place ({place.text}.copy_(...)). "
+            f"{'' if name in holder._buffers else copied}"
+            f"If only the first call does: {RUN_ONCE}; make tables of all sizes before"
         )
     return facts
 
