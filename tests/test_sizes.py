@@ -550,6 +550,8 @@ SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a part": lambda h, n: h[: n // 2 + 1] / n**0.5,
     "padding": lambda h, n: nn.functional.pad(h, (0, 0, 0, -n % 8)),
     "a shortcut": lambda h, n: h[:17],
+    "a mean by hand": lambda h, n: h.sum(0).expand(3, 8) / n,
+    "a mean of fewer": lambda h, n: h.sum(0).expand(3, 8) / (n - 0.5),
     "a flag": lambda h, n: nn.functional.scaled_dot_product_attention(
         h[None], h[None], h[None], is_causal=n > 30
     ),
@@ -580,7 +582,18 @@ SPECIAL: dict[str, tuple[Callable[[Tensor, int], Tensor], Sequence[int]]] = {
     "a window": (lambda h, n: h[-20:], (12, 30, 13, 20, 40, 15, 25, 18, 33)),
     "the sum of a window": (lambda h, n: h[-20:].sum(), (30, 20, 40, 25, 33)),
     "padding": (lambda h, n: padded(h) if n % 8 else h * 2, (16, 24, 9, 12, 15, 32, 40, 48, 7)),
+    "cropped padding": (lambda h, n: cropped(h, n), (16, 24, 9, 12, 15, 32, 40, 48, 7)),
+    "a crop in rows": (
+        lambda h, n: cropped(h, n).mT[..., : n // 4 * 4],
+        (16, 24, 9, 12, 30, 32, 48),
+    ),
+    "whole windows": (lambda h, n: h[: n // 4 * 4, :].view(-1, 4, 8), (16, 24, 9, 15, 32, 40, 11)),
+    "every other row": (lambda h, n: h[::2, :][: n // 2, :] * h[1::2], (16, 24, 9, 15, 32, 40, 8)),
 }
+
+
+def cropped(h: Tensor, n: int) -> Tensor:
+    return nn.functional.pad(h, (0, 0, 0, -n % 8)).exp()[None, :n, :8][0]
 
 
 def in_chunks(h: Tensor) -> Tensor:

@@ -252,8 +252,7 @@ class Layouts:
         if not (is_view or casts_inside or _may_differ(args, kwargs)):
             return result
         shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
-        if not all(map(_is_static, (*passed, *made))):
-            args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=torch.is_tensor)
+        args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=torch.is_tensor)
         known = self._layouts(operator, args, kwargs, shapes, is_view)
         if len(known) != len(made):
             return result
@@ -324,7 +323,7 @@ def _at_hint(leaf: Any) -> Any:
         return int(known_number(leaf))
     if isinstance(leaf, torch.SymFloat):
         return float(known_number(leaf))
-    if not isinstance(leaf, torch.Tensor):
+    if not isinstance(leaf, torch.Tensor) or _is_static(leaf):
         return leaf
     shape = hints(_OF.shape.__get__(leaf))  # type: ignore[attr-defined]
     strides = hints(_OF.stride(leaf))

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch._decomp.decompositions import matmul
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
@@ -174,6 +174,38 @@ def _length(sized: Any) -> Any:
 _LEN = len
 
 
+def _index(tensor: torch.Tensor, index: Any) -> Any:
+    """As in eager, where a tuple makes no slice of a whole dimension, whose gradient would have
+    other strides: of sizes that are symbols C++ makes one."""
+    if not (isinstance(index, tuple) and tensor.requires_grad):
+        return _INDEX(tensor, index)
+    counts = [
+        0 if part is None or part is ... else part.dim() if _is_mask(part) else 1 for part in index
+    ]
+    made = []
+    dimension = 0
+    for place, part in enumerate(index):
+        if part is ...:
+            dimension = tensor.dim() - sum(counts[place:])
+        is_whole = isinstance(part, slice) and _is_whole(part, tensor.shape[dimension])
+        made.append(slice(None) if is_whole else part)
+        dimension += counts[place]
+    return _INDEX(tensor, tuple(made))
+
+
+def _is_mask(index: Any) -> bool:
+    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
+
+
+def _is_whole(part: slice, size: Any) -> bool:
+    if not (part.step is None or part.step == 1) or isinstance(part.stop, torch.Tensor):
+        return False
+    return (part.stop is None or part.stop >= size) and (part.start is None or part.start == 0)
+
+
+_INDEX: Any = torch.Tensor.__getitem__
+
+
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> Any:
     """As the kernel in C++ makes it of other operators."""
     most, least = max(left.dim(), right.dim()), min(left.dim(), right.dim())
@@ -232,6 +264,7 @@ def known_to_python() -> Iterator[None]:
                 kernels.impl(name, function, "CompositeImplicitAutograd", allow_override=True)
         stack.enter_context(exchanged(builtins, "range", _Ranges))
         stack.enter_context(exchanged(builtins, "len", _length))
+        stack.enter_context(exchanged(FakeTensor, "__getitem__", _index))
         functional: Any = torch.nn.functional
         if functional.scaled_dot_product_attention is _ATTENTION:
             place = functional, "scaled_dot_product_attention"
