@@ -177,30 +177,23 @@ _LEN = len
 def _index(tensor: torch.Tensor, index: Any) -> Any:
     """As in eager, where a tuple makes no slice of a whole dimension, whose gradient would have
     other strides: of sizes that are symbols C++ makes one."""
-    if not (isinstance(index, tuple) and tensor.requires_grad):
-        return _INDEX(tensor, index)
-    counts = [
-        0 if part is None or part is ... else part.dim() if _is_mask(part) else 1 for part in index
-    ]
-    made = []
-    dimension = 0
-    for place, part in enumerate(index):
-        if part is ...:
-            dimension = tensor.dim() - sum(counts[place:])
-        is_whole = isinstance(part, slice) and _is_whole(part, tensor.shape[dimension])
-        made.append(slice(None) if is_whole else part)
-        dimension += counts[place]
-    return _INDEX(tensor, tuple(made))
-
-
-def _is_mask(index: Any) -> bool:
-    return isinstance(index, torch.Tensor) and index.dtype is torch.bool
+    if isinstance(index, tuple) and tensor.requires_grad:
+        others = tensor.dim() - sum(part is not None and part is not ... for part in index)
+        made: list[Any] = []
+        dimension = 0
+        for part in index:
+            is_whole = isinstance(part, slice) and _is_whole(part, tensor.shape[dimension])
+            made.append(slice(None) if is_whole else part)
+            dimension += others if part is ... else part is not None
+        index = tuple(made)
+    return _INDEX(tensor, index)
 
 
 def _is_whole(part: slice, size: Any) -> bool:
-    if not (part.step is None or part.step == 1) or isinstance(part.stop, torch.Tensor):
+    if any(isinstance(end, torch.Tensor) for end in (part.start, part.stop)):
         return False
-    return (part.stop is None or part.stop >= size) and (part.start is None or part.start == 0)
+    is_from_first = part.step in (None, 1) and part.start in (None, 0)
+    return is_from_first and (part.stop is None or part.stop >= size)
 
 
 _INDEX: Any = torch.Tensor.__getitem__
