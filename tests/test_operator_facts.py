@@ -383,6 +383,8 @@ def test_shape_rules_are_those_of_kernels() -> None:
             args = (torch.ones(2), *given, *aten._ctc_loss(*given), 0)
         elif row.shape_rule is ShapeRule.STORAGE_OF_ALL:
             args = (torch.rand(4, 4), torch.ones(4, 4))
+        elif kind == "linspace":
+            args = (-1.0, 1.0, 5)
         elif kind == "col2im":
             args = (torch.ones(1, 18, 16), [6, 6], [3, 3], [1, 1], [0, 0], [1, 1])
         elif kind == "im2col":

@@ -550,6 +550,8 @@ SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a part": lambda h, n: h[: n // 2 + 1] / n**0.5,
     "padding": lambda h, n: nn.functional.pad(h, (0, 0, 0, -n % 8)),
     "a shortcut": lambda h, n: h[:17],
+    "a grid": lambda h, n: h * torch.linspace(-1, 1, steps=n)[:, None],
+    "centers of a grid": lambda h, n: h * torch.linspace(0.5, n - 0.5, n, dtype=h.dtype)[:, None],
     "a mean by hand": lambda h, n: h.sum(0).expand(3, 8) / n,
     "a mean of fewer": lambda h, n: h.sum(0).expand(3, 8) / (n - 0.5),
     "a flag": lambda h, n: nn.functional.scaled_dot_product_attention(

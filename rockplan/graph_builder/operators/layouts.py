@@ -49,6 +49,8 @@ def fake_result(operator: OpOverload, args: facts.Args, kwargs: facts.Kwargs) ->
         return dense
     if rule is ShapeRule.GROUPED_PRODUCT:
         return _grouped_product(operator, args, kwargs)
+    if rule is ShapeRule.STEPS and isinstance(args[2], torch.SymInt):
+        return operator(0.0, 1.0, 1, **kwargs).new_empty(args[2:])
     if rule is ShapeRule.INPUT_SIZE:
         sizes: Any = facts.given(operator, "input_size", args, kwargs)
         enlarged: Any = facts.given(operator, "output_size", args, kwargs)

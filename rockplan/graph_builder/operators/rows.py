@@ -84,6 +84,7 @@ class ShapeRule(StrEnum):
     STORAGE_OF_FIRST = "a storage that has room for all elements of the first argument"
     GROUPED_PRODUCT = "a product of matrices a group, of any dtype"
     OF_A_RUN = "what a run has made"
+    STEPS = "of as many elements as the third argument says"
     INPUT_SIZE = "of the sizes that it is given"
     OF_DENSE = "of memory without gaps a view without gaps, where sizes are symbols"
 
@@ -360,6 +361,7 @@ ROWS: tuple[OperatorFacts, ...] = (
         "aten.soft_margin_loss.default",
         shape_rule=ShapeRule.STORAGE_OF_ALL,
     ),
+    OperatorFacts("aten.linspace.default", shape_rule=ShapeRule.STEPS),
     *_alike("aten._embedding_bag.default", shape_rule=ShapeRule.STORAGES_OF_BAGS),
     *_alike("aten.col2im.default aten.im2col.default", shape_rule=ShapeRule.STORAGE_OF_FIRST),
     # Views.

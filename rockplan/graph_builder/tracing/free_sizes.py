@@ -21,10 +21,11 @@ from typing import Any, Literal
 import torch
 from torch._decomp.decompositions import matmul
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
-from rockplan.graph_builder.operators.symbols import new_env, new_symbol, printed
+from rockplan.graph_builder.operators.symbols import hints, new_env, new_symbol, printed
 from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.python_state.memory import memory_of
 from rockplan.values.sizes import (
@@ -199,6 +200,25 @@ def _is_whole(part: slice, size: Any) -> bool:
 _INDEX: Any = torch.Tensor.__getitem__
 
 
+def _linspace(start: Any, end: Any, steps: Any, **how: Any) -> torch.Tensor:
+    """With the symbol in place of the number that C++ makes of it."""
+
+    class Symbolic(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            with _pop_mode_temporarily() as recorder:
+                return recorder.__torch_dispatch__(func, types, (*args[:2], steps), kwargs)
+
+    if type(steps) is int:
+        return _LINSPACE(start, end, steps, **how)
+    with Symbolic():
+        return _LINSPACE(start, end, *hints((steps,)), **how)
+
+
+_LINSPACE: Any = torch.linspace
+
+
 def _matmul(left: torch.Tensor, right: torch.Tensor) -> Any:
     """As the kernel in C++ makes it of other operators."""
     most, least = max(left.dim(), right.dim()), min(left.dim(), right.dim())
@@ -258,6 +278,7 @@ def known_to_python() -> Iterator[None]:
         stack.enter_context(exchanged(builtins, "range", _Ranges))
         stack.enter_context(exchanged(builtins, "len", _length))
         stack.enter_context(exchanged(FakeTensor, "__getitem__", _index))
+        stack.enter_context(exchanged(torch, "linspace", _linspace))
         functional: Any = torch.nn.functional
         if functional.scaled_dot_product_attention is _ATTENTION:
             place = functional, "scaled_dot_product_attention"
