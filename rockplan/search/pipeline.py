@@ -160,12 +160,10 @@ def diagram(stages_in_order: Sequence[Stage]) -> str:
     """Return a line of text for each stage: its name, the condition under which it runs, and its
     docstring up to the first colon, comma or full stop."""
     whens = [stage.when.__name__.replace("_", " ") for stage in stages_in_order]
-    pairs = zip(stages_in_order, whens, strict=True)
-    return "\n".join(aligned((stage.name, when, _purpose(stage)) for stage, when in pairs))
-
-
-def _purpose(stage: Stage) -> str:
-    return re.split(r"[:.,]", " ".join((stage.run.__doc__ or "").split()))[0]
+    said = (" ".join((stage.run.__doc__ or "").split()) for stage in stages_in_order)
+    purposes = (re.split(r"[:.,]", text)[0] for text in said)
+    names = (stage.name for stage in stages_in_order)
+    return "\n".join(aligned(zip(names, whens, purposes, strict=True)))
 
 
 def check_names(names: Sequence[str]) -> None:

@@ -37,13 +37,10 @@ def with_open_workspaces(graph: graphs.CDGraph, earlier: Sequence[int]) -> graph
     open_kinds = {
         kinds[n.index]
         for n in graph.nodes
-        if n.workspace_bytes != before[n.index] or n.workspace_bytes and _has_kernels(n)
+        if n.workspace_bytes != before[n.index]
+        or (n.workspace_bytes and any(graphs.is_kernel(call.op) for call in n.calls))
     }
     return _opened(graph, kinds, open_kinds)
-
-
-def _has_kernels(node: graphs.ComputeNode) -> bool:
-    return any(graphs.is_kernel(call.op) for call in node.calls)
 
 
 def with_workspaces_open(graph: graphs.CDGraph) -> graphs.CDGraph:
@@ -118,8 +115,10 @@ class OpenWorkspaces:
         most: dict[str, int] = {}
         for name, on in self.on.items():
             own = tuple(sizes[i] for i in on)
+            calls = self.graph.nodes[self.of[name]].calls
             known = [*self.known[name].items()]
-            if own in self.known[name] or not _grows(self.graph.nodes[self.of[name]]):
+            chooses = any(word in call.op for call in calls for word in _CHOOSE_BY_SIZE)
+            if own in self.known[name] or chooses:
                 known = [(at, size_bytes) for at, size_bytes in known if at == own]
             smaller = (b for at, b in known if all(map(operator.le, at, own)))
             larger = [b for at, b in known if all(map(operator.ge, at, own))]
@@ -160,10 +159,6 @@ class OpenWorkspaces:
             for name in missing:
                 self.known[name][own[name]] = found[self.of[name]]
         return {name: self.known[name][at] for name, at in own.items()}
-
-
-def _grows(node: graphs.ComputeNode) -> bool:
-    return not any(word in call.op for call in node.calls for word in _CHOOSE_BY_SIZE)
 
 
 _CHOOSE_BY_SIZE = ("conv", "rnn", "lstm", "gru", "rockplan")

@@ -51,7 +51,7 @@ def operators_of(name_of_function: str) -> str:
 
     for name, schema, run in (
         (f"{packet}.forward", _FORWARD, _run_forward),
-        (f"{packet}.backward", _BACKWARD, _run_backward),
+        (f"{packet}.backward", _BACKWARD, lambda given, call: _checked(_known(call), given)),
     ):
         LIBRARY.define(name + schema)
         LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -83,10 +83,6 @@ def _run_forward(
     places = range(len(given) + len(changed))
     tensors = [next(written if i in known.changed else read) for i in places]
     return _checked(known, tensors)
-
-
-def _run_backward(given: list[torch.Tensor], call: str) -> list[torch.Tensor]:
-    return _checked(_known(call), given)
 
 
 def _checked(known: opaque_functions.Known, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

@@ -335,15 +335,9 @@ class _TiledRun:
                 self._values[value] = replace(fakes, storage=self._run.storage(result))
         self._new.write(recorded, Call("aten.alias.default", (ValueRef(made),), (), (result,)))
 
-    def _call(
-        self,
-        like: RecordedCall,
-        op: str,
-        args: tuple[Any, ...],
-        kwargs: tuple[tuple[str, Any], ...] = (),
-    ) -> tuple[int, ...]:
+    def _call(self, like: RecordedCall, op: str, *arguments: tuple[Any, ...]) -> tuple[int, ...]:
         try:
-            return self._new.add(like, op, args, kwargs)
+            return self._new.add(like, op, *arguments)
         except facts.CALL_ERRORS as error:
             raise _NotTiled(f"{op} cannot run on a part of the rows ({error})") from error
 

@@ -21,11 +21,11 @@ from typing import Any, Literal
 import torch
 from torch._decomp.decompositions import matmul
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode, _pop_mode_temporarily
+from torch.utils._python_dispatch import _pop_mode_temporarily
 
 from rockplan.errors import CaptureError
 from rockplan.graph_builder.operators.layouts import dense_strides, outermost_first
-from rockplan.graph_builder.operators.symbols import hints, new_env, new_symbol, printed
+from rockplan.graph_builder.operators.symbols import new_env, new_symbol, printed
 from rockplan.graph_builder.tracing.patches import exchanged
 from rockplan.python_state.memory import memory_of
 from rockplan.values.sizes import (
@@ -200,20 +200,15 @@ def _is_whole(part: slice, size: Any) -> bool:
 _INDEX: Any = torch.Tensor.__getitem__
 
 
-def _linspace(start: Any, end: Any, steps: Any, **how: Any) -> torch.Tensor:
-    """With the symbol in place of the number that C++ makes of it."""
-
-    class Symbolic(TorchDispatchMode):
-        def __torch_dispatch__(
-            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-        ) -> Any:
-            with _pop_mode_temporarily() as recorder:
-                return recorder.__torch_dispatch__(func, types, (*args[:2], steps), kwargs)
-
+def _linspace(start: Any, end: Any, steps: Any, **how: Any) -> Any:
+    """As the recorder gets it from C++, which makes a constant of a symbol."""
     if type(steps) is int:
         return _LINSPACE(start, end, steps, **how)
-    with Symbolic():
-        return _LINSPACE(start, end, *hints((steps,)), **how)
+    device = torch.device(how.pop("device", None) or torch.get_default_device())
+    how |= {"device": device, "pin_memory": False}
+    with _pop_mode_temporarily() as recorder:
+        operator = torch.ops.aten.linspace.default
+        return recorder.__torch_dispatch__(operator, (), (start, end, steps), how)
 
 
 _LINSPACE: Any = torch.linspace

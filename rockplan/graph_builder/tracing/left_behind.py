@@ -83,15 +83,15 @@ def _facts(found: StateChange, is_tensor: bool, holder: nn.Module | None) -> dic
         facts["remedy"] = PUT_INTO_A_DICTIONARY[0].upper() + PUT_INTO_A_DICTIONARY[1:]
     elif is_tensor and holder is not None and name.isidentifier():
         run = f"{type(holder).__name__}.forward"
-        copied = (  # (A copy has the buffers of the original.)
+        copied = (
             "Where a library does, and nothing reads it after the call, let a copy keep it ("
             f"{run} = lambda self, *args, run={run}, **named: run(copy.copy(self), *args, **named)"
             "). "
-        )
+        )  # of which buffers are those of the original
         facts["remedy"] = (
             f"Return it, or update a registered buffer in place ({place.text}.copy_(...)). "
-            f"{'' if name in holder._buffers else copied}"
-            f"If only the first call does: {RUN_ONCE}; make tables of all sizes before"
+            f"{'' if name in holder._buffers else copied}If only the first call does: {RUN_ONCE}; "
+            "make tables of all sizes before"
         )
     return facts
 
