@@ -11,7 +11,7 @@ import functools
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -30,6 +30,19 @@ from rockplan.runtime.planned_state import is_own
 from rockplan.runtime.program import ModuleCall
 
 LOG = logging.getLogger("rockplan")
+
+
+class Wishes:
+    """What a callback is asked for, as its class says."""
+
+    def __init__(
+        self,
+        budget: int | float | str | Budget = "auto",
+        options: Options = DEFAULT_OPTIONS,
+        numerics: Literal["eager", "best"] | None = None,
+    ) -> None:
+        self.budget = budget
+        self.options = replace(options, numerics=numerics or options.numerics)
 
 
 @dataclass(frozen=True)

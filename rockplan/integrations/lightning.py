@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from torch import nn
 
-from rockplan.budget import Budget
-from rockplan.integrations.in_place import PlanWhenCalled, planned_no_more
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.integrations.in_place import PlanWhenCalled, Wishes, planned_no_more
 
 _NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _Callback: Any = importlib.import_module(_NAME).Callback
 
 
-class LightningCallback(_Callback):  # type: ignore[misc]
+class LightningCallback(Wishes, _Callback):  # type: ignore[misc]
     """Plans the network of a LightningModule, in place, while it is fitted: the submodule with the
     most parameters.
 
@@ -26,15 +23,6 @@ class LightningCallback(_Callback):  # type: ignore[misc]
     budget, options: as for `rockplan.solve`; with 'auto' and one optimizer, that is counted.
     numerics: as `Options.numerics`.
     """
-
-    def __init__(
-        self,
-        budget: int | float | str | Budget = "auto",
-        options: Options = DEFAULT_OPTIONS,
-        numerics: Literal["eager", "best"] | None = None,
-    ) -> None:
-        self.budget = budget
-        self.options = replace(options, numerics=numerics or options.numerics)
 
     def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
         optimizer = trainer.optimizers[0] if len(trainer.optimizers) == 1 else None

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import Any, Literal
+from typing import Any
 
 from transformers import TrainerCallback
 
-from rockplan.budget import Budget
-from rockplan.integrations.in_place import PlanWhenCalled, planned_no_more
-from rockplan.options import DEFAULT_OPTIONS, Options
+from rockplan.integrations.in_place import PlanWhenCalled, Wishes, planned_no_more
 
 
-class RockplanCallback(TrainerCallback):
+class RockplanCallback(Wishes, TrainerCallback):
     """Plans what the trainer calls, in place, from its first step to the end of training:
 
         trainer = Trainer(..., callbacks=[RockplanCallback(budget="auto")])
@@ -20,15 +17,6 @@ class RockplanCallback(TrainerCallback):
     budget, options: as for `rockplan.solve`; with 'auto' the trainer's optimizer is counted.
     numerics: as `Options.numerics`.
     """
-
-    def __init__(
-        self,
-        budget: int | float | str | Budget = "auto",
-        options: Options = DEFAULT_OPTIONS,
-        numerics: Literal["eager", "best"] | None = None,
-    ) -> None:
-        self.budget = budget
-        self.options = replace(options, numerics=numerics or options.numerics)
 
     def on_train_begin(self, *_: Any, model: Any = None, **more: Any) -> None:
         optimizer = getattr(more.get("optimizer"), "optimizer", more.get("optimizer"))
