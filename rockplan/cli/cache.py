@@ -31,7 +31,8 @@ Kinds = Annotated[
 def list_entries(kinds: Kinds = None, as_json: Json = False) -> None:
     """What is kept: kind, name, size, age, and what it was made for, or why it is of no use."""
     with ending(as_json):
-        entries = _entries(kinds)
+        wanted = _checked_kinds(kinds)
+        entries = [e for e in Cache(default_folder()).entries() if e.kind in wanted]
     if as_json:
         display.print_json(
             {"folder": str(default_folder()), "entries": list(map(_entry_row, entries))}
@@ -64,11 +65,6 @@ def _checked_kinds(kinds: list[str] | None) -> tuple[str, ...]:
             f"no kind of entry: {', '.join(sorted(unknown))}; there are {', '.join(KINDS)}"
         )
     return tuple(kinds or KINDS)
-
-
-def _entries(kinds: list[str] | None) -> list[Entry]:
-    wanted = _checked_kinds(kinds)
-    return [e for e in Cache(default_folder()).entries() if e.kind in wanted]
 
 
 def _entry_row(entry: Entry) -> display.Row:

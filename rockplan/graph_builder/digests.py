@@ -54,7 +54,8 @@ def problem_digest(problem: graphs.CDGraph) -> str:
             [[problem.data[d].kind.value, problem.data[d].size_bytes] for d in local],
             [
                 [
-                    *_node_costs(n),
+                    *(n.phase.value, n.time_ns, n.workspace_bytes, n.random, n.recomputable),
+                    *_unusual(n),
                     indices(n.reads),
                     indices(n.writes),
                     *([[takeover(t) for t in n.takes]] if n.takes else []),
@@ -142,11 +143,6 @@ def spec_fields(spec: graphs.TensorSpec, offset: int | None = None) -> list[obje
         offset = spec.offset
     marks = [name for name, is_so in (("conj", spec.is_conj), ("neg", spec.is_neg)) if is_so]
     return [list(spec.shape), list(spec.stride), offset, spec.dtype, spec.device, *marks]
-
-
-def _node_costs(node: graphs.ComputeNode) -> list[object]:
-    costs = (node.phase.value, node.time_ns, node.workspace_bytes)
-    return [*costs, node.random, node.recomputable, *_unusual(node)]
 
 
 def _unusual(node: graphs.ComputeNode) -> list[object]:

@@ -480,16 +480,12 @@ def _price_text(price: Price, explanation: Explanation) -> str:
     return f"to drop: {price.time_ns / 1e6:.2f} ms ({share:+.1%}) to run {what} again; {effect}"
 
 
-def _recomputation_groups(explanation: Explanation) -> list[tuple[str, list[Recomputation]]]:
+def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
+    total_ns = sum(r.time_ns for r in explanation.recomputations)
     groups: dict[str, list[Recomputation]] = {}
     for again in explanation.recomputations:
         groups.setdefault(pattern_of(again.name), []).append(again)
-    return sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
-
-
-def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
-    total_ns = sum(r.time_ns for r in explanation.recomputations)
-    costly = _recomputation_groups(explanation)
+    costly = sorted(groups.items(), key=lambda g: (-sum(r.time_ns for r in g[1]), g[0]))
     lines = [
         f"{len(explanation.recomputations)} operations run again, {total_ns / 1e6:.2f} ms in all "
         f"({total_ns / max(explanation.eager_time_ns, 1):+.1%})",

@@ -341,7 +341,9 @@ class Recorder(TorchDispatchMode):
         call = self._call(func, args, kwargs)
         try:
             result = self._result(func, args, kwargs)
-            if self.fake_mode.shape_env is not None and _is_unsized(result):
+            shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
+            sizes = (n for tensor in facts.tensors(result) for n in shape(tensor))
+            if self.fake_mode.shape_env is not None and any(map(is_unknown, sizes)):
                 result = self.reader.shaped(self, func, args, kwargs, where, result)
         except DynamicOutputShapeException:
             result = self.reader.shaped(self, func, args, kwargs, where, None)
@@ -641,11 +643,6 @@ def _views_of_copy(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     if is_one:
         return [copied]
     return [copied.as_strided(t.shape, t.stride(), t.storage_offset()) for t in tensors]
-
-
-def _is_unsized(result: Any) -> bool:
-    shape = torch._C.TensorBase.shape.__get__  # type: ignore[attr-defined]
-    return any(is_unknown(n) for tensor in facts.tensors(result) for n in shape(tensor))
 
 
 OUTSIDE = (

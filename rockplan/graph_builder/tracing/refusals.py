@@ -181,10 +181,6 @@ def _lazy(module: nn.Module) -> Iterator[dict[str, Any]]:
     return ({"tensor": name} for name, tensor in tensors if is_lazy(tensor))
 
 
-def _shards(module: nn.Module) -> Iterator[dict[str, Any]]:
-    return ({"tensor": f"'{name}'"} for name in shards(module))
-
-
 def _on_meta(module: nn.Module) -> Iterator[dict[str, Any]]:
     tensors = (*module.named_parameters(), *module.named_buffers())
     return ({"tensor": name} for name, tensor in tensors if tensor.device.type == "meta")
@@ -259,7 +255,7 @@ REFUSALS: tuple[Refusal, ...] = (
         "Plan the blocks that are sharded each by itself (fully_shard of each, then "
         "rockplan.solve_blocks), or plan the module and shard it as a whole then",
         when=When.MODULE,
-        rule=_shards,
+        rule=lambda module: ({"tensor": f"'{name}'"} for name in shards(module)),
     ),
     Refusal(
         "hook on all modules",
