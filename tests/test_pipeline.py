@@ -15,6 +15,7 @@ from rockplan import Options
 from rockplan.budget import Budget, parse_budget
 from rockplan.errors import InfeasibleBudget, InvalidInput
 from rockplan.graph_builder.lowering.backward_order import renumbered
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.oracles.simulate import simulate
 from rockplan.oracles.verify import verify
 from rockplan.search import planning, stages
@@ -297,12 +298,11 @@ def of_order(graph: CDGraph, order: Sequence[int], budget_bytes: int) -> int | N
     return found.fastest_ns()
 
 
-def test_where_a_peak_is_enough_one_relaxation_is() -> None:
-    # The logits need what the smallest plan does.
+def test_near_what_is_needed_the_search_ends() -> None:
+    """The logits need what the smallest plan does."""
     graph = prepared_case(models.llama(vocabulary=2048), OPTIONS).constrained
-    goal = Goal(graph, (), None)
-    start = Incumbent(bound_ns=graph.time_ns).improved(goal, keep_all(graph))
-    usual = stages.relax(goal, start, Limits(rungs=8))
-    found = stages.relax(goal, start, Limits(rungs=8, enough_bytes=usual.peak_bytes))
-    assert len(usual.starts) > 2 and len(found.starts) == 1
-    assert found.peak_bytes <= usual.peak_bytes
+    needed_bytes = max(Facts(graph).forced_bytes)
+    found = least_peak(Goal(graph, (), None), Limits())
+    assert needed_bytes <= found.peak_bytes <= needed_bytes / (1 - Limits().nearness)
+    assert found.is_complete and found.peak_bytes < simulate(graph, keep_all(graph)).peak_bytes
+    assert [line.stage for line in found.trace] == ["keep-all", "relaxation"]

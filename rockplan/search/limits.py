@@ -20,16 +20,17 @@ class Limits:
 
     deadline: as of time.process_time; afterwards only stages that lead to a first schedule run.
     nearness: share of the iteration time; a schedule that is proven to be so near the fastest ends
-    the search. proof_s: seconds for integer programs that raise the proven bound. without: names of
-    stages that do not run. combining_s: seconds beyond the deadline for the table of a chain, which
-    is useless until it is complete. exchange, squeeze, eviction, blocks, ends: limits of each
-    algorithm, in its own count of effort.
+    the search, as a peak does that is so near what every schedule needs. proof_s: seconds for
+    integer programs that raise the proven bound. without: names of stages that do not run.
+    combining_s: seconds beyond the deadline for the table of a chain, which is useless until it is
+    complete. exchange, squeeze, eviction, blocks, ends: limits of each algorithm, in its own count
+    of effort.
 
     For the search of the least peak: missing: the sum of the nodes of relaxations that may find no
     schedule; rungs: number of the smallest relaxed schedules from which exchanges begin; worth:
     other starts may need up to so many times the peak of the best one; again: how often exchanges
     begin again from a faster schedule within the best peak; ends: as `blocks`, for options of
-    blocks; enough_bytes: a peak of the relaxation of at most so many ends the search.
+    blocks; enough_bytes: a peak of at most so many ends the search.
 
     paging: nodes of all graphs that are planned with storages on the host, in sum; paging_again:
     how often for one amount, each time without storages that came late.

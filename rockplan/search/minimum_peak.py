@@ -15,6 +15,7 @@ from rockplan.graph_builder.costs.estimate import Rates, roofline
 from rockplan.graph_builder.costs.price import price
 from rockplan.graph_builder.digests import problem_digest
 from rockplan.ilp.blocks.decode import price as option_of
+from rockplan.ilp.whole_graph.intervals import Facts
 from rockplan.search.block_families import family_key, is_legal
 from rockplan.search.incumbent import Incumbent
 from rockplan.search.limits import Limits
@@ -95,10 +96,14 @@ class LeastPeak:
 
 
 def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK) -> Incumbent:
-    """Search the schedule with the smallest peak. Stages that must not depend on measured times
-    come first, with the times of a reference machine, so that the result is the same on every run;
-    then those that use measured ones."""
+    """Search the schedule with the smallest peak, or one near what every schedule needs (as near as
+    `Limits.nearness`). Stages that must not depend on measured times come first, with the times of
+    a reference machine, so that the result is the same on every run; then those that use measured
+    ones."""
     report("looking for the smallest peak")
+    forced_bytes = max(Facts(goal.graph).forced_bytes, default=0)
+    enough_bytes = max(limits.enough_bytes, int(forced_bytes / (1 - limits.nearness)))
+    limits = replace(limits, enough_bytes=enough_bytes)
     times = [n.time_ns for n in price(goal.graph, roofline(goal.graph, REFERENCE)).nodes]
     nodes = tuple(replace(n, time_ns=times[n.index]) for n in goal.graph.nodes)
     reference_goal = replace(goal, graph=replace(goal.graph, nodes=nodes))

@@ -49,7 +49,7 @@ def is_short(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 
 def not_enough(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
-    """True unless the least peak is to be no more than the incumbent's."""
+    """True unless a peak as small as the incumbent's ends the search for the least one."""
     return incumbent.schedule is None or incumbent.peak_bytes > limits.enough_bytes
 
 

@@ -61,20 +61,19 @@ def relax(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
 
 def _relax_down(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """Solve relaxations for smaller and smaller budgets: each the geometric mean of the peak
-    reached and of a lower limit (what every schedule needs, or the last budget that failed). Where
-    some peak is enough, the last of these budgets is tried first. The smallest schedules are added
-    to `starts` of the incumbent."""
+    reached and of a lower limit (what every schedule needs, or the last budget that failed), after
+    the last of these budgets was tried at once. The smallest schedules are added to `starts` of the
+    incumbent."""
     assert incumbent.schedule is not None
     until = _half_way(limits)
     least_bytes = max(Facts(goal.graph).forced_bytes, default=0)
     left_nodes = limits.missing
     rungs: list[Schedule] = []
-    if limits.enough_bytes:
-        last = replace(goal, budget_bytes=int(least_bytes / (1 - limits.nearness)))
-        at_once = relax(last, Incumbent(bound_ns=goal.graph.time_ns), limits).schedule
-        if at_once is not None:
-            rungs.append(at_once)
-            incumbent = incumbent.improved(goal, at_once)
+    last = replace(goal, budget_bytes=int(least_bytes / (1 - limits.nearness)))
+    at_once = relax(last, Incumbent(bound_ns=goal.graph.time_ns), limits).schedule
+    if at_once is not None:
+        rungs.append(at_once)
+        incumbent = incumbent.improved(goal, at_once)
     while left_nodes > 0 and time.process_time() < until:
         most_bytes = incumbent.peak_bytes
         asked_bytes = int(math.sqrt(most_bytes * least_bytes))
