@@ -1,7 +1,7 @@
 """Steps of models at full size by the code of their plans and as CUDA graphs, on the stand-in.
 
     python -m benchmarks.stand_in.run build/stand_in -m benchmarks.stand_in.graphs \\
-        [--names llama ...] [--write FILE]
+        [--names llama ...] [--only graph] [--write FILE]
 
 Each row is one way to run a step, forward and backward. Host: CPU milliseconds, which no kernel
 delays here. Launched: kernels and copies that the host asks for one by one; in graphs: those that
@@ -17,7 +17,6 @@ import gc
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -64,12 +63,9 @@ class Steps:
         self.case.step(self.module)
 
     def row(self) -> Row:
-        begin = time.process_time()
-        self()
-        first_s = time.process_time() - begin
-        for _ in range(WARM):
+        for _ in range(1 + WARM):
             self()
-        return {"first_s": first_s, "host_ms": host_ms(self), **self.launched()}
+        return {"host_ms": host_ms(self), **self.launched()}
 
     def launched(self) -> Row:
         """How much a step launches itself, and by graphs."""
@@ -125,9 +121,9 @@ def clear() -> None:
     torch.cuda.empty_cache()
 
 
-def rows_of(name: str) -> Iterator[Row]:
-    case = model_of(name)
-    yield row_of("eager", partial(Steps, case, case.model))
+def ways_of(case: LossCase) -> Iterator[tuple[str, Callable[[], Steps], bool]]:
+    """Name each way with what makes its steps, and whether it holds a pool."""
+    yield "eager", partial(Steps, case, case.model), False
     for compiles in (False, True):
         for budget in BUDGETS:
             for graph in (False, True):
@@ -136,10 +132,9 @@ def rows_of(name: str) -> Iterator[Row]:
                 )
                 kernels = "compiled" if compiles else "eager"
                 way = f"rockplan, {kernels}, {budget}{', graph' if graph else ''}"
-                yield row_of(way, partial(planned, case, budget, options), graph)
+                yield way, partial(planned, case, budget, options), graph
     for way, mode in OTHERS.items():
-        torch.compiler.reset()
-        yield row_of(way, partial(compiled, case, mode), mode is not None)
+        yield way, partial(compiled, case, mode), mode is not None
 
 
 def planned(case: LossCase, budget: str, options: rockplan.Options) -> Steps:
@@ -150,23 +145,28 @@ def planned(case: LossCase, budget: str, options: rockplan.Options) -> Steps:
 
 
 def compiled(case: LossCase, mode: str | None) -> Steps:
+    torch.compiler.reset()
     return Steps(case, torch.compile(case.model, mode=mode))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--names", nargs="+", choices=NAMES, default=NAMES)
+    parser.add_argument("--only", default="", help="ways whose names have this in them")
     parser.add_argument("--write", type=Path, help="a table into this file")
     parser.add_argument("--here", action="store_true", help="the first name, in this process")
     given = parser.parse_args()
     if given.here:
         stand_in.install()
-        for row in rows_of(given.names[0]):
-            print(json.dumps({"task": f"graphs {given.names[0]}", **row}), flush=True)
+        for way, make, is_held in ways_of(model_of(given.names[0])):
+            if given.only in way:
+                row = {"task": f"graphs {given.names[0]}", **row_of(way, make, is_held)}
+                print(json.dumps(row), flush=True)
         return
     rows: list[Row] = []
     for name in given.names:
         command = [sys.executable, "-m", "benchmarks.stand_in.graphs", "--names", name, "--here"]
+        command += ["--only", given.only]
         done = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         rows += [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
         print(table(rows), flush=True)

@@ -37,6 +37,7 @@ TESTS = (
     "test_cuda_kernels",
     "test_cuda_compiled",
     "test_cuda_graph",
+    "test_carving",
     "test_cuda_paging",
 )
 TEST_S, MODEL_S = 3600.0, 900.0

@@ -30,6 +30,7 @@ from rockplan.graph_builder.operators.facts import facts_of, resolve
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.specs import spanned
 from rockplan.python_state.hooks import has_hooks
+from rockplan.runtime import carving
 from rockplan.runtime.program import PlannedProgram
 from rockplan.values.graph import is_kernel, refs
 from rockplan.values.interface import Interface
@@ -132,12 +133,17 @@ class GraphPool:
     def record(self, kind: _KindOfCall, *given: Any) -> _CallGraphs:
         """Record a call of a kind, in the memory that all of them share. given: of _CallGraphs.
         Raises RuntimeError where that is impossible."""
-        if not self.recorded:  # PyTorch's pool is gone with the last of its graphs
-            self._memory = torch.cuda.graph_pool_handle()
+        device = torch.device("cuda", torch.cuda.current_device())
         # One for all kinds: PyTorch gives memory again only to the stream that let go of it.
-        stream = self._streams.setdefault(torch.cuda.current_device(), torch.cuda.Stream())
+        stream = self._streams.setdefault(device.index, torch.cuda.Stream())
+
+        def make(memory: Any, before: carving.Before | None = None) -> _CallGraphs:
+            self._memory = memory
+            return _CallGraphs(memory, stream, before, *given)
+
         try:
-            call = _CallGraphs(self._memory, stream, *given)
+            # PyTorch's pool is gone with the last of its graphs.
+            call = make(self._memory) if self.recorded else carving.least(make, device)
         except Exception:  # of whatever runs here for the first time
             with contextlib.suppress(RuntimeError):  # open where a capture became invalid
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
@@ -319,13 +325,16 @@ class _CallGraphs:
         self,
         memory: Any,
         stream: torch.cuda.Stream,
+        before: carving.Before | None,
         program: PlannedProgram,
         frame: Frame,
         offsets: dict[str, int],
     ) -> None:
-        """Record them; nothing is computed. memory: handle of a pool of PyTorch's; frame: of a
-        call. Raises RuntimeError, as PyTorch does, where that is impossible."""
+        """Record them; nothing is computed. memory: handle of a pool of PyTorch's; before: called
+        before each operator; frame: of a call. Raises RuntimeError, as PyTorch does, where that is
+        impossible."""
         code, interface = program.executable, program.interface
+        code = carving.watched(code, before) if before is not None else code
         residents = [*frame.residents]
         self._inputs = _inputs(interface)
         self._addresses, self._flags = self._addresses_of(residents), _flags()

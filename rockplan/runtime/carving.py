@@ -1,0 +1,211 @@
+"""Carving: blocks of a recorded call lie where a packing of their lifetimes puts them.
+
+takes: a function that records a call in a pool of memory. returns: what that made, in the pool that
+takes least. PyTorch's allocator takes the smallest free block that fits, and so reserves more than
+is alive at once. Here all free memory of the pool is held while a call is recorded, but for holes
+before an operator, of the sizes and in the places that are meant for its blocks. Where a block lies
+elsewhere nothing breaks, but that the pool is larger; then the one of before is recorded again.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import gc
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import torch
+
+from rockplan.codegen.executable import Executable
+from rockplan.oracles.packing import AskedBlock, packed, whole_units
+
+Before = Callable[[], None]
+Recorded = TypeVar("Recorded")
+Span = tuple[int, int]
+"""Where something begins in the memory that is shared out, and where it ends, in bytes."""
+
+SMALL_BYTES = 1 << 20
+"""Blocks up to this size have segments of their own, which are left as they are."""
+
+WORTH = 0.97
+"""It is tried if at most this share of what the allocator reserves by itself would do."""
+
+
+def least(make: Callable[[Any, Before | None], Recorded], device: torch.device) -> Recorded:
+    """Return what `make` records in a new pool. make: (handle of the pool, what is to be called
+    before each operator) -> something with which the pool ends."""
+    if torch._C._cuda_isHistoryEnabled():  # somebody else's
+        return make(torch.cuda.graph_pool_handle(), None)
+    pool, counts = torch.cuda.graph_pool_handle(), [_counts(device)]
+    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1 << 20)
+    try:
+        made = make(pool, lambda: counts.append(_counts(device)))
+        events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+    finally:
+        torch.cuda.memory._record_memory_history(None)
+    segments = _segments(pool)
+    carver = _Carver(_blocks(events, counts, segments), device)
+    if not 0 < carver.arena_bytes <= WORTH * _size_bytes(segments):
+        return made
+    del made
+    _let_go()
+    pool = torch.cuda.graph_pool_handle()
+    with _segments_of_one_size(), contextlib.closing(carver):
+        made = make(pool, carver.before)
+    if _size_bytes(_segments(pool)) < _size_bytes(segments):
+        return made
+    del made
+    _let_go()
+    return make(torch.cuda.graph_pool_handle(), None)
+
+
+def watched(code: Executable, before: Before) -> Executable:
+    """Return a program whose functions call `before` before each operator."""
+
+    def watching(operator: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            before()
+            return operator(*args, **kwargs)
+
+        return run
+
+    functions: Any = code.functions
+    space = {**functions.forward.__globals__}
+    space |= {name: watching(space[name]) for name, _ in code.code.operators}
+    forward, *backward = (
+        types.FunctionType(of.__code__, space) for of in (functions.forward, *functions.backward)
+    )
+    return replace(code, functions=replace(functions, forward=forward, backward=(*backward,)))
+
+
+class _Carver:
+    """Shares out one segment. `before` is called before each operator; afterwards it is closed."""
+
+    def __init__(self, blocks: Sequence[AskedBlock], device: torch.device) -> None:
+        self._blocks, self._device = blocks, device
+        self._places = list[Span]()
+        self._asked: dict[int, list[Span]] = {}
+        for begin, block in zip(packed(blocks), blocks, strict=True):
+            hole = begin, begin + whole_units(block.size_bytes)
+            # A block keeps what is left of a hole if that is little.
+            is_filled = hole[1] - begin - block.size_bytes <= SMALL_BYTES
+            self._places.append(hole if is_filled else (begin, begin + block.size_bytes))
+            self._asked.setdefault(block.opens, []).append(hole)
+        ends = (end for _, end in itertools.chain(*self._asked.values()))
+        self.arena_bytes = max(ends, default=0)
+        self._call, self._held = -1, dict[Span, int]()
+
+    def before(self) -> None:
+        self._call += 1
+        holes, whole = self._asked.get(self._call), (0, self.arena_bytes)
+        if holes is None:
+            return
+        blocks = zip(self._blocks, self._places, strict=True)
+        alive = [place for block, place in blocks if block.opens < self._call <= block.closes]
+        try:
+            if self._call == min(self._asked):  # so that it is one segment
+                self._take([whole])
+            self.close()
+            self._cut(_between(alive, whole), holes)
+        except torch.OutOfMemoryError:  # where no gap beside others is as large
+            self._asked.clear()
+            self.close()
+
+    def _cut(self, free: Sequence[Span], holes: Sequence[Span]) -> None:
+        """Hold what is free but for holes. The allocator takes the smallest that fits: all others
+        are held before one is cut."""
+        self._take(sorted(free, key=lambda span: (span[1] - span[0], span)))
+        for span in free:
+            inside = [hole for hole in holes if span[0] <= hole[0] and hole[1] <= span[1]]
+            if inside:
+                self._give([span])
+                self._take(sorted([*_between(inside, span), *inside]))
+        self._give([hole for hole in holes if hole in self._held])
+
+    def close(self) -> None:
+        """Let go of what is held."""
+        self._give([*self._held])
+
+    def _take(self, spans: Sequence[Span]) -> None:
+        stream = torch.cuda.current_stream(self._device)
+        for begin, end in spans:
+            place = torch.cuda.caching_allocator_alloc(end - begin, self._device, stream)
+            self._held[begin, end] = place
+
+    def _give(self, spans: Sequence[Span]) -> None:
+        for span in spans:
+            torch.cuda.caching_allocator_delete(self._held.pop(span))
+
+
+def _between(spans: Sequence[Span], whole: Span) -> list[Span]:
+    """Return what of `whole` is not in `spans`."""
+    found, place = list[Span](), whole[0]
+    for begin, end in sorted([*spans, (whole[1], whole[1])]):
+        if begin > place:
+            found.append((place, begin))
+        place = max(place, end)
+    return found
+
+
+def _blocks(
+    events: Sequence[Any], counts: Sequence[tuple[int, int]], inside: Sequence[Span]
+) -> list[AskedBlock]:
+    """counts: of requests and of frees, when the events began, and before each call of an operator;
+    inside: addresses of the pool."""
+    asked, freed = counts[0]
+    requests, frees = zip(*counts[1:], strict=True)
+    found, number_at = list[AskedBlock](), dict[int, int]()
+    for event in events:
+        address, size_bytes = event["addr"], event["size"]
+        if size_bytes <= SMALL_BYTES:
+            continue
+        if event["action"] == "alloc":
+            opens = bisect.bisect_right(requests, asked) - 1
+            is_ours = any(begin <= address < end for begin, end in inside)
+            number_at[address] = len(found)
+            found.append(AskedBlock(opens if is_ours else -1, len(requests), size_bytes))
+            asked += 1
+        elif event["action"] == "free_completed":
+            if (number := number_at.pop(address, None)) is not None:
+                call = bisect.bisect_right(frees, freed) - 1
+                found[number] = replace(found[number], closes=call)
+            freed += 1
+    return [block for block in found if block.opens >= 0]
+
+
+def _counts(device: torch.device) -> tuple[int, int]:
+    """How many blocks were asked for, and given back, in all."""
+    found = torch._C._cuda_memoryStats(device.index or 0)["allocation"]["large_pool"]
+    return int(found["allocated"]), int(found["freed"])
+
+
+def _segments(pool: Any) -> list[Span]:
+    torch.cuda.empty_cache()
+    found = torch.cuda.memory_snapshot(pool)
+    return [(s["address"], s["address"] + s["total_size"]) for s in found]
+
+
+def _size_bytes(spans: Sequence[Span]) -> int:
+    return sum(end - begin for begin, end in spans)
+
+
+@contextlib.contextmanager
+def _segments_of_one_size() -> Iterator[None]:
+    """Segments that expand grow beyond the one that is shared out."""
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    is_expandable = bool(settings["expandable_segments"])
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
+
+
+def _let_go() -> None:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()  # of which one lies in the pool
+    torch.cuda.empty_cache()
