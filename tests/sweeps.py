@@ -517,7 +517,7 @@ LEFT = {
         arguments_that_nothing_reads_keep_no_size_shut copies_run_all_sizes
         later_sizes_search_no_smallest_plan numbers_of_numpy_are_kinds_of_call
         only_convolutions_run_at_each_size the_loss_alone_is_learned_at_once
-        what_decides_by_a_count_stays_right
+        what_decides_by_a_count_stays_right windows_of_images_leave_sizes_open
     """,
     "test_slices.py": """
         blocks_given_one_tables_rows_are_one_kind every_slice_is_within_the_budget

@@ -30,7 +30,7 @@ from rockplan.values.sizes import resized
 from testing import models
 from testing.graphs import repeated_chain
 from testing.models import Case
-from testing.training import QUICK, train_side_by_side
+from testing.training import QUICK, assert_same_state, train_side_by_side
 from tests.kernels import distance, gradients, interpret
 from tests.planning import heard, set_times
 
@@ -622,6 +622,38 @@ def test_special_sizes_leave_others_open(name: str) -> None:
     assert not any(captured[-2:]), captured
 
 
+class Joined(nn.Module):
+    """Windows of 4 x 4 pixels, put together and cropped, as in Swin."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, height, width, _ = x.shape
+        x = nn.functional.pad(self.layer(x), (0, 0, 0, -width % 4, 0, -height % 4))
+        high, wide = x.shape[1] // 4, x.shape[2] // 4
+        windows = x.view(-1, high, 4, wide, 4, 8).transpose(2, 3).reshape(-1, 16, 8).softmax(1)
+        count = windows.shape[0] // (high * wide)
+        x = windows.view(count, high, wide, 4, 4, -1).transpose(2, 3)
+        x = x.reshape(count, 4 * high, 4 * wide, -1)[:, :height, :width, :]
+        return x.exp().square().mean()
+
+
+def test_windows_of_images_leave_sizes_open() -> None:
+    torch.manual_seed(0)
+    model = Joined()
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, torch.randn(2, 12, 20, 8), "100%", options=OPTIONS)
+    captured = []
+    for size in ((3, 16, 24), (5, 20, 12), (4, 24, 28)):
+        x = torch.randn(*size, 8)
+        captured.append("capturing the model" in heard(lambda x=x: planned(x).backward()))
+        eager(x).backward()
+        assert_same_state(planned, eager, str(size))
+    assert captured == [True, False, False]
+
+
 RESAMPLED = [("linear", 1), ("nearest-exact", 1), ("bilinear", 2), ("bicubic", 2), ("trilinear", 3)]
 
 
@@ -649,7 +681,7 @@ def test_resampling_to_one_size_leaves_others_open(mode: str, dimensions: int) -
     assert captured == [True, False, False, False]
 
 
-@pytest.mark.parametrize("cut", [lambda h: h[:20], lambda h: h[-20:]])
+@pytest.mark.parametrize("cut", [lambda h: h[:20], lambda h: h[:20, :], lambda h: h[-20:]])
 def test_a_slice_of_all_is_none(cut: Callable[[Tensor], Tensor]) -> None:
     """Eager's indexing makes none, so that gradients come in other strides."""
     torch.manual_seed(0)

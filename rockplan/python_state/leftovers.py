@@ -62,7 +62,9 @@ class Leftovers:
         for function in _held_once(gc.get_referents(*frames)) if identities else ():
             cells = function.__closure__ if isinstance(function, types.FunctionType) else ()
             for cell in _held_once([*(cells or ())]):
-                if not identities.isdisjoint(map(id, tensors_in(_content(cell)))):
+                content = cell_content(cell)
+                content = tuple(content.values()) if type(content) is dict else content
+                if not identities.isdisjoint(map(id, tensors_in(content))):
                     del cell.cell_contents
 
     def remove(self) -> str | None:
@@ -132,11 +134,6 @@ def _held_once(things: list[Any]) -> list[Any]:
     del one_other
     counts = [*map(sys.getrefcount, things)]
     return [thing for thing, count in zip(things, counts, strict=True) if count <= most]
-
-
-def _content(cell: types.CellType) -> object:
-    content = cell_content(cell)
-    return tuple(content.values()) if type(content) is dict else content
 
 
 def _taken_from_holders(ours: list[torch.Tensor]) -> str | None:

@@ -44,7 +44,9 @@ def made_before_read(run: Capture) -> Iterator[str]:
             if value not in made:
                 yield f"call {position}, {recorded.call.op}, reads value {value}"
         made.update(recorded.call.made)
-    for role, value in _wanted(run):
+    wanted = [("output", o.value) for o in run.outputs if o.value is not None]
+    wanted += [("gradient", g) for _, g in run.gradients if g is not None]
+    for role, value in (*wanted, *(("copy", copy) for _, copy in run.copies)):
         if value not in made:
             yield f"the {role} {value} is never made"
 
@@ -106,9 +108,3 @@ RULES: tuple[Rule, ...] = (
     forward_comes_first,
     kernels_are_known,
 )
-
-
-def _wanted(run: Capture) -> Iterator[tuple[str, int]]:
-    yield from (("output", o.value) for o in run.outputs if o.value is not None)
-    yield from (("gradient", g) for _, g in run.gradients if g is not None)
-    yield from (("copy", copy) for _, copy in run.copies)

@@ -14,6 +14,7 @@ import builtins
 import collections
 import contextlib
 import math
+import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal
@@ -191,10 +192,9 @@ def _index(tensor: torch.Tensor, index: Any) -> Any:
 
 
 def _is_whole(part: slice, size: Any) -> bool:
-    if any(isinstance(end, torch.Tensor) for end in (part.start, part.stop)):
-        return False
-    is_from_first = part.step in (None, 1) and part.start in (None, 0)
-    return is_from_first and (part.stop is None or part.stop >= size)
+    is_read = any(isinstance(end, torch.Tensor) for end in (part.start, part.stop))
+    is_from_first = not is_read and part.step in (None, 1) and part.start in (None, 0)
+    return is_from_first and size <= (sys.maxsize if part.stop is None else part.stop)
 
 
 _INDEX: Any = torch.Tensor.__getitem__

@@ -55,6 +55,7 @@ _DEVICE = torch.ops.prim.device.default
 # Part of PyTorch's error for an operator of torch.library.custom_op without a fake.
 _NO_RULE = "no fake impl registered"
 _INDEX = torch.ops.aten.index.Tensor
+_SLICE = torch.ops.aten.slice.Tensor
 _IS_SET_TO = torch.ops.aten.is_set_to.default
 _CTC_LOSS = torch.ops.aten._ctc_loss.Tensor
 _RECURRENT = "torch.nn.modules.rnn."
@@ -353,6 +354,10 @@ class Recorder(TorchDispatchMode):
             if _NO_RULE not in str(error):
                 raise
             raise NAMED["no rule"].at(*where, operator=func) from error
+        if func is _SLICE and self.phase is Phase.FORWARD and tensors[0].requires_grad:
+            # Python's indexing by tuples makes no slice of the whole, whose gradients have other
+            # strides: sizes at which it is one have a guard.
+            _ = any(made != own for made, own in zip(result.shape, tensors[0].shape, strict=True))
         results = tuple(
             self.value(leaf) if isinstance(leaf, torch.Tensor) else None
             for leaf in flat_results(result)
