@@ -112,3 +112,18 @@ def test_what_takes_more_is_recorded_again(settings: Any, monkeypatch: pytest.Mo
         made.append(rockplan.solve(case.model, case.args, "min", options=options))
         found.append(reserved(made[-1], case.step) - before)
     assert found[1] <= found[0]
+
+
+@ON_CUDA
+def test_other_settings_of_the_allocator_stay(settings: Any) -> None:
+    def now() -> tuple[Any, ...]:
+        found = torch.cuda.memory._snapshot()["allocator_settings"]
+        return found["max_split_size"], found["garbage_collection_threshold"]
+
+    settings("True,max_split_size_mb:512,garbage_collection_threshold:0.5")
+    before = now()
+    with carving._segments_of_one_size():
+        assert not torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+        assert now() == before
+    assert torch.cuda.memory._snapshot()["allocator_settings"]["expandable_segments"]
+    assert now() == before

@@ -195,14 +195,14 @@ def _size_bytes(spans: Sequence[Span]) -> int:
 
 @contextlib.contextmanager
 def _segments_of_one_size() -> Iterator[None]:
-    """Segments that expand grow beyond the one that is shared out."""
+    """Segments that expand grow beyond the one that is shared out. Other settings stay."""
     settings = torch.cuda.memory._snapshot()["allocator_settings"]
-    is_expandable = bool(settings["expandable_segments"])
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    usual = settings.get("PYTORCH_CUDA_ALLOC_CONF") or "expandable_segments:False"
+    torch._C._accelerator_setAllocatorSettings(f"{usual},expandable_segments:False")
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{is_expandable}")
+        torch._C._accelerator_setAllocatorSettings(usual)
 
 
 def _let_go() -> None:
