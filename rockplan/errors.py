@@ -129,7 +129,7 @@ class InfeasibleBudget(RockplanError):
         longer = "" if self.is_complete else "plan for longer (`time_limit_s`), "
         asked, least = self._percent(self.budget_bytes), self._percent(self.minimum_bytes)
         of_what = f" ({asked} of what is needed with everything kept)" if asked else ""
-        in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
+        in_vain = ", so computing again hardly lowers it" if self._is_in_vain else ""
         as_share = f" ({least}{in_vain})" if least else ""
         or_share = f" or '{least}'" if least else ""
         # A user who writes so few bytes means a share.
@@ -145,7 +145,7 @@ class InfeasibleBudget(RockplanError):
     def taken(self, smallest_bytes: int) -> str:
         """Say that the smallest plan, of so many bytes, is taken although it exceeds the budget."""
         asked, least = self._percent(self.budget_bytes), self._percent(smallest_bytes)
-        in_vain = ", so computing again lowers nothing" if self._is_in_vain else ""
+        in_vain = ", so computing again hardly lowers it" if self._is_in_vain else ""
         return (
             f"no plan fits the budget of {self.budget_bytes} bytes{f' ({asked})' if asked else ''}"
             f": the smallest that was found needs {smallest_bytes} bytes"
