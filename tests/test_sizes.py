@@ -1190,3 +1190,35 @@ def test_the_loss_alone_is_learned_at_once() -> None:
         planned.zero_grad()
         train_side_by_side(case, planned, eager, steps=1)
     assert captured == [True, True, False, False]
+
+
+ADVISED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "whole parts": lambda h, n: h[:, : n // 7],
+    "a root": lambda h, n: h / n**0.5,
+    "a factor": lambda h, n: h * n,
+    "the last": lambda h, n: h[:, -1],
+    "the largest": lambda h, n: h.mT.max(2).values,
+}
+"""What docs/limits.md says to write for a size that becomes a number."""
+
+
+@pytest.mark.parametrize("name", ADVISED)
+def test_what_limits_advise_leaves_sizes_open(name: str) -> None:
+    class Advised(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return ADVISED[name](self.layer(x), x.shape[1]).square().mean()
+
+    torch.manual_seed(0)
+    model = Advised()
+    eager, sample = copy.deepcopy(model), {"x": torch.randn(2, 30, 8)}
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample, options=OPTIONS)
+    captured = []
+    for length in (51, 44, 65):
+        case = case_of(model, {"x": torch.randn(2, length, 8)})
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        train_side_by_side(case, planned, eager, steps=1)
+    assert captured == [True, False, False]
