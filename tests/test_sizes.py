@@ -1197,7 +1197,7 @@ ADVISED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "a root": lambda h, n: h / n**0.5,
     "a factor": lambda h, n: h * n,
     "the last": lambda h, n: h[:, -1],
-    "the largest": lambda h, n: h.mT.max(2).values,
+    "the largest": lambda h, n: h.mT.max(2, keepdim=True).values,
 }
 """What docs/limits.md says to write for a size that becomes a number."""
 
@@ -1222,3 +1222,37 @@ def test_what_limits_advise_leaves_sizes_open(name: str) -> None:
         captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
         train_side_by_side(case, planned, eager, steps=1)
     assert captured == [True, False, False]
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "columns": lambda h, mask: h[mask, :40],
+    "columns after all": lambda h, mask: h[mask, ..., :40],
+    "one row's": lambda h, mask: h[:, mask[0], :40],
+}
+
+
+@pytest.mark.parametrize("name", MASKED)
+def test_crops_beside_masks_leave_sizes_open(name: str) -> None:
+    """A mask stands for as many dimensions as it has: the crop is of 64, not of the length."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 64)
+
+        def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+            return MASKED[name](self.layer(x), mask).square().mean()
+
+    def sample(length: int) -> dict[str, Tensor]:
+        return {"x": torch.randn(2, length, 8), "mask": torch.rand(2, length) > 0.5}
+
+    torch.manual_seed(0)
+    model = Masked()
+    eager = copy.deepcopy(model)
+    planned: Any = rockplan.solve(model, (), "100%", sample_kwargs=sample(30), options=OPTIONS)
+    captured = []
+    for length in (28, 51, 44, 37, 65, 40):
+        case = case_of(model, sample(length))
+        captured.append("capturing the model" in heard(lambda case=case: case.step(planned)))
+        train_side_by_side(case, planned, eager, steps=1)
+    assert not any(captured[2:])

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from rockplan.graph_builder.operators import facts
 from rockplan.graph_builder.operators.rows import Effect, ShapeRule
-from rockplan.graph_builder.operators.symbols import are_known, hints, known_number
+from rockplan.graph_builder.operators.symbols import are_known, hints, is_unknown, known_number
 from rockplan.values.sizes import text_of
 
 # Functions of the base class, as in `recorded.run.tensor_spec`.
@@ -238,11 +238,9 @@ class Layouts:
         made = facts.tensors(result)
         if any(t.layout is not torch.strided for t in made):
             return result
-        if (
-            facts.facts_of(operator).shape_rule is ShapeRule.OF_A_RUN
-            or facts.facts_of(operator).effect
-        ):
-            return result
+        row, sizes = facts.facts_of(operator), (n for t in made for n in _OF.shape.__get__(t))  # type: ignore[attr-defined]
+        if row.shape_rule is ShapeRule.OF_A_RUN or row.effect or any(map(is_unknown, sizes)):
+            return result  # a recording compares layouts of what follows from values
         storages = {t.untyped_storage()._cdata for t in passed}
         shared = {t.untyped_storage()._cdata in storages for t in made}
         if len(shared) != 1:
@@ -250,8 +248,8 @@ class Layouts:
         (is_view,) = shared
         if is_view and facts.written(operator, args, kwargs):
             return result
-        casts_inside = facts.facts_of(operator).casts_inside  # which shape rules do not say
-        if not (is_view or casts_inside or _may_differ(args, kwargs)):
+        # Which casts are inside, shape rules do not say.
+        if not (is_view or row.casts_inside or _may_differ(args, kwargs)):
             return result
         shapes = [hints(_OF.shape.__get__(t)) for t in made]  # type: ignore[attr-defined]
         args, kwargs = pytree.tree_map(_at_hint, (args, kwargs), is_leaf=torch.is_tensor)

@@ -180,15 +180,22 @@ def _index(tensor: torch.Tensor, index: Any) -> Any:
     """As in eager, where a tuple makes no slice of a whole dimension, whose gradient would have
     other strides: of sizes that are symbols C++ makes one."""
     if isinstance(index, tuple) and tensor.requires_grad:
-        others = tensor.dim() - sum(part is not None and part is not ... for part in index)
+        others = tensor.dim() - sum(map(_dimensions, index))
         made: list[Any] = []
         dimension = 0
         for part in index:
             is_whole = isinstance(part, slice) and _is_whole(part, tensor.shape[dimension])
             made.append(slice(None) if is_whole else part)
-            dimension += others if part is ... else part is not None
+            dimension += others if part is ... else _dimensions(part)
         index = tuple(made)
     return _INDEX(tensor, index)
+
+
+def _dimensions(part: Any) -> int:
+    """How many of its tensor a part of an index stands for: a mask for all of its own."""
+    if isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8):
+        return part.dim()
+    return 0 if part is None or part is ... or isinstance(part, bool) else 1
 
 
 def _is_whole(part: slice, size: Any) -> bool:
