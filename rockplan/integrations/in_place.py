@@ -32,8 +32,8 @@ from rockplan.runtime.program import ModuleCall
 LOG = logging.getLogger("rockplan")
 
 
-class Wishes:
-    """What a callback is asked for, as its class says."""
+class PlanningCallback:
+    """A callback of a trainer: with what it plans the model when training begins."""
 
     def __init__(
         self,

@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from rockplan.integrations.in_place import PlanWhenCalled, Wishes, planned_no_more
+from rockplan.integrations.in_place import PlanningCallback, PlanWhenCalled, planned_no_more
 
 _NAME = "lightning.pytorch" if importlib.util.find_spec("lightning") else "pytorch_lightning"
 _Callback: Any = importlib.import_module(_NAME).Callback
 
 
-class LightningCallback(Wishes, _Callback):  # type: ignore[misc]
+class LightningCallback(PlanningCallback, _Callback):  # type: ignore[misc]
     """Plans the network of a LightningModule, in place, while it is fitted: the submodule with the
     most parameters.
 

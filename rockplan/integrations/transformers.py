@@ -6,10 +6,10 @@ from typing import Any
 
 from transformers import TrainerCallback
 
-from rockplan.integrations.in_place import PlanWhenCalled, Wishes, planned_no_more
+from rockplan.integrations.in_place import PlanningCallback, PlanWhenCalled, planned_no_more
 
 
-class RockplanCallback(Wishes, TrainerCallback):
+class RockplanCallback(PlanningCallback, TrainerCallback):
     """Plans what the trainer calls, in place, from its first step to the end of training:
 
         trainer = Trainer(..., callbacks=[RockplanCallback(budget="auto")])
