@@ -114,7 +114,6 @@ COLUMNS: dict[str, Column] = {
     "no eviction": _without("eviction", SHORT),
     "one rule": Column(rules=1, ways=SHORT),
     "no blocks": _without("blocks", SHORT),
-    "no descent": _without("descent", ("min",)),
 }
 
 

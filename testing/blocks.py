@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-QUICK = {"time_limit_s": 20.0, "bound_time_limit_s": 0.0, "without": ("exchange", "descent")}
+QUICK = {"time_limit_s": 20.0, "bound_time_limit_s": 0.0, "without": ("exchange",)}
 """Options where what is checked does not depend on how good a plan is."""
 
 

@@ -16,7 +16,7 @@ import rockplan
 from rockplan.python_state.memory import parts_of
 from testing.models import Case
 
-QUICK = rockplan.Options(time_limit_s=20, bound_time_limit_s=0, without=("exchange", "descent"))
+QUICK = rockplan.Options(time_limit_s=20, bound_time_limit_s=0, without=("exchange",))
 """Where what is checked does not depend on how good a plan is. What is left of the search takes a
 second at most: on a busy machine, too, no time limit decides a plan."""
 

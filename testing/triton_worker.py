@@ -31,7 +31,7 @@ from rockplan.graph_builder.foreign.triton_writes import UnknownWrites, paramete
 from testing.training import assert_same_state
 
 call_costs._TIME_BOX_NS = 0
-QUICK = rockplan.Options(cache=False, time_limit_s=2, without=("exchange", "descent", "proof"))
+QUICK = rockplan.Options(cache=False, time_limit_s=2, without=("exchange", "proof"))
 ROWS, WIDTH, BLOCK = 6, 8, 16
 
 

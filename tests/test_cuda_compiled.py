@@ -36,7 +36,7 @@ BF16 = torch.bfloat16
 ON_THE_STAND_IN = pytest.mark.skipif(
     not stand_in.is_there(), reason="only the stand-in counts what it is asked for"
 )
-QUICK = partial(Options, time_limit_s=2.0, bound_time_limit_s=0.2, without=("exchange", "descent"))
+QUICK = partial(Options, time_limit_s=2.0, bound_time_limit_s=0.2, without=("exchange",))
 
 
 def llama(device: str = "cuda", **sizes: int) -> LossCase:

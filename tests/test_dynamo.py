@@ -22,7 +22,7 @@ from rockplan.integrations.dynamo import backend
 from testing.training import assert_same_state
 
 Compile = Callable[..., Any]
-FAST = {"time_limit_s": 2, "bound_time_limit_s": 0.2, "without": ("exchange", "descent")}
+FAST = {"time_limit_s": 2, "bound_time_limit_s": 0.2, "without": ("exchange",)}
 
 
 @pytest.fixture(autouse=True)

@@ -25,7 +25,7 @@ from testing.training import assert_same_state, assert_same_steps, ensure, gener
 
 RUNS: Counter[str] = Counter()
 ROWS, WIDTH = 8, 4
-QUICK = rockplan.Options(time_limit_s=2, without=("blocks", "exchange", "descent", "proof"))
+QUICK = rockplan.Options(time_limit_s=2, without=("blocks", "exchange", "proof"))
 
 
 class Net(nn.Module):

@@ -363,7 +363,7 @@ def test_calls_of_other_sizes_are_planned_anew() -> None:
 @pytest.mark.usefixtures("small_pages")
 def test_a_curve_has_plans_that_page() -> None:
     model, x = network()
-    quick = {"without": ("exchange", "descent", "proof")}
+    quick = {"without": ("exchange", "proof")}
     plain = rockplan.pareto(model, x, options=rockplan.Options(cache=False, **quick))
     paging = rockplan.pareto(model, x, options=options(**quick))
     curves = (plain, paging)

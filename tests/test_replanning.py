@@ -25,7 +25,7 @@ import rockplan
 from rockplan.values import progress
 from testing.training import assert_same_state, assert_same_tensor
 
-QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5, "without": ("exchange", "descent")}
+QUICK: dict[str, Any] = {"cache": False, "time_limit_s": 5, "without": ("exchange",)}
 OPTIONS = rockplan.Options(**QUICK)
 STRICT = rockplan.Options(**QUICK, on_mismatch="error")
 

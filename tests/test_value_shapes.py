@@ -16,7 +16,7 @@ import rockplan
 from testing.training import assert_same_state, assert_same_tensor
 from tests.usage import count_programs
 
-QUICK = rockplan.Options(cache=False, time_limit_s=5, without=("exchange", "descent"))
+QUICK = rockplan.Options(cache=False, time_limit_s=5, without=("exchange",))
 
 
 class Net(nn.Module):

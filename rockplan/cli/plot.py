@@ -110,7 +110,7 @@ def _planned(
     if not has_curve:
         return plan, ()
     # Drawn smaller than a hand: rough plans do.
-    quick = replace(options, without=("exchange", "descent"), time_limit_s=0.25)
+    quick = replace(options, without=("exchange",), time_limit_s=0.25)
     quick = replace(quick, bound_time_limit_s=0.0)
     curve = pictures.curve_series(rockplan.pareto(**call, options=quick))
     if not measure:

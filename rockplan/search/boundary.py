@@ -187,7 +187,6 @@ def thriftiest(whole: CDGraph, options: Options) -> tuple[Schedule, bool]:
     dropped = tuple(sorted({*repeatable, *gone}.difference(graph.outputs)))
     dropping = copies.with_fetches(replace(graph, dropped=dropped), gone)
     limits = replace(_limits(THOROUGH, options), squeeze=SQUEEZE)
-    limits = replace(limits, without=limits.without | {"descent"})
     goal = Goal(dropping, (), None)
     incumbent = least_peak(goal, limits)
     schedule = incumbent.schedule or keep_all(dropping)

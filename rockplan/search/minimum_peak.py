@@ -1,8 +1,8 @@
 """The smallest budget: the schedule with the least peak that is found.
 
 takes: a problem. returns: an Incumbent. guarantees: the schedule is legal; the same on every run
-unless the deadline strikes. All stages but the last use the times of a reference machine, not
-measured ones: measured times differ from run to run, and the smallest budget must not.
+unless the deadline strikes: it uses the times of a reference machine, not measured ones, which
+differ from run to run.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ class LeastPeak:
 
 def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK) -> Incumbent:
     """Search the schedule with the smallest peak, or one near what every schedule needs (as near as
-    `Limits.nearness`). Stages that must not depend on measured times come first, with the times of
-    a reference machine, so that the result is the same on every run; then those that use measured
-    ones."""
+    `Limits.nearness`)."""
     report("looking for the smallest peak")
     forced_bytes = max(Facts(goal.graph).forced_bytes, default=0)
     enough_bytes = max(limits.enough_bytes, int(forced_bytes / (1 - limits.nearness)))
@@ -107,9 +105,8 @@ def least_peak(goal: Goal, limits: Limits, stages: Sequence[Stage] = LEAST_PEAK)
     times = [n.time_ns for n in price(goal.graph, roofline(goal.graph, REFERENCE)).nodes]
     nodes = tuple(replace(n, time_ns=times[n.index]) for n in goal.graph.nodes)
     reference_goal = replace(goal, graph=replace(goal.graph, nodes=nodes))
-    first = run([s for s in stages if not s.sees_measured], reference_goal, limits)
+    first = run(stages, reference_goal, limits)
     start = Incumbent(bound_ns=goal.graph.time_ns, is_complete=first.is_complete)  # trivial bound
     # Times and bounds of the reference machine mean nothing on this one.
     trace = tuple(replace(t, time_ns=None, bound_ns=start.bound_ns) for t in first.trace)
-    measured_start = replace(start.improved(goal, first.schedule), trace=trace)
-    return run([s for s in stages if s.sees_measured], goal, limits, measured_start)
+    return replace(start.improved(goal, first.schedule), trace=trace)

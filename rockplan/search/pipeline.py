@@ -75,14 +75,11 @@ def unproven(goal: Goal, incumbent: Incumbent, limits: Limits) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """A stage of a search. when: tells from the incumbent before it whether the stage runs;
-    sees_measured: in the search for the least peak, the stage uses the times of this machine
-    (`minimum_peak`)."""
+    """A stage of a search. when: tells from the incumbent before it whether the stage runs."""
 
     name: str
     run: Callable[[Goal, Incumbent, Limits], Incumbent]
     when: When
-    sees_measured: bool = False
 
 
 STAGES = (
@@ -105,11 +102,10 @@ LEAST_PEAK = (
     Stage("eviction", stages.evict, not_enough),
     Stage("blocks", stages.combine_blocks, is_short),
     Stage("exchange", stages.exchange, lowerable),
-    Stage("descent", stages.descend, lowerable, sees_measured=True),
 )
 """The search for the schedule with the least peak."""
 
-NAMES = tuple(dict.fromkeys(stage.name for stage in (*STAGES, *LEAST_PEAK)))
+NAMES = tuple(stage.name for stage in STAGES)
 """Names of all stages."""
 
 

@@ -164,29 +164,6 @@ def exchange(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     return incumbent.improved(goal, schedule)
 
 
-def descend(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
-    """What fits into a byte less than the least peak, then into less by a step that doubles each
-    time, each a new schedule whose peak is squeezed further: so that no plan is found below what is
-    called the smallest budget. Returns the incumbent with the smallest schedule."""
-    assert incumbent.schedule is not None
-    report("looking below the least peak")
-    begin = _start_limits(limits)
-    less_bytes = 1
-    while less_bytes and not limits.is_over:
-        asked = replace(goal, budget_bytes=incumbent.peak_bytes - less_bytes)
-        start = Incumbent(bound_ns=goal.graph.time_ns)
-        lower = relax(asked, start, limits)
-        if lower.schedule is None and less_bytes == 1 and not limits.is_over:
-            lower = evict(asked, start, limits)
-        if lower.schedule is not None:
-            incumbent = incumbent.improved(goal, _squeezed(goal.graph, lower.schedule, begin))
-            step_bytes = int(limits.squeeze.step * incumbent.peak_bytes)
-            less_bytes = max(2 * less_bytes, step_bytes)
-        else:
-            less_bytes = 1 if less_bytes > 1 else 0
-    return incumbent
-
-
 def prove(goal: Goal, incumbent: Incumbent, limits: Limits) -> Incumbent:
     """The bound of schedules in the order of the incumbent, by a new relaxation if that order is
     not the graph's or schedules may page; and what integer programs add to it in the time that the

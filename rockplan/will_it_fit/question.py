@@ -57,7 +57,7 @@ TRIES = 5
 """Plans that are tried for the remaining memory of a device."""
 
 Scheduled = tuple[CDGraph, Schedule]
-BESIDE_PAGING = ("relaxation", "eviction", "blocks", "exchange", "proof", "descent")
+BESIDE_PAGING = ("relaxation", "eviction", "blocks", "exchange", "proof")
 """Stages that find nothing within less than the smallest plan without paging needs."""
 
 PAGED_SHARES = (0.5, 0.7, 0.85)
