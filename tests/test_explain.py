@@ -1,4 +1,4 @@
-"""Explain: the bytes at the peak add up, prices are what replays find, text says it first."""
+"""Explain: bytes at the peak add up, a replay finds what recomputations buy, text says it first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 import rockplan
 from rockplan.oracles.lifetimes import alive_at, lifetimes
 from rockplan.oracles.simulate import simulate, timeline
-from rockplan.oracles.verify import verify
 from rockplan.reports.explain import Explanation, explain_schedule
 from rockplan.values.graph import CDGraph, Phase, as_eager, without_takes
 from rockplan.values.names import activation_names, operation_names
@@ -56,58 +55,6 @@ def test_tenants_and_shares_add_up_to_the_peak() -> None:
         assert all(t.reason for t in found.tenants)
         known = {*operation_names(graph), *activation_names(graph)}
         assert {t.name for t in found.tenants} <= known
-
-
-def test_paying_the_price_drops_the_tenant() -> None:
-    """Insert the named operations before the next reader: legal, that much longer, as high as
-    stated."""
-    paid = 0
-    for graph, schedule in cases(80):
-        found = explain_schedule(graph, schedule)
-        names = operation_names(graph)
-        for tenant in found.tenants:
-            if tenant.price is None:
-                assert tenant.undroppable
-                continue
-            paid += 1
-            nodes = [names.index(name) for name in tenant.price.operations]
-            assert tenant.price.time_ns == sum(graph.nodes[n].time_ns for n in nodes)
-            changed = _with_price(graph, schedule, tenant.next_reader, nodes)
-            verify(graph, changed)
-            replayed = simulate(graph, changed)
-            assert replayed.time_ns == found.time_ns + tenant.price.time_ns
-            assert replayed.peak_bytes == tenant.price.peak_bytes
-            assert not _alive_at_peak_of(graph, schedule, changed, tenant.name)
-    assert paid > 100
-
-
-def _reader_position(graph: CDGraph, schedule: Schedule, reader: str) -> int:
-    """Position among the computations: the first one of `reader` at or after the peak."""
-    node = operation_names(graph).index(reader)
-    peak = len(Schedule(schedule.events[: simulate(graph, schedule).peak_event], 0).computes)
-    return schedule.computes.index(node, peak)
-
-
-def _with_price(graph: CDGraph, schedule: Schedule, reader: str, nodes: list[int]) -> Schedule:
-    forward, backward = orders(schedule)
-    at = _reader_position(graph, schedule, reader)
-    if at < len(forward):
-        forward[at:at] = nodes
-    else:
-        backward[at - len(forward) : at - len(forward)] = nodes
-    return with_frees(graph, forward, backward)
-
-
-def _alive_at_peak_of(graph: CDGraph, old: Schedule, new: Schedule, name: str) -> bool:
-    """Is the storage alive in `new` while the computation at the peak of `old` runs?"""
-    peak = simulate(graph, old).peak_event
-    ordinal = len(Schedule(old.events[:peak], 0).computes)
-    position = [i for i, e in enumerate(new.events) if hasattr(e, "node")][ordinal]
-    data = activation_names(graph).index(name)
-    return any(
-        f.index == data and f.owner.value == "storage"
-        for f in alive_at(lifetimes(graph, new), position)
-    )
 
 
 def test_recomputations_state_what_a_replay_without_them_finds() -> None:

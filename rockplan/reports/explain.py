@@ -1,8 +1,7 @@
 """Explain: who owns the peak, why, and what each recomputation saves.
 
 takes: a Plan. returns: Explanation, a value that prints for people and becomes JSON with `as_json`.
-guarantees: the bytes of its tenants add up to the simulated peak; the operations that it names as
-the price of a tenant suffice to make it again where it is read next.
+guarantees: the bytes of its tenants add up to the simulated peak.
 """
 
 from __future__ import annotations
@@ -14,28 +13,13 @@ from dataclasses import asdict, dataclass, field
 from pathlib import PurePath
 
 from rockplan.oracles.clock import clock
-from rockplan.oracles.graph_view import view_of
 from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes
 from rockplan.oracles.peak_owner import marked
 from rockplan.oracles.simulate import simulate
 from rockplan.values.graph import CDGraph, DataKind, Phase, Queue, as_eager
 from rockplan.values.names import activation_names, operation_names, operator_of, pattern_of
-from rockplan.values.order import remade
 from rockplan.values.plan import format_bytes, plan_in
 from rockplan.values.schedule import Compute, Schedule, keep_all, with_frees
-
-
-@dataclass(frozen=True, slots=True)
-class Price:
-    """The cost of freeing a tenant before the peak and making it again later.
-
-    operations: names of the operations that must run again, in order, given what is alive when the
-    tenant is read next. time_ns: their time. peak_bytes: the peak of the schedule that does so.
-    """
-
-    operations: tuple[str, ...]
-    time_ns: int
-    peak_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +30,7 @@ class Tenant:
     (`rockplan.values.names`). source: file and line of the model that makes it. kind: 'activation',
     'gradient', 'tangent', 'workspace', 'copy' or 'generator state'. reason: why it is alive at the
     peak. next_reader: name of the operation that reads it next, '' if none does; next_phase:
-    'forward' or 'backward'. price: None if it cannot be freed; `reason` or `undroppable` says why.
+    'forward' or 'backward'.
     """
 
     name: str
@@ -58,8 +42,6 @@ class Tenant:
     reason: str
     next_reader: str
     next_phase: str
-    price: Price | None
-    undroppable: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,8 +113,8 @@ class Explanation:
 
 
 def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
-    """Return who owns the peak of a plan (of `unplanned`: of every operation once as in eager),
-    what each owner would cost to drop, and what each recomputation buys. Raises InvalidInput for
+    """Return who owns the peak of a plan (of `unplanned`: of every operation once as in eager)
+    and what each recomputation buys. Raises InvalidInput for
     what has no plan."""
     explained = plan_in(plan)
     if unplanned:
@@ -142,8 +124,8 @@ def explain_plan(plan: object, *, unplanned: bool = False) -> Explanation:
 
 
 def explain_schedule(graph: CDGraph, schedule: Schedule) -> Explanation:
-    """Return who owns the peak of one legal schedule of a priced graph, what each owner would cost
-    to drop, and what each recomputation buys."""
+    """Return who owns the peak of one legal schedule of a priced graph and what each
+    recomputation buys."""
     scene = _Scene(graph, schedule)
     replay = scene.replay
     alive = map(scene.tenant, alive_at(scene.lifetimes, scene.peak_event))
@@ -209,12 +191,6 @@ class _Scene:
         reading = None
         if lifetime.owner is Owner.STORAGE:
             reading = self.next_read(lifetime.index, self.peak_event, lifetime.stop)
-        reason = self._reason(lifetime, reading)
-        undroppable = self._undroppable(lifetime, reading)
-        price = None
-        if not undroppable and reading is not None:
-            price = self._price(lifetime.index, reading)
-            undroppable = "" if price else "it cannot be computed again"
         return Tenant(
             name=(self.operations if lifetime.is_of_node else self.storages)[lifetime.index],
             module=made_by.module if made_by else "",
@@ -222,11 +198,9 @@ class _Scene:
             operator=operator_of(made_by) if made_by else "",
             kind=lifetime.kind(self.graph),
             size_bytes=lifetime.size_bytes,
-            reason=reason,
+            reason=self._reason(lifetime, reading),
             next_reader="" if reading is None else self._operation_at(reading),
             next_phase="" if reading is None else _phase(self.schedule, reading).value,
-            price=price,
-            undroppable=undroppable,
         )
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
@@ -258,33 +232,6 @@ class _Scene:
             return "gradient that waits to be handed to autograd"
         return "alive to the end of its phase"
 
-    def _undroppable(self, lifetime: Lifetime, reading: int | None) -> str:
-        """'' if they can be freed. reading: position of their next read, None if there is none."""
-        if lifetime.owner is not Owner.STORAGE:
-            return "the operation needs it"
-        if self.peak_event in (reading, lifetime.start):
-            return "the operation at the peak needs it"
-        if lifetime.index in self.graph.held:
-            return "the caller holds it"
-        return "" if reading is not None else "nothing reads it later"
-
-    def _price(self, data: int, reading: int) -> Price | None:
-        """None if it cannot be made again just before position `reading`."""
-        alive = {
-            f.index
-            for f in alive_at(self.lifetimes, reading)
-            if f.owner is Owner.STORAGE and f.start < reading and f.index != data
-        }
-        needed = _nodes_to_make(self.graph, data, alive)
-        if needed is None:
-            return None
-        changed = with_frees(self.graph, *_orders(self.schedule, insert={reading: needed}))
-        return Price(
-            operations=tuple(self.operations[n] for n in needed),
-            time_ns=sum(self.graph.nodes[n].time_ns for n in needed),
-            peak_bytes=simulate(self.graph, changed).peak_bytes,
-        )
-
     def weights(self) -> Iterator[Share]:
         """Yield what parameters alone are computed into and the backward phase reads."""
         graph, forward = self.graph, self.schedule.forward_length
@@ -313,10 +260,11 @@ class _Scene:
 
     def recomputation(self, index: int, again: list[int]) -> Recomputation:
         node = self.graph.nodes[index]
-        schedule_without = with_frees(
-            self.graph, *_orders(self.schedule, leave_out=frozenset(again))
-        )
-        peak_without_bytes = simulate(self.graph, schedule_without).peak_bytes
+        orders: tuple[list[int], list[int]] = ([], [])
+        for position, event in enumerate(self.schedule.events):
+            if isinstance(event, Compute) and position not in again:
+                orders[position >= self.schedule.forward_length].append(event.node)
+        peak_without_bytes = simulate(self.graph, with_frees(self.graph, *orders)).peak_bytes
         stop = len(self.schedule.events)
         reads = ([self.next_read(d, p + 1, stop) for d in node.writes] for p in again)
         first_reads = [min(filter(None, read), default=None) for read in reads]
@@ -336,33 +284,6 @@ class _Scene:
 
 def _phase(schedule: Schedule, position: int) -> Phase:
     return Phase.FORWARD if position < schedule.forward_length else Phase.BACKWARD
-
-
-def _orders(
-    schedule: Schedule,
-    *,
-    insert: dict[int, tuple[int, ...]] | None = None,
-    leave_out: frozenset[int] = frozenset(),
-) -> tuple[list[int], list[int]]:
-    """insert: position of an event -> nodes to run before it; leave_out: positions of
-    computations."""
-    orders: tuple[list[int], list[int]] = ([], [])
-    for position, event in enumerate(schedule.events):
-        order = orders[position >= schedule.forward_length]
-        order += (insert or {}).get(position, ())
-        if isinstance(event, Compute) and position not in leave_out:
-            order.append(event.node)
-    return orders
-
-
-def _nodes_to_make(graph: CDGraph, data: int, alive: set[int]) -> tuple[int, ...] | None:
-    view = view_of(graph)
-    missing = {d.index for d in graph.data if not d.kind.resident} - alive
-    try:
-        nodes = remade(graph, view.producer, [data], missing)
-    except KeyError:
-        return None
-    return tuple(nodes) if view.again.issuperset(nodes) else None
 
 
 def _shares(tenants: tuple[Tenant, ...]) -> tuple[Share, ...]:
@@ -455,29 +376,13 @@ def _share_lines(explanation: Explanation, rows: int) -> list[str]:
         )
         facts = [largest.source, format_bytes(largest.size_bytes), largest.kind]
         why = f"{largest.name} ({', '.join(filter(None, facts))}): {largest.reason}"
-        lines += [*wrapped(head, _WIDE), *_indented(why)]
-        if largest.price:
-            lines += _indented(_price_text(largest.price, explanation))
+        lines += [*wrapped(head, _WIDE), *wrapped(" " * _WIDE + why, _WIDE + 2)]
     rest = explanation.shares[rows:]
     if rest:
         rest_bytes = sum(s.size_bytes for s in rest)
         tenants = sum(s.tenants for s in rest)
         lines.append(f"{'':8}{format_bytes(rest_bytes):>10}  in {tenants} smaller ones")
     return lines
-
-
-def _indented(text: str) -> list[str]:
-    return wrapped(" " * _WIDE + text, _WIDE + 2)
-
-
-def _price_text(price: Price, explanation: Explanation) -> str:
-    count = len(price.operations)
-    what = price.operations[0] if count == 1 else f"{count} operations"
-    effect = f"the peak would be {format_bytes(price.peak_bytes)}"
-    if price.peak_bytes >= explanation.peak_bytes:
-        effect = "the peak would not be lower"
-    share = price.time_ns / max(explanation.eager_time_ns, 1)
-    return f"to drop: {price.time_ns / 1e6:.2f} ms ({share:+.1%}) to run {what} again; {effect}"
 
 
 def _recomputation_lines(explanation: Explanation, rows: int) -> list[str]:
