@@ -7,6 +7,7 @@ of its groups add up to `live_bytes`.
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,7 +17,7 @@ from rockplan.oracles.clock import clock
 from rockplan.oracles.lifetimes import Owner, lifetimes
 from rockplan.oracles.simulate import timeline
 from rockplan.values.graph import CDGraph, DataKind, Queue, as_eager
-from rockplan.values.names import ROOT, operation_names, operator_of
+from rockplan.values.names import ROOT, operation_names
 from rockplan.values.plan import Plan, format_bytes
 from rockplan.values.schedule import Compute, Schedule, keep_all
 
@@ -164,14 +165,14 @@ def _moments(
 def module_groups(graph: CDGraph) -> tuple[str, ...]:
     """Return for each node the label of the group of modules that it is drawn with, such as
     'layers.*.attn': the deepest level of the module tree with at most MOST_GROUPS groups, in which
-    the layers of a stack are one; at the outermost level the smallest ones are OTHERS."""
-    patterns = _stack_patterns(graph)
-    paths = [_patterned(n.module, patterns) for n in graph.nodes]
-    for depth in range(max((len(path) for path in paths), default=0), 0, -1):
+    the layers of a stack are one. Where that leaves one group, or too many, those of the
+    outermost level, the smallest ones as OTHERS."""
+    paths = [re.sub(r"\b\d+\b", "*", n.module, count=1).split(".") for n in graph.nodes]
+    for depth in range(max(map(len, paths), default=0), 0, -1):
         labels = [".".join(path[:depth]) or ROOT for path in paths]
-        if len(set(labels)) <= MOST_GROUPS:
+        if 1 < len(set(labels)) <= MOST_GROUPS:
             return tuple(labels)
-    return _largest_groups(graph, [".".join(path[:1]) or ROOT for path in paths])
+    return _largest_groups(graph, [n.module.partition(".")[0] or ROOT for n in graph.nodes])
 
 
 def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
@@ -180,35 +181,6 @@ def _largest_groups(graph: CDGraph, labels: list[str]) -> tuple[str, ...]:
         made[label] += sum(graph.data[d].size_bytes for d in node.writes)
     kept = set(sorted(made, key=lambda label: (-made[label], label))[: MOST_GROUPS - 1])
     return tuple(label if label in kept else OTHERS for label in labels)
-
-
-def _stack_patterns(graph: CDGraph) -> dict[str, str]:
-    """'layers.3' -> '*' if all of layers.0, layers.1, ... run the same kinds of operations,
-    '{0,2,4}' if only these do, its number if none else does."""
-    contents: dict[tuple[str, str], set[tuple[str, str]]] = defaultdict(set)
-    for node in graph.forward:
-        parts = node.module.split(".")
-        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-        if at is not None:
-            stack = (".".join(parts[:at]), parts[at])
-            contents[stack].add((".".join(parts[at + 1 :]), operator_of(node)))
-    patterns: dict[str, str] = {}
-    for prefix, number in contents:
-        siblings = {n: frozenset(c) for (p, n), c in contents.items() if p == prefix}
-        alike = [n for n in siblings if siblings[n] == siblings[number]]
-        whole = len(alike) == len(siblings)
-        listed = ",".join(alike if len(alike) < 4 else [*alike[:2], "…", alike[-1]])
-        label = "*" if whole else "{" + listed + "}" if len(alike) > 1 else number
-        patterns[f"{prefix}.{number}".lstrip(".")] = label
-    return patterns
-
-
-def _patterned(module: str, patterns: Mapping[str, str]) -> tuple[str, ...]:
-    parts = module.split(".") if module else []
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    if at is not None:
-        parts[at] = patterns.get(".".join(parts[: at + 1]), parts[at])
-    return tuple(parts)
 
 
 @dataclass(frozen=True, slots=True)
