@@ -559,6 +559,11 @@ SEEN: dict[str, Callable[[Tensor, int], Tensor]] = {
     ),
     "windows": lambda h, n: nn.functional.max_pool1d(h.t(), 3, 2, 1),
     "a loop": lambda h, n: sum((h[i : i + 64].sum() for i in range(0, n, 64)), h.sum()),
+    "the last row": lambda h, n: h[n - 1, 2:] * h[n // 2, None, 2:],
+    "a column of half": lambda h, n: h.mT[..., None, n // 2].exp() * h[:n, 1:3].sum(),
+    "zeros in a row": lambda h, n: assigned(h, (n - 1, slice(2, 5)), 0.0) * h,
+    "a column from a row": lambda h, n: assigned(h[None], (..., n // 2, slice(8)), h[n // 3]),
+    "one of a row": lambda h, n: h * h[n // 3, 2] + h[None, n - 1, :1],
 }
 
 
@@ -592,6 +597,12 @@ SPECIAL: dict[str, tuple[Callable[[Tensor, int], Tensor], Sequence[int]]] = {
     "whole windows": (lambda h, n: h[: n // 4 * 4, :].view(-1, 4, 8), (16, 24, 9, 15, 32, 40, 11)),
     "every other row": (lambda h, n: h[::2, :][: n // 2, :] * h[1::2], (16, 24, 9, 15, 32, 40, 8)),
 }
+
+
+def assigned(h: Tensor, index: Any, value: Any) -> Tensor:
+    changed = h * 2
+    changed[index] = value
+    return changed
 
 
 def cropped(h: Tensor, n: int) -> Tensor:
@@ -1196,7 +1207,6 @@ ADVISED: dict[str, Callable[[Tensor, int], Tensor]] = {
     "whole parts": lambda h, n: h[:, : n // 7],
     "a root": lambda h, n: h / n**0.5,
     "a factor": lambda h, n: h * n,
-    "the last": lambda h, n: h[:, -1],
     "the largest": lambda h, n: h.mT.max(2, keepdim=True).values,
 }
 """What docs/limits.md says to write for a size that becomes a number."""

@@ -178,9 +178,13 @@ _LEN = len
 
 def _index(tensor: torch.Tensor, index: Any) -> Any:
     """As in eager, where a tuple makes no slice of a whole dimension, whose gradient would have
-    other strides: of sizes that are symbols C++ makes one."""
+    other strides: of sizes that are symbols C++ makes one, and of a position that is a symbol, a
+    constant."""
+    parts = index if isinstance(index, tuple) else (index,)
+    others = tensor.dim() - sum(map(_dimensions, parts))
+    if _selects(parts):
+        return _selected(tensor, parts, others)
     if isinstance(index, tuple) and tensor.requires_grad:
-        others = tensor.dim() - sum(map(_dimensions, index))
         made: list[Any] = []
         dimension = 0
         for part in index:
@@ -189,6 +193,37 @@ def _index(tensor: torch.Tensor, index: Any) -> Any:
             dimension += others if part is ... else _dimensions(part)
         index = tuple(made)
     return _INDEX(tensor, index)
+
+
+def _assign(tensor: torch.Tensor, index: Any, value: Any) -> None:
+    if _selects(index if isinstance(index, tuple) else (index,)):
+        tensor, index = _index(tensor, index), ...
+    _ASSIGN(tensor, index, value)
+
+
+_ASSIGN: Any = torch.Tensor.__setitem__
+
+
+def _selects(parts: Sequence[Any]) -> bool:
+    """Return whether an index has a position that is a symbol, and makes a view."""
+    plain = (int, slice, torch.SymInt, type(None), type(...))
+    kinds = {type(part) for part in parts}
+    return torch.SymInt in kinds and kinds.issubset(plain)
+
+
+def _selected(tensor: torch.Tensor, parts: Sequence[Any], others: int) -> Any:
+    """others: dimensions that an ellipsis stands for."""
+    dimension = 0
+    for part in parts:
+        if type(part) in (int, torch.SymInt):
+            tensor = tensor.select(dimension, part)
+            continue
+        if part is None:
+            tensor = tensor.unsqueeze(dimension)
+        elif isinstance(part, slice) and not _is_whole(part, tensor.shape[dimension]):
+            tensor = _INDEX(tensor, (*[slice(None)] * dimension, part))
+        dimension += others if part is ... else 1
+    return tensor
 
 
 def _dimensions(part: Any) -> int:
@@ -280,6 +315,7 @@ def known_to_python() -> Iterator[None]:
         stack.enter_context(exchanged(builtins, "range", _Ranges))
         stack.enter_context(exchanged(builtins, "len", _length))
         stack.enter_context(exchanged(FakeTensor, "__getitem__", _index))
+        stack.enter_context(exchanged(FakeTensor, "__setitem__", _assign))
         stack.enter_context(exchanged(torch, "linspace", _linspace))
         functional: Any = torch.nn.functional
         if functional.scaled_dot_product_attention is _ATTENTION:
