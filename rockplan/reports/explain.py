@@ -29,8 +29,7 @@ class Tenant:
     name: of the storage, or of the operation that a workspace or generator state belongs to
     (`rockplan.values.names`). source: file and line of the model that makes it. kind: 'activation',
     'gradient', 'tangent', 'workspace', 'copy' or 'generator state'. reason: why it is alive at the
-    peak. next_reader: name of the operation that reads it next, '' if none does; next_phase:
-    'forward' or 'backward'.
+    peak.
     """
 
     name: str
@@ -40,8 +39,6 @@ class Tenant:
     kind: str
     size_bytes: int
     reason: str
-    next_reader: str
-    next_phase: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,8 +196,6 @@ class _Scene:
             kind=lifetime.kind(self.graph),
             size_bytes=lifetime.size_bytes,
             reason=self._reason(lifetime, reading),
-            next_reader="" if reading is None else self._operation_at(reading),
-            next_phase="" if reading is None else _phase(self.schedule, reading).value,
         )
 
     def _reason(self, lifetime: Lifetime, reading: int | None) -> str:
