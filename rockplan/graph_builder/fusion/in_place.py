@@ -132,7 +132,8 @@ def _pairs(
     """Yield (position of a result, position of the input to write it over), the largest result
     first.
 
-    The input is the first fitting one that no later node reads. If later nodes read all fitting
+    The input is one that no later node reads, from which least is computed: Inductor splits a loop
+    where what is written over is read by another reduction. If later nodes read all fitting
     ones, the largest result still gets one, which dies in some schedules; other results get none.
     seen: data that the caller or autograd sees; last: data -> index of the last node that reads it.
     """
@@ -152,7 +153,8 @@ def _pairs(
         fit = [p for p, operand in free.items() if may_hold(graph, operand, result)]
         fit = [p for p in fit if known.is_aligned(p)]
         dying = [p for p in fit if last[free[p].data] == node.index]
-        operand_place = min(dying or fit[:is_first], default=None)
+        dying.sort(key=known.derived_count)
+        operand_place = next(iter(dying or fit[:is_first]), None)
         if operand_place is not None:
             is_first = False
             del free[operand_place]
@@ -190,6 +192,10 @@ class KnownKernel:
     def is_aligned(self, operand: int) -> bool:
         """Return whether results may be written over the operand, element by element."""
         return self._aligned(operand) is not None
+
+    def derived_count(self, operand: int) -> int:
+        """Return how many values are computed from the operand."""
+        return len(self._derived(operand))
 
     def at_the_end(self, over: Over) -> graphs.Kernel:
         """Return the variant that writes when everything is computed."""
