@@ -5,15 +5,21 @@ Skipped where there is none. On a stand-in that computes nothing bits are not co
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
 import rockplan
 from rockplan.graph_builder.capture import capture
-from rockplan.graph_builder.fusion import in_place
+from rockplan.graph_builder.fusion import in_place, inductor
+from rockplan.graph_builder.fusion.indices import trial_inputs
+from rockplan.graph_builder.fusion.kernels import functions_of
 from rockplan.graph_builder.pipeline import lower
 from rockplan.options import Options
 from rockplan.solving.side_by_side import interleaved_seconds
@@ -65,6 +71,65 @@ def test_most_kernels_of_a_transformer_write_in_place() -> None:
     assert any(len(kernel.over) == 2 for kernel in made.values())
     norms = [kernel for kernel in made.values() if "rsqrt" not in kernel.op and "pow" in kernel.op]
     assert norms and all(ways[way] for way in made)
+
+
+@pytest.fixture(scope="module")
+def launched() -> Iterator[list[Any]]:
+    """Launches of kernels that are made with this fixture."""
+    driver: Any = torch._C._StaticCudaLauncher
+    noted: list[Any] = []
+
+    def launch(*given: Any) -> None:
+        *before, arguments, stream = given
+        looks = [(a.shape, a.stride()) if torch.is_tensor(a) else a for a in arguments]
+        noted.append((*before, looks, stream))
+        driver._launch_kernel(*given)
+
+    own = SimpleNamespace(_launch_kernel=launch, _load_kernel=driver._load_kernel)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch._C, "_StaticCudaLauncher", own)
+        yield noted
+
+
+@pytest.fixture(scope="module")
+def kernels(launched: list[Any]) -> tuple[Kernel, ...]:
+    """Of a small Llama, plain and in place."""
+    case = llama(2, 192, 6, 3, vocabulary=1000, batch=4, length=192).to("cuda")
+    return lower(capture(case.model, case.args, case.kwargs), 0, COMPILED).graph.kernels
+
+
+def test_launched_is_what_inductor_launches(
+    kernels: tuple[Kernel, ...], launched: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same functions, grids and arguments; by Inductor's code where a profiler looks."""
+    autotuner: Any = CachingAutotuner
+    run = autotuner.run
+    by_inductor: list[Any] = []
+
+    def noted(*given: Any, **named: Any) -> None:
+        by_inductor.append(given)
+        run(*given, **named)
+
+    monkeypatch.setattr(autotuner, "run", noted)
+    assert any(kernel.over for kernel in kernels)
+    for kernel in kernels:
+        launched.clear()
+        by_inductor.clear()
+        function: Any = inductor.compiled([kernel])[kernel.op]  # tries both
+        half = len(by_inductor)
+        assert half > 0 and launched[:half] == launched[half:], kernel.op
+        with torch.autograd.profiler.profile():
+            function([*trial_inputs(kernel)])
+        assert len(by_inductor) == 2 * half
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
+def test_kernels_run_on_their_device(kernels: tuple[Kernel, ...]) -> None:
+    with torch.cuda.device(1):
+        for kernel in kernels:
+            made = functions_of([kernel])[kernel.op]([*trial_inputs(kernel)])
+            assert {str(t.device) for t in made} == {"cuda:0"}
+            assert torch.cuda.current_device() == 1
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="one CUDA device")
