@@ -10,11 +10,6 @@ The column "paging" is everything with a host to page to, over a link that is as
 memory of these prices as 55 GB/s are beside that of an H200; everything is the same without the
 stage (`tests/test_paging_plans.py`), so its row "no paging" is what everything loses against it.
 
-The column "before" is the planner of commit 9723c2e with everything that it had, at the same
-budgets (`plan_anew` with a time limit of 600 s, which did not strike, and without a cache). Its
-stages have shares of the limit; where one of those struck on a shared machine (llama-12, and all of
-llama-48), the limit counts CPU time.
-
 Command: OMP_NUM_THREADS=1 python -m benchmarks.ablation [MODEL ...] [--columns everything moves]
 Results: benchmarks/results/ablation.jsonl, one line a cell and column, kept and continued;
 ablation.md, the tables.
@@ -83,19 +78,6 @@ class Column:
 
 LINK = HostLink(int(55e9 / 3.38e12 * BYTES_PER_S), int(55e9 / 3.38e12 * BYTES_PER_S))
 """Of an H200, in proportion to the memory of `testing.priced`."""
-
-BEFORE = "before"
-"""Column of the planner that this one replaced."""
-
-AT_MOST = (
-    (("10%", "25%", "50%", "checkpoint"), 1.0, "of an iteration"),
-    (("3%",), 3.0, "of an iteration"),
-    (("min",), 3.0, "of the smallest budget"),
-)
-"""By how many % the search may be worse than the planner before it: ways, points, unit."""
-
-WORST = 3
-"""Cells of each of these lines that the table names."""
 
 WITHIN, SHORT = WAYS[:-1], ("3%", "min")
 
@@ -229,7 +211,7 @@ def keep(made: Cell) -> None:
 
 def table(rows: Rows) -> str:
     """Overheads, and for "min" bytes above those of the column "everything"."""
-    columns = [c for c in (BEFORE, *COLUMNS) if any(key[2] == c for key in rows)]
+    columns = [c for c in COLUMNS if any(key[2] == c for key in rows)]
     lines = [
         "# Ablation",
         "",
@@ -249,42 +231,12 @@ def table(rows: Rows) -> str:
                 base = rows.get((model, way, "everything"))
                 cells = " | ".join(_text(row, way, base) for row in found)
                 lines.append(f"| {model} | {way} | {cells} |")
-    left_out = [c for c in columns if c not in (BEFORE, "everything", "paging")]
+    left_out = [c for c in columns if c not in ("everything", "paging")]
     pairs = [*((c, c, "everything") for c in left_out), ("no paging", "everything", "paging")]
     worth = "\n".join(f"| {name} | {_worth(rows, c, base)} |" for name, c, base in pairs)
     heading = "| left out | loses at most, in % of an iteration, from 10 % on | of min | refuses |"
     lines += ["", heading, "|---|---|---|---|", worth, ""]
-    lines += [
-        "How far `everything` is above `before` at most, in %:",
-        "",
-        "| budgets | asked: at most | of | cells | above that | worst cells |",
-        "|---|---|---|---|---|---|",
-        *(_against(rows, ways, most, unit) for ways, most, unit in AT_MOST),
-    ]
-    missing = [
-        f"{model} {way}"
-        for model, way, column in rows
-        if column == "everything" and (model, way, BEFORE) not in rows
-    ]
-    if missing:
-        lines += ["", f"Not measured of `before`, which takes minutes: {', '.join(missing)}."]
     return "\n".join([*lines, ""])
-
-
-def _against(rows: Rows, ways: tuple[str, ...], most: float, unit: str) -> str:
-    """Where the search is furthest above the planner before it."""
-    above = []
-    for (model, way, column), row in rows.items():
-        before = rows.get((model, way, BEFORE))
-        if column != "everything" or way not in ways:
-            continue
-        if before is None or before["overhead"] is None:
-            continue
-        above.append((_loss(row, before), f"{model} {way}"))
-    above.sort(key=lambda cell: -cell[0])
-    over = sum(loss > most for loss, _ in above)
-    worst = ", ".join(f"{loss:+.2f} {cell}" for loss, cell in above[:WORST])
-    return f"| {', '.join(ways)} | {most:g} | {unit} | {len(above)} | {over} | {worst} |"
 
 
 def _loss(row: dict[str, Any], base: dict[str, Any]) -> float:
