@@ -20,7 +20,8 @@ from torch.utils import _pytree as pytree
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import rockplan
-from testing.models import Case, mean_square
+from rockplan.runtime import backward_pass
+from testing.models import Case, mean_square, mlp
 from testing.training import QUICK, solve_case, train_side_by_side, twin
 from testing.zoo_cases import loss_of
 from tests.usage import BUDGET, SAMPLE, Net, both, count_programs, net_case, pair
@@ -852,6 +853,37 @@ def test_autograd_grad() -> None:
         return torch.autograd.grad(loss, [module.head.weight, module.first[0].bias])
 
     both(planned, eager, use, "autograd.grad")
+
+
+def test_slices_that_nobody_asks_for_do_not_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One node hands over the gradients of all of them."""
+    case = mlp(depth=4, width=16)
+    planned: Any = solve_case(case, "100%")
+    code = planned._rockplan.latest.executable.code
+    ran: list[int] = []
+    assert code.groups == (range(len(code.handed)),)
+    run = backward_pass.run_slice
+    monkeypatch.setattr(backward_pass, "run_slice", lambda *a: (ran.append(a[2]), run(*a))[1])
+    torch.autograd.grad(case.loss(planned(*case.args)), planned[-1].weight)
+    assert len(ran) < len(code.handed)
+    ran.clear()
+    case.loss(planned(*case.args)).backward(inputs=[planned[0].weight])
+    assert ran == [*range(len(code.handed))]
+    ran.clear()
+    seen: list[int] = []
+    planned[-1].weight.register_hook(lambda _: seen.append(len(ran)))
+    case.loss(planned(*case.args)).backward()
+    assert 0 < seen[0] < len(code.handed)  # a hook is called as soon as there is a gradient
+
+
+@pytest.mark.parametrize("budget", ["min", "70%", "100%"])
+def test_gradients_that_come_together_are_within_the_budget(budget: str) -> None:
+    """Also where there are others, to which they are added."""
+    case = mlp(depth=12, width=64, batch=40)
+    planned = solve_case(case, budget)
+    for _ in range(2):
+        peak_bytes, _ = rockplan.peak_live_bytes(lambda: case.step(planned))
+        assert peak_bytes <= planned.plan.peak_bytes
 
 
 def test_anomaly_mode() -> None:

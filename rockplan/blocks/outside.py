@@ -21,13 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from rockplan.graph_builder.costs.ruler import Mark, Stretch, stretches
 from rockplan.python_state import trees
+from rockplan.python_state.distributed import has_others
 from rockplan.python_state.sharding import (
     waiting_bytes,
     waits_for_exchange,
     with_exchange,
 )
 from rockplan.runtime.autograd import ends_of_backward
-from rockplan.solving.agreement import has_others
 from rockplan.solving.loss import Loss
 from rockplan.solving.untouched import untouched
 from rockplan.values.block_sequence import BoundedOption, StepMoment

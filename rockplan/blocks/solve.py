@@ -47,7 +47,7 @@ from rockplan.options import DEFAULT_OPTIONS, Options, checked
 from rockplan.oracles.constraints import refuse_unmatched
 from rockplan.python_state import key_value_cache
 from rockplan.python_state.autocast import under_autocast
-from rockplan.python_state.distributed import is_distributed
+from rockplan.python_state.distributed import has_others, is_distributed
 from rockplan.python_state.sharding import gathered, is_sharded, reshard
 from rockplan.runtime.call_checks import SHARDING
 from rockplan.runtime.planned_module import add_program, plan_in_place, take_out
@@ -55,7 +55,7 @@ from rockplan.runtime.planned_state import PlanSettings, is_in_place, latest_of,
 from rockplan.runtime.program import ModuleCall
 from rockplan.runtime.switches import outside_of_initialization
 from rockplan.search.boundary import eager_option, first_options
-from rockplan.solving.agreement import Agreement, agreement, has_others
+from rockplan.solving.agreement import Agreement, agreement
 from rockplan.solving.captured_calls import arguments, calls_of
 from rockplan.solving.free_memory import agreed_budget
 from rockplan.solving.loss import Loss

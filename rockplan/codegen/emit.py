@@ -24,6 +24,7 @@ from rockplan.graph_builder.operators.facts import facts_of, resolve
 from rockplan.graph_builder.operators.rows import row_of
 from rockplan.oracles.clock import leaving
 from rockplan.oracles.lifetimes import taken_over
+from rockplan.oracles.simulate import timeline
 from rockplan.values import graph as graphs
 from rockplan.values.copies import STORE, copy_of
 from rockplan.values.interface import Guard, Interface
@@ -39,6 +40,8 @@ class Code:
 
     source: one module of Python text with `forward(frame)` and `backward_<k>(frame)`.
     handed: for each backward slice, the values (parameters, inputs) whose gradients it returns.
+    groups: slices, as runs of numbers, that may hand over their gradients together at the end of
+    the run: with what waits for that, the backward phase needs no more memory than without.
     operators: identifier in the text -> operator name.
     Residents by position: checked: those that the backward phase reads, so that a change between
     forward and backward is noticed; read: those that each slice reads, so that a change by a hook
@@ -64,6 +67,7 @@ class Code:
     pages: tuple[tuple[str, int, str], ...]
     redraws: tuple[int, int]
     inputs: tuple[tuple[int, str], ...] = ()
+    groups: tuple[range, ...] = ()
 
 
 def emit(
@@ -197,6 +201,7 @@ class _Emitter:
             pages=tuple(self._pages.values()),
             redraws=(self._redraws[False], self._redraws[True]),
             inputs=tuple(inputs.items()),
+            groups=tuple(self._groups(slices)),
         )
 
     def _is_given(self, value: int) -> bool:
@@ -235,6 +240,19 @@ class _Emitter:
         if not (hands or held) and len(slices) > 1:
             slices[-2:] = [(slices[-2][0], last)]
         return slices
+
+    def _groups(self, slices: Sequence[tuple[int, int]]) -> Iterator[range]:
+        during = [step.during_bytes for step in timeline(self._graph, self._schedule)]
+        most_bytes, waiting_bytes, begin = max(during[slices[0][0] :], default=0), 0, 0
+        for number, (first, last) in enumerate(slices):
+            needed_bytes = waiting_bytes + max(during[first:last], default=0)
+            if number > begin and (needed_bytes > most_bytes or self._interface.sizes.symbols):
+                yield range(begin, number)
+                waiting_bytes, begin = 0, number
+            frees = (e for e in self._schedule.events[first:last] if isinstance(e, Free))
+            handed = (e.data for e in frees if self._is_handed(e))
+            waiting_bytes += sum(self._graph.data[d].size_bytes for d in handed)
+        yield range(begin, len(slices))
 
     def _is_handed(self, event: object) -> bool:
         return isinstance(event, Free) and event.data in self._handed_data

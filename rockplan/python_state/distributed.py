@@ -29,6 +29,12 @@ _TENSOR, _COLLECTIVES = "torch.distributed.tensor", "torch.distributed._function
 PLAIN = (nn.Parameter, torch.Tensor)
 
 
+def has_others() -> bool:
+    """True if processes exchange data."""
+    dist = torch.distributed
+    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
+
+
 @functools.cache
 def is_distributed_kind(kind: Any) -> bool:
     """True for a class of DTensors."""

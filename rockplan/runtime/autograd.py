@@ -1,14 +1,15 @@
 """Runtime: registers the functions of a plan as autograd nodes.
 
-One `_Seam` for each backward slice, chained by tokens of zero elements, one `_Outputs` for the
-results, and a `_Result` for each of several: the engine runs the slices in order and hands the
-gradients of each slice on at once. Activations and inner gradients never travel through autograd:
-one saved tensor of zero elements carries them (`SavedForBackward`), so several calls can be in
-flight, and dropping the outputs frees everything. See docs/model.md, Runtime.
+One `_Seam` for each backward slice or run of them, chained by tokens of zero elements, one
+`_Outputs` for the results, and a `_Result` for each of several: the engine runs the slices in order
+and hands their gradients on. Activations and inner gradients never travel through autograd: one
+saved tensor of zero elements carries them (`SavedForBackward`), so several calls can be in flight,
+and dropping the outputs frees everything. See docs/model.md, Runtime.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,30 +18,47 @@ import torch
 from rockplan.codegen.executable import Executable
 from rockplan.codegen.result_aliasing import Returned
 from rockplan.errors import BackwardError
-from rockplan.python_state.distributed import distributed
+from rockplan.python_state.distributed import distributed, has_others
+from rockplan.python_state.hooks import has_hooks
 from rockplan.runtime.backward_pass import PlannedCall, Replan, SavedForBackward
 from rockplan.runtime.call_checks import under_checkpoint
 
 
 class _Seam(torch.autograd.Function):
-    """The autograd node of one backward slice, which returns the slice's gradients."""
+    """The autograd node of a run of backward slices, which returns their gradients."""
 
     @staticmethod
     def forward(
-        ctx: Any, call: PlannedCall, number: int, token: torch.Tensor | None, *targets: torch.Tensor
+        ctx: Any, call: PlannedCall, run: range, token: torch.Tensor | None, *targets: torch.Tensor
     ) -> torch.Tensor:
         """Return a token for the next seam, or `_Outputs`; token: of the seam before, None for the
         first."""
         ctx.call = call
-        ctx.number = number
+        ctx.run = run
         ctx.is_first = token is None
         ctx.set_materialize_grads(False)
         return torch.empty(0, device=targets[0].device if token is None else token.device)
 
     @staticmethod
     def backward(ctx: Any, token: torch.Tensor | None) -> tuple[Any, ...]:
-        """One gradient for each input of `forward` (None for those that are no tensors)."""
-        return (None, None, None if ctx.is_first else token, *ctx.call.gradients(ctx.number))
+        """One gradient for each input of `forward` (None for those that are no tensors). Slices at
+        the end whose gradients nobody asks for are left out."""
+        asked = [_is_asked(node) for node, _ in ctx.next_functions]
+        goes_on = not ctx.is_first and asked.pop(0)
+        gradients: list[torch.Tensor | None] = []
+        for number in ctx.run:
+            if goes_on or any(asked[len(gradients) :]):
+                gradients += ctx.call.gradients(number)
+        gradients += [None] * (len(asked) - len(gradients))
+        return (None, None, None if ctx.is_first else token, *gradients)
+
+
+def _is_asked(node: Any) -> bool:
+    """True if the backward pass that runs goes on at this node."""
+    try:
+        return node is not None and torch._C._will_engine_execute_node(node)
+    except RuntimeError:  # a leaf of torch.autograd.grad
+        return True
 
 
 class _Result(torch.autograd.Function):
@@ -166,9 +184,13 @@ def call(
     kept = SavedForBackward(executable, residents, wrappers, replan)
     outputs = kept.forward()
     token: torch.Tensor | None = None
-    for number in reversed(range(len(executable.targets))):
-        targets = [residents[i] for i in executable.targets[number]]
-        token = _apply(_Seam, planned_call, number, token, *targets)
+    targets = [[residents[i] for i in slice_] for slice_ in executable.targets]
+    # Hooks, and processes that exchange gradients, begin as soon as there is one.
+    are_awaited = has_others() or any(map(has_hooks, itertools.chain(*targets)))
+    singly = [range(number, number + 1) for number in range(len(targets))]
+    for run in reversed(singly if are_awaited else executable.code.groups):
+        of_run = itertools.chain(*targets[run.start : run.stop])
+        token = _apply(_Seam, planned_call, run, token, *of_run)
     relations = executable.relations
     tensors = _apply(_Outputs, planned_call, kept, outputs, token)
     results = dict(zip(relations.results, tensors, strict=True))

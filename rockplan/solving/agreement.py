@@ -30,7 +30,7 @@ from torch import nn
 from rockplan.errors import InvalidInput, OtherRankFailed, RockplanError
 from rockplan.graph_builder.operators.facts import facts_of
 from rockplan.graph_builder.operators.rows import Effect
-from rockplan.python_state.distributed import is_distributed
+from rockplan.python_state.distributed import has_others, is_distributed
 from rockplan.values.graph import CDGraph, MeshGroup
 
 _LOGGER = logging.getLogger("rockplan")
@@ -334,11 +334,6 @@ def _ranks_of(group: dist.ProcessGroup | None, model: nn.Module) -> tuple[int, .
     if group is not None:
         return tuple(sorted(dist.get_process_group_ranks(group)))
     return _largest_of(p.device_mesh for p in model.parameters() if is_distributed(p))  # type: ignore[attr-defined]
-
-
-def has_others() -> bool:
-    """True if processes exchange data."""
-    return dist.is_available() and dist.is_initialized() and dist.get_backend() != "fake"
 
 
 def _largest_of(meshes: Iterable[Any]) -> tuple[int, ...]:
