@@ -436,6 +436,35 @@ def test_one_of_an_operators_two_results_is_stored(interpreted: list[str]) -> No
     assert any(None in c.results for k in rockplan.plan_of(planned).graph.kernels for c in k.calls)
 
 
+def test_what_each_layer_makes_anew_is_made_once(interpreted: list[str]) -> None:
+    """But for what the caller gets, or what is changed later."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.randn(8, 8))
+            self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            masks = []
+            for number, layer in enumerate(self.layers):
+                masks.append(torch.where(self.table > 0, self.table.exp(), 0.5))
+                if number == 3:
+                    masks[3].t().index_fill_(0, torch.tensor([1]), 2)
+                x = layer(x) @ masks[number]
+            return x, masks[2]
+
+    model = Masked()
+    case = Case(
+        "masked", model, (torch.randn(4, 8),), {}, lambda made: sum(y.tanh().sum() for y in made)
+    )
+    made = fused(capture(model, case.args, {}), False)
+    calls = [c.call for c in made.calls if is_kernel(c.call.op) and c.phase is Phase.FORWARD]
+    assert len(calls) == 2 and calls[0].args == calls[1].args  # operators make what is changed
+    planned = rockplan.solve(model, case.args, "100%", options=COMPILED)
+    assert distance(gradients(case, planned), gradients(case, model)) < 1e-5
+
+
 def test_what_forward_operators_read_is_made_there(interpreted: list[str]) -> None:
     """Though the backward pass alone needs what the operator makes."""
 

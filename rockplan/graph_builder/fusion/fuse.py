@@ -16,8 +16,9 @@ from rockplan.graph_builder.fusion.groups import groups_of
 from rockplan.graph_builder.fusion.kinds import Fused, fused_group
 from rockplan.graph_builder.fusion.parts import PartKind, Parts, Table, parts_of
 from rockplan.graph_builder.fusion.stored import stored
+from rockplan.graph_builder.lowering.cancelled_casts import read_in_place_of
 from rockplan.graph_builder.recorded.run import Capture, RecordedCall
-from rockplan.values.graph import Call, Phase, ValueRef, refs
+from rockplan.values.graph import Call, Phase, ValueRef, is_kernel, refs, renamed
 from rockplan.values.progress import report
 
 _LOGGER = logging.getLogger("rockplan")
@@ -42,7 +43,7 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
         wanted = {f.kernel.op: f.kernel for f in proposal.fused}.values()
         failed = kernels.opened(wanted) if capture.sizes.symbols else kernels.made(wanted)
         if not failed:
-            return proposal.rewritten() if proposal.fused else capture
+            return _once(proposal.rewritten()) if proposal.fused else capture
         if len(failed) == len({one.kernel.op for one in proposal.fused}):
             kernels.check_compiler(proposal.fused[0].kernel.device, next(iter(failed.values())))
         for one in proposal.fused:
@@ -58,6 +59,25 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
                 )
                 warned.add(one.kernel.op)
             opaque.update(one.owners)
+
+
+def _once(capture: Capture) -> Capture:
+    """Leave out kernels that compute what one before them, of the same phase, has computed, such as
+    the mask that each layer makes anew."""
+    run, same = capture.view, dict[int, int]()
+    first: dict[tuple[Call, Phase], tuple[int, ...]] = {}
+
+    def known(value: int) -> int:
+        return same.get(value, value)
+
+    for position, recorded in enumerate(capture.calls):
+        call = recorded.call
+        if is_kernel(call.op) and run.is_plain(position):
+            key = renamed(call, known, lambda _: None), recorded.phase
+            made = first.setdefault(key, call.made)
+            if made != call.made and run.wanted.isdisjoint(run.storages(call.made)):
+                same |= zip(call.made, made, strict=True)
+    return read_in_place_of(capture, same)
 
 
 def device_type_of(capture: Capture) -> str:

@@ -7,6 +7,7 @@ cast it back: without this pass a copy of it is kept for the backward pass besid
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
@@ -35,16 +36,23 @@ def without_cancelled_casts(capture: Capture) -> Capture:
         return capture
     for end, start in starts.items():  # the start may be the end of two others
         starts[end] = starts.get(start, start)
-    moved = {run.storage(end): run.storage(start) for end, start in starts.items()}
+    return read_in_place_of(capture, starts)
+
+
+def read_in_place_of(capture: Capture, others: Mapping[int, int]) -> Capture:
+    """Return `capture` without the calls that make keys of `others`; what read them reads their
+    values, which have the same specs."""
+    run = capture.view
+    moved = {run.storage(value): run.storage(other) for value, other in others.items()}
     values = tuple(replace(v, storage=moved.get(v.storage, v.storage)) for v in capture.values)
     calls = tuple(
         replace(
             recorded,
-            call=renamed(recorded.call, lambda value: starts.get(value, value), int),
-            reads=tuple(starts.get(value, value) for value in recorded.reads),
+            call=renamed(recorded.call, lambda value: others.get(value, value), int),
+            reads=tuple(others.get(value, value) for value in recorded.reads),
         )
         for recorded in capture.calls
-        if starts.keys().isdisjoint(recorded.call.made)
+        if others.keys().isdisjoint(recorded.call.made)
     )
     return replace(capture, values=values, calls=calls)
 
