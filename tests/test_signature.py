@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 import rockplan
+from rockplan.python_state import writes
 from rockplan.runtime.guards import module_signature
 from testing.models import mean_square
 from tests.usage import both, count_programs
@@ -828,9 +829,16 @@ def test_a_write_is_seen_after_calls(write: str, monkeypatch: pytest.MonkeyPatch
     assert not signature.holds() and not signature.holds()
 
 
-def test_writes_are_seen_without_dynamos_functions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rockplan.python_state.writes._version", None)
+def without_dynamos_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_content = writes._BY_CONTENT
+    monkeypatch.setattr(writes, "FILLED", by_content)
+    monkeypatch.setattr(writes, "_ATTRIBUTES", writes._of_attributes(by_content))
     monkeypatch.setattr("rockplan.runtime.guards._GUARDS", None)
+
+
+def test_writes_are_seen_without_dynamos_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from Python 3.13 on, where attributes are written past the versions of dictionaries."""
+    without_dynamos_functions(monkeypatch)
     for write in WRITES.values():
         with monkeypatch.context() as patch:
             patch.setattr(f"{__name__}.VARIABLES", {"scale": 1.0})
@@ -862,8 +870,13 @@ EQUAL_WRITES: dict[str, tuple[Callable[[Any], object], Callable[[Any], object]]]
 }
 
 
+@pytest.mark.parametrize("is_by_content", (False, True))
 @pytest.mark.parametrize("way", EQUAL_WRITES)
-def test_a_write_after_equal_values_is_seen(way: str) -> None:
+def test_a_write_after_equal_values_is_seen(
+    way: str, is_by_content: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_by_content:
+        without_dynamos_functions(monkeypatch)
     equal, other_value = EQUAL_WRITES[way]
     model = Holder().train()
     signature = module_signature(model, model.forward, (model.plain,))

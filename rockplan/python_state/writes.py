@@ -3,21 +3,21 @@
 takes: items, each of which says what it is read from. guarantees: `hold` answers as all items
 together would; only those are asked whose sources were written to since they held.
 
-That a dictionary was written to is told by its version, which guards of Dynamo read; with a PyTorch
-that has no such function all items are asked each time.
+That a dictionary was written to is told by its version, which guards of Dynamo read. From Python
+3.13 on attributes are written beside the dictionary that has them, and its version stays: there,
+and with a PyTorch that has no such function, the objects in it tell.
 """
 
 from __future__ import annotations
 
 import itertools
 import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
-
-_version: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
 
 
 def are_one(now: Sequence[Any], then: Sequence[Any]) -> bool:
@@ -41,12 +41,20 @@ def of_parts(parts: Callable[[Any], Sequence[Any]]) -> Way:
 
 
 _space = operator.attrgetter("__dict__")
-_KIND = Way(lambda owners: [*map(type, owners)], operator.is_, are_one)
-_ATTRIBUTES = Way(lambda owners: [*map(_version, map(_space, owners))])
-FILLED = Way(lambda tables: [*map(_version, tables)])
+_version: Any = getattr(torch._C._dynamo.guards, "dict_version", None)
+_BY_VERSION = Way(lambda tables: [*map(_version, tables)])
+_BY_CONTENT = of_parts(lambda table: (*table, *table.values()))
+FILLED = _BY_VERSION if _version and sys.version_info < (3, 13) else _BY_CONTENT
 EMPTY = Way(lambda tables: [*map(bool, tables)] if any(tables) else [])
 """Versions do not count that an empty dictionary becomes a copy of another one."""
-_NO_ATTRIBUTES = Way(lambda owners: EMPTY.read([*map(_space, owners)]))
+
+
+def _of_attributes(way: Way) -> Way:
+    return replace(way, read=lambda owners: way.read([*map(_space, owners)]))
+
+
+_KIND = Way(lambda owners: [*map(type, owners)], operator.is_, are_one)
+_ATTRIBUTES, _NO_ATTRIBUTES = _of_attributes(FILLED), _of_attributes(EMPTY)
 ELEMENTS = of_parts(tuple)
 
 Sources = tuple[Any, ...]
@@ -123,7 +131,7 @@ class UntilWritten:
 
     def _note(self) -> bool:
         """Ask all items, and note their sources if all hold."""
-        sources = [item.sources() if _version else UNTOLD for item in self._items]
+        sources = [item.sources() for item in self._items]
         self._always = {n for n, of in enumerate(sources) if any(way is None for way in of[::2])}
         by_way: dict[Way, _Noted] = {}
         for number, of in enumerate(sources):
