@@ -595,13 +595,13 @@ def test_nothing_stays_of_a_module_that_is_gone() -> None:
 def test_a_capture_that_fails_leaves_the_code(said: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     planned = planned_loss(dropout=0.1)
     step(planned)
-    real = captured.run_slice
+    real = captured.run_slices
 
     def waits(*given: Any) -> Any:
         torch.cuda.synchronize()
         return real(*given)
 
-    monkeypatch.setattr(captured, "run_slice", waits)
+    monkeypatch.setattr(captured, "run_slices", waits)
     assert [step(planned), step(planned)] == [0, 0]
     assert len(said()) == 1 and "cannot be recorded" in said()[0]
     torch.rand(4, device="cuda")  # the generator draws as before

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from rockplan.codegen import rng_replay
 from rockplan.codegen.emit import Code, emit
-from rockplan.codegen.load import Functions, SliceFunction, load
+from rockplan.codegen.load import Functions, load
 from rockplan.codegen.result_aliasing import Relations, relations
 from rockplan.paging.arenas import pool_of
 from rockplan.paging.pages import Layout, Pages
@@ -20,6 +20,8 @@ from rockplan.values.graph import CDGraph, DataKind
 from rockplan.values.interface import Interface, OutputLeaf, PlacedStrides, Strides
 from rockplan.values.schedule import Schedule
 from rockplan.values.sizes import resized
+
+Made = TypeVar("Made")
 
 Pattern = tuple[Strides | None, ...]
 """For each output tensor the strides of its incoming gradient, None if it gets none."""
@@ -179,21 +181,23 @@ def run_forward(executable: Executable, frame: Frame) -> tuple[torch.Tensor, ...
     )
 
 
-def run_slice(executable: Executable, frame: Frame, number: int) -> tuple[torch.Tensor, ...]:
-    """Run backward slice `number`; return its gradients. It runs without version counters and
+def run_slices(executable: Executable, frame: Frame, run: range) -> list[torch.Tensor]:
+    """Run a run of backward slices; return their gradients. They run without version counters and
     views: autograd could not add in place to a gradient that counts as a view."""
     functions = executable.functions.backward
-    gradients = _run(
-        executable, frame, functions[number], torch._C._AutoDispatchBelowADInplaceOrView
-    )
-    if number + 1 == len(functions):
+
+    def slices(frame: Frame) -> list[torch.Tensor]:
+        return [gradient for number in run for gradient in functions[number](frame)]
+
+    gradients = _run(executable, frame, slices, torch._C._AutoDispatchBelowADInplaceOrView)
+    if run.stop == len(functions):
         frame.let_go_of_pages()
     return gradients
 
 
 def _run(
-    executable: Executable, frame: Frame, function: SliceFunction, guard: Callable[[], Any]
-) -> tuple[torch.Tensor, ...]:
+    executable: Executable, frame: Frame, function: Callable[[Any], Made], guard: Callable[[], Any]
+) -> Made:
     """guard: skips autograd's dispatch keys. Gradient mode is on (some kernels look at it), and
     autocast off, since its casts are in the graph. If the function raises, copies to the host are
     ended first."""

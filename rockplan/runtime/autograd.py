@@ -45,12 +45,11 @@ class _Seam(torch.autograd.Function):
         the end whose gradients nobody asks for are left out."""
         asked = [_is_asked(node) for node, _ in ctx.next_functions]
         goes_on = not ctx.is_first and asked.pop(0)
-        gradients: list[torch.Tensor | None] = []
-        for number in ctx.run:
-            if goes_on or any(asked[len(gradients) :]):
-                gradients += ctx.call.gradients(number)
-        gradients += [None] * (len(asked) - len(gradients))
-        return (None, None, None if ctx.is_first else token, *gradients)
+        last = len(asked) if goes_on else max(itertools.compress(range(len(asked)), asked))
+        ends = itertools.accumulate(len(ctx.call.executable.targets[n]) for n in ctx.run)
+        gradients = ctx.call.gradients(ctx.run[: 1 + sum(end <= last for end in ends)])
+        unasked = [None] * (len(asked) - len(gradients))
+        return (None, None, None if ctx.is_first else token, *gradients, *unasked)
 
 
 def _is_asked(node: Any) -> bool:

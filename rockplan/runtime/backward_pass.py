@@ -8,6 +8,7 @@ activation checkpoint around the module, which then supplies what a second forwa
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,7 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 
 from rockplan.codegen import rng_replay
-from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slice
+from rockplan.codegen.executable import Executable, Frame, Pattern, run_forward, run_slices
 from rockplan.codegen.result_aliasing import Returned, counter_of
 from rockplan.errors import BackwardError
 from rockplan.python_state.distributed import distributed, local_of, strides_of, waited
@@ -52,15 +53,15 @@ class PlannedCall:
         running, frame = kept.begin_backward(self.executable, gradients)
         self._backward, self._next = _Backward(self.executable, running, frame, kept), 0
 
-    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
-        """Return the gradients that backward slice `number` of the plan hands to autograd, one for
-        each of its targets; None where there is none. Frees the state of the pass after the last
+    def gradients(self, run: range) -> Sequence[torch.Tensor | None]:
+        """Return the gradients that a run of backward slices of the plan hands to autograd, one for
+        each of their targets; None where there is none. Frees the state of the pass after the last
         slice. Raises BackwardError if this backward pass did not start at the results."""
-        if self._backward is None or number != self._next:
+        if self._backward is None or run.start != self._next:
             raise BackwardError(_FROM_INSIDE)
-        self._next += 1
-        gradients = self._backward.gradients(number)
-        if number + 1 == len(self.executable.targets):
+        self._next = run.stop
+        gradients = self._backward.gradients(run)
+        if run.stop == len(self.executable.targets):
             self._backward = None
         return gradients
 
@@ -247,22 +248,22 @@ class _Backward:
         self._next_slice = 0
         self._waiting: dict[int, list[torch.Tensor]] = defaultdict(list)
 
-    def gradients(self, number: int) -> tuple[torch.Tensor | None, ...]:
+    def gradients(self, run: range) -> Sequence[torch.Tensor | None]:
         if self._running.targets == self._planned.targets:
-            return self._run_slice()
-        return self._from_other_plan(number)
+            return self._run_slices(run)
+        return [gradient for number in run for gradient in self._from_other_plan(number)]
 
-    def _run_slice(self) -> tuple[torch.Tensor, ...]:
-        number = self._next_slice
-        self._next_slice += 1
-        self._kept.check_residents(self._running.code.read[number], _MODIFIED_BETWEEN)
-        gradients = run_slice(self._running, self._frame, number)
+    def _run_slices(self, run: range) -> list[torch.Tensor]:
+        self._next_slice = run.stop
+        read = itertools.chain(*self._running.code.read[run.start : run.stop])
+        self._kept.check_residents([*dict.fromkeys(read)], _MODIFIED_BETWEEN)
+        gradients = run_slices(self._running, self._frame, run)
         if not self._running.specs:
             return gradients
-        specs = self._running.specs[number]
-        return tuple(
+        specs = itertools.chain(*self._running.specs[run.start : run.stop])
+        return [
             g if s is None else distributed(g, s) for g, s in zip(gradients, specs, strict=True)
-        )
+        ]
 
     def _from_other_plan(self, number: int) -> tuple[torch.Tensor | None, ...]:
         """None where none is left. Autograd adds up what it is handed for a parameter, in order: if
@@ -294,7 +295,9 @@ class _Backward:
             target is None or target in targets for targets in left[self._next_slice :]
         ):
             number = self._next_slice
-            for made, gradient in zip(left[number], self._run_slice(), strict=True):
+            for made, gradient in zip(
+                left[number], self._run_slices(range(number, number + 1)), strict=True
+            ):
                 self._waiting[made].append(gradient)
 
 

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from rockplan.codegen import rng_replay
-from rockplan.codegen.executable import Executable, Frame, run_forward, run_slice
+from rockplan.codegen.executable import Executable, Frame, run_forward, run_slices
 from rockplan.graph_builder.operators.facts import facts_of, resolve
 from rockplan.graph_builder.operators.rows import OPAQUE
 from rockplan.graph_builder.recorded.specs import spanned
@@ -462,7 +462,7 @@ def _gradients(code: Executable, frame: Frame) -> list[list[torch.Tensor | None]
     slices: list[list[int | None]] = []
     for number, targets in enumerate(code.targets):
         slices.append([])
-        made = [*reversed(run_slice(code, frame, number))]
+        made = run_slices(code, frame, range(number, number + 1))[::-1]
         for target in targets:
             slices[-1].append(None if target in of else target)
             _add(of, target, made.pop())
