@@ -11,7 +11,7 @@ BIN := $(VENV)/bin
 VERSIONS ?= 2.11.0 2.12.1 2.14.1 2.15.0
 # What reads private parts of PyTorch, or says what its operators do.
 MATRIX := $(patsubst %,tests/test_%.py,available bypassed eager_paths fusion hooks modes new_tensors \
-	operator_facts python_state refusals results returned rules sizes triton value_shapes versions)
+	operator_facts python_state refusals results returned rules signature sizes triton usage value_shapes versions)
 WORKERS ?= auto
 
 # What a machine with a GPU, PyTorch, transformers, typer and rich may lack, for its Python.
