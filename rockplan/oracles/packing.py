@@ -1,7 +1,7 @@
 """Packing: places in one piece of memory for blocks, from the times at which they are alive.
 
-takes: blocks of the calls of a step. returns: where each begins. guarantees: blocks that are alive
-at once do not overlap.
+takes: blocks of the calls of a step. returns: where each begins and ends. guarantees: blocks that
+are alive at once do not overlap.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 
 import numpy as np
 
-UNIT_BYTES = 2 << 20
-"""Places are multiples of it: a block may keep up to half of that beyond its size."""
+UNITS_BYTES = range((1 << 20) + 512, (2 << 20) + 1, 512)
+"""Places are multiples of one of them: what is between two is nothing, or more than a MiB."""
+
+TRIES = 32
+"""How often what lies highest is placed first."""
+
+_NOWHERE = 1 << 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,35 +31,60 @@ class AskedBlock:
     size_bytes: int
 
 
-def packed(blocks: Sequence[AskedBlock]) -> list[int]:
-    """Return where each block begins: the largest first, or those that are alive for long, where
-    there is room, whichever takes less. Those of one call lie in the order in which it asks for
-    them, since of holes of one size the lowest is taken, and do not touch, since two holes would be
-    one."""
-    rows = [(b.opens, b.closes + 1, whole_units(b.size_bytes)) for b in blocks]
-    opens, closes, sizes = np.array(rows, dtype=np.int64).reshape(-1, 3).T
-    keys = sizes, sizes * (closes - opens), closes - opens
-    found = (_first_fit(opens, closes, sizes, np.argsort(-key, kind="stable")) for key in keys)
-    best = min(found, key=lambda starts: int(max(starts + sizes, default=0)))
-    return [int(start) for start in best]
+def packed(blocks: Sequence[AskedBlock]) -> list[tuple[int, int]]:
+    """Return where each block begins and ends, in multiples of the unit with which the fewest bytes
+    are alive at once. Those of one call do not touch, since two holes would be one, and those of
+    one size lie in the order in which it asks for them, since the lowest hole is taken."""
+    if not blocks:
+        return []
+    asked = np.array([(b.opens, b.closes + 1, b.size_bytes) for b in blocks], dtype=np.int64)
+    opens, closes, exact = asked.T
+    spans = [*zip(opens, closes, strict=True)]
+
+    def alive(unit: int) -> Any:
+        sizes = _whole(exact, unit)
+        return (np.bincount(opens, sizes, max(closes) + 1) - np.bincount(closes, sizes)).cumsum()
+
+    unit = min(UNITS_BYTES, key=lambda unit: alive(unit).max())
+    sizes, bytes_at, times = _whole(exact, unit), alive(unit), closes - opens
+    most = np.array([bytes_at[begin:end].max() for begin, end in spans])
+    beside = [np.flatnonzero((opens < end) & (closes > begin)) for begin, end in spans]
+    # The last key comes first.
+    orders = map(np.lexsort, ((-times, -sizes), (-sizes * times,), (-sizes, -most)))
+    tried = [(order, _first_fit(opens, sizes, beside, order, unit)) for order in orders]
+
+    def top(one: tuple[Any, Any]) -> int:
+        return int((one[1] + sizes).max())
+
+    best = last = min(tried, key=top)
+    for _ in range(TRIES if top(best) > bytes_at.max() else 0):
+        order, starts = last
+        is_highest = (starts + sizes)[order] == top(last)
+        order = np.concatenate([order[is_highest], order[~is_highest]])
+        last = order, _first_fit(opens, sizes, beside, order, unit)
+        best = min(best, last, key=top)
+    return [*zip(best[1].tolist(), (best[1] + sizes).tolist(), strict=True)]
 
 
-def _first_fit(opens: Any, closes: Any, sizes: Any, order: Any) -> Any:
-    starts, together = np.full(len(sizes), -1), dict[int, list[int]]()
-    for number, call in enumerate(opens):
-        together.setdefault(int(call), []).append(number)
+def _whole(sizes: Any, unit: int) -> Any:
+    return -(-sizes // unit) * unit
+
+
+def _first_fit(opens: Any, sizes: Any, beside: Sequence[Any], order: Any, unit: int) -> Any:
+    """beside: numbers of the blocks that are alive beside each, itself among them."""
+    starts, alike = np.full(len(sizes), _NOWHERE), dict[tuple[int, int], list[int]]()
+    for number, kind in enumerate(zip(opens, sizes, strict=True)):
+        alike.setdefault(kind, []).append(number)
     for first in order:
         place = 0
-        for number in together.pop(int(opens[first]), ()):
-            beside = (starts >= 0) & (opens < closes[number]) & (closes > opens[number])
-            for start, size in sorted(zip(starts[beside], sizes[beside], strict=True)):
-                if start - place >= sizes[number]:
-                    break
-                place = max(place, int(start + size))
-            starts[number] = place
-            place += int(sizes[number]) + UNIT_BYTES
+        for number in alike.pop((opens[first], sizes[first]), ()):
+            near = beside[number]
+            room = np.where(opens[near] == opens[number], unit, 0)
+            begins = starts[near] - room
+            by_place = begins.argsort()
+            ends = (starts + sizes)[near] + room
+            ends = np.maximum.accumulate(np.concatenate([[place], ends[by_place]]))
+            is_wide = begins[by_place] - ends[:-1] >= sizes[number]
+            starts[number] = ends[is_wide.argmax()]
+            place = starts[number] + sizes[number] + unit
     return starts
-
-
-def whole_units(size_bytes: int) -> int:
-    return -(-size_bytes // UNIT_BYTES) * UNIT_BYTES

@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import torch
 
 from rockplan.codegen.executable import Executable
-from rockplan.oracles.packing import AskedBlock, packed, whole_units
+from rockplan.oracles.packing import AskedBlock, packed
 
 Before = Callable[[], None]
 Recorded = TypeVar("Recorded")
@@ -30,6 +30,9 @@ Span = tuple[int, int]
 
 SMALL_BYTES = 1 << 20
 """Blocks up to this size have segments of their own, which are left as they are."""
+
+SEGMENT_BYTES = 2 << 20
+"""Large segments are multiples of it."""
 
 WORTH = 0.97
 """It is tried if at most this share of what the allocator reserves by itself would do."""
@@ -68,6 +71,7 @@ def watched(code: Executable, before: Before) -> Executable:
 
     def watching(operator: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kwargs: Any) -> Any:
+            torch._C._cuda_clearCublasWorkspaces()  # others lie there while no product runs
             before()
             return operator(*args, **kwargs)
 
@@ -89,19 +93,19 @@ class _Carver:
         self._blocks, self._device = blocks, device
         self._places = list[Span]()
         self._asked: dict[int, list[Span]] = {}
-        for begin, block in zip(packed(blocks), blocks, strict=True):
-            hole = begin, begin + whole_units(block.size_bytes)
+        for hole, block in zip(packed(blocks), blocks, strict=True):
+            end = hole[0] + block.size_bytes
             # A block keeps what is left of a hole if that is little.
-            is_filled = hole[1] - begin - block.size_bytes <= SMALL_BYTES
-            self._places.append(hole if is_filled else (begin, begin + block.size_bytes))
+            self._places.append(hole if hole[1] - end <= SMALL_BYTES else (hole[0], end))
             self._asked.setdefault(block.opens, []).append(hole)
-        ends = (end for _, end in itertools.chain(*self._asked.values()))
-        self.arena_bytes = max(ends, default=0)
+        top = max((end for _, end in itertools.chain(*self._asked.values())), default=0)
+        self.arena_bytes = -(-top // SEGMENT_BYTES) * SEGMENT_BYTES
+        self._whole = 0, self.arena_bytes if self.arena_bytes - top > SMALL_BYTES else top
         self._call, self._held = -1, dict[Span, int]()
 
     def before(self) -> None:
         self._call += 1
-        holes, whole = self._asked.get(self._call), (0, self.arena_bytes)
+        holes, whole = self._asked.get(self._call), self._whole
         if holes is None:
             return
         blocks = zip(self._blocks, self._places, strict=True)
