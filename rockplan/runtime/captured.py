@@ -17,6 +17,7 @@ import functools
 import logging
 import sys
 import threading
+import types
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -268,18 +269,18 @@ class _PhaseGraph:
     registered, so that no capture can leave it in a state in which it does not draw."""
 
     def __init__(self, own: torch.Generator, redraws: int) -> None:
-        self._graph, self._own, self._first = torch.cuda.CUDAGraph(), own, own.clone_state()
+        self.graph, self._own, self._first = torch.cuda.CUDAGraph(), own, own.clone_state()
         self._unused = [own.clone_state() for _ in range(redraws)]
         self.again: list[tuple[torch.Generator, str]] = []
         for clone in self._unused:
-            self._graph.register_generator_state(clone)
+            self.graph.register_generator_state(clone)
 
     def recording(self, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
         """Return a context in which what is launched is recorded. Other threads may ask for memory
         meanwhile."""
         mode = "thread_local"
         self._own.graphsafe_set_state(self._first)
-        return torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode=mode)
+        return torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode=mode)
 
     def begin_redraw(self, name: str) -> None:
         """name: of the state of the first draw."""
@@ -298,7 +299,7 @@ class _PhaseGraph:
         for generator, seed, offset in puts:
             generator.manual_seed(seed)
             generator.set_offset(offset)
-        self._graph.replay()
+        self.graph.replay()
         self._own.set_offset(self._first.get_offset())
 
 
@@ -362,7 +363,30 @@ class _CallGraphs:
         again = {name for of in (self._forward, self._backward) for _, name in of.again}
         if not again <= offsets.keys():
             raise RuntimeError("draws run again that the forward has made and let go of")
-        self._watch([*residents, *self._tangents])
+        others = [*residents, *self._tangents]
+        self._lend(others)
+        self._watch(others)
+
+    def _lend(self, others: Tensors) -> None:
+        """Let go of the memory of what is handed out, for other kinds of call to take as well: it
+        is there as long as these graphs, or somebody who has some of it. others: as in _watch."""
+        graphs = self._forward.graph, self._backward.graph
+        lent = {own._cdata: own for own in (t.untyped_storage() for t in others)}
+
+        def lend(tensor: torch.Tensor) -> torch.Tensor:
+            own, device = tensor.untyped_storage(), tensor.device
+            if own._cdata not in lent:
+                place: dict[str, Any] = {"data": (own.data_ptr(), False), "shape": (own.nbytes(),)}
+                place |= {"typestr": "|u1", "version": 3}
+                memory = types.SimpleNamespace(__cuda_array_interface__=place, graphs=graphs)
+                lent[own._cdata] = torch.as_tensor(memory, device=device).untyped_storage()
+            empty = torch.empty(0, dtype=tensor.dtype, device=device)
+            begin = tensor.storage_offset()
+            return empty.set_(lent[own._cdata], begin, tensor.shape, tensor.stride())
+
+        self._results = tuple(map(lend, self._results))
+        self._copies = tuple(map(lend, self._copies))
+        self._gradients = [[g if g is None else lend(g) for g in of] for of in self._gradients]
 
     def _watch(self, others: Tensors) -> None:
         """Remember how often the memory that is handed out is referred to while nobody has it.
