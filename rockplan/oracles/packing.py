@@ -15,7 +15,7 @@ import numpy as np
 UNITS_BYTES = range((1 << 20) + 512, (2 << 20) + 1, 512)
 """Places are multiples of one of them: what is between two is nothing, or more than a MiB."""
 
-TRIES = 32
+TRIES = 16
 """How often what lies highest is placed first."""
 
 _NOWHERE = 1 << 60
@@ -42,32 +42,26 @@ def packed(blocks: Sequence[AskedBlock]) -> list[tuple[int, int]]:
     spans = [*zip(opens, closes, strict=True)]
 
     def alive(unit: int) -> Any:
-        sizes = _whole(exact, unit)
+        sizes = -(-exact // unit) * unit
         return (np.bincount(opens, sizes, max(closes) + 1) - np.bincount(closes, sizes)).cumsum()
 
     unit = min(UNITS_BYTES, key=lambda unit: alive(unit).max())
-    sizes, bytes_at, times = _whole(exact, unit), alive(unit), closes - opens
+    sizes, bytes_at = -(-exact // unit) * unit, alive(unit)
     most = np.array([bytes_at[begin:end].max() for begin, end in spans])
     beside = [np.flatnonzero((opens < end) & (closes > begin)) for begin, end in spans]
-    # The last key comes first.
-    orders = map(np.lexsort, ((-times, -sizes), (-sizes * times,), (-sizes, -most)))
-    tried = [(order, _first_fit(opens, sizes, beside, order, unit)) for order in orders]
-
-    def top(one: tuple[Any, Any]) -> int:
-        return int((one[1] + sizes).max())
-
-    best = last = min(tried, key=top)
-    for _ in range(TRIES if top(best) > bytes_at.max() else 0):
-        order, starts = last
-        is_highest = (starts + sizes)[order] == top(last)
-        order = np.concatenate([order[is_highest], order[~is_highest]])
-        last = order, _first_fit(opens, sizes, beside, order, unit)
-        best = min(best, last, key=top)
-    return [*zip(best[1].tolist(), (best[1] + sizes).tolist(), strict=True)]
-
-
-def _whole(sizes: Any, unit: int) -> Any:
-    return -(-sizes // unit) * unit
+    found = list[tuple[Any, Any]]()
+    # The largest first, or those that are alive where most is; the last key decides.
+    for keys in ((opens - closes, -sizes), (-sizes, -most)):
+        order = np.lexsort(keys)
+        for _ in range(TRIES):
+            starts = _first_fit(opens, sizes, beside, order, unit)
+            found.append((starts, ends := starts + sizes))
+            if ends.max() == bytes_at.max():
+                break
+            is_highest = ends[order] == ends.max()
+            order = np.concatenate([order[is_highest], order[~is_highest]])
+    starts, ends = min(found, key=lambda one: one[1].max())
+    return [*zip(starts.tolist(), ends.tolist(), strict=True)]
 
 
 def _first_fit(opens: Any, sizes: Any, beside: Sequence[Any], order: Any, unit: int) -> Any:

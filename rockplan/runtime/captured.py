@@ -109,8 +109,7 @@ class GraphPool:
         self.copies_gradients = False
         self._memory: Any = None
         self._streams: dict[int, torch.cuda.Stream] = {}
-        self._kinds: weakref.WeakKeyDictionary[Any, tuple[_KindOfCall, Executable]]
-        self._kinds = weakref.WeakKeyDictionary()
+        self._kinds = weakref.WeakKeyDictionary[Any, Executable]()
         self._calls: list[tuple[weakref.ref[_KindOfCall], _CallGraphs]] = []
         self._said: set[str] = set()
 
@@ -121,9 +120,8 @@ class GraphPool:
         """Return what a call of `bound`, `program` on the tensors of a module, is to run."""
         with self.lock:
             if bound not in self._kinds:
-                kind = _KindOfCall(self, program)
-                self._kinds[bound] = kind, kind.replaying()
-            return self._kinds[bound][1]
+                self._kinds[bound] = _KindOfCall(self, program).replaying()
+            return self._kinds[bound]
 
     @property
     def recorded(self) -> list[_CallGraphs]:
@@ -138,13 +136,15 @@ class GraphPool:
         # One for all kinds: PyTorch gives memory again only to the stream that let go of it.
         stream = self._streams.setdefault(device.index, torch.cuda.Stream())
 
-        def make(memory: Any, before: carving.Before | None = None) -> _CallGraphs:
+        def make(memory: Any, before: carving.Before) -> _CallGraphs:
             self._memory = memory
             return _CallGraphs(memory, stream, before, *given)
 
         try:
             # PyTorch's pool is gone with the last of its graphs.
-            call = make(self._memory) if self.recorded else carving.least(make, device)
+            call = (
+                make(self._memory, lambda: None) if self.recorded else carving.least(make, device)
+            )
         except Exception:  # of whatever runs here for the first time
             with contextlib.suppress(RuntimeError):  # open where a capture became invalid
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
@@ -269,38 +269,29 @@ class _PhaseGraph:
     registered, so that no capture can leave it in a state in which it does not draw."""
 
     def __init__(self, own: torch.Generator, redraws: int) -> None:
-        self.graph, self._own, self._first = torch.cuda.CUDAGraph(), own, own.clone_state()
-        self._unused = [own.clone_state() for _ in range(redraws)]
+        self.graph, self.own, self.first = torch.cuda.CUDAGraph(), own, own.clone_state()
+        self.unused = [own.clone_state() for _ in range(redraws)]
         self.again: list[tuple[torch.Generator, str]] = []
-        for clone in self._unused:
+        for clone in self.unused:
             self.graph.register_generator_state(clone)
 
     def recording(self, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
         """Return a context in which what is launched is recorded. Other threads may ask for memory
         meanwhile."""
         mode = "thread_local"
-        self._own.graphsafe_set_state(self._first)
+        self.own.graphsafe_set_state(self.first)
         return torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode=mode)
-
-    def begin_redraw(self, name: str) -> None:
-        """name: of the state of the first draw."""
-        clone = self._unused.pop()
-        self.again.append((clone, name))
-        self._own.graphsafe_set_state(clone)
-
-    def end_redraw(self) -> None:
-        self._own.graphsafe_set_state(self._first)
 
     def replay(self, begin: tuple[int, int], offsets: dict[str, int]) -> None:
         """begin: seed and offset of the user's generator when the forward began; offsets: of first
         draws from there, by the name of their state."""
-        puts = [(self._first, self._own.initial_seed(), self._own.get_offset())]
+        puts = [(self.first, self.own.initial_seed(), self.own.get_offset())]
         puts += [(clone, begin[0], begin[1] + offsets[name]) for clone, name in self.again]
         for generator, seed, offset in puts:
             generator.manual_seed(seed)
             generator.set_offset(offset)
         self.graph.replay()
-        self._own.set_offset(self._first.get_offset())
+        self.own.set_offset(self.first.get_offset())
 
 
 class _RecordedFrame(Frame):
@@ -313,10 +304,13 @@ class _RecordedFrame(Frame):
         self.saved[name] = torch.empty(0)
 
     def begin_replay(self, name: str, device: str) -> None:
-        self.graph.begin_redraw(name)
+        """name: of the state of the first draw."""
+        clone = self.graph.unused.pop()
+        self.graph.again.append((clone, name))
+        self.graph.own.graphsafe_set_state(clone)
 
     def end_replay(self) -> None:
-        self.graph.end_redraw()
+        self.graph.own.graphsafe_set_state(self.graph.first)
 
 
 class _CallGraphs:
@@ -326,7 +320,7 @@ class _CallGraphs:
         self,
         memory: Any,
         stream: torch.cuda.Stream,
-        before: carving.Before | None,
+        before: carving.Before,
         program: PlannedProgram,
         frame: Frame,
         offsets: dict[str, int],
@@ -334,8 +328,7 @@ class _CallGraphs:
         """Record them; nothing is computed. memory: handle of a pool of PyTorch's; before: called
         before each operator; frame: of a call. Raises RuntimeError, as PyTorch does, where that is
         impossible."""
-        code, interface = program.executable, program.interface
-        code = carving.watched(code, before) if before is not None else code
+        code, interface = carving.watched(program.executable, before), program.interface
         residents = [*frame.residents]
         self._inputs = _inputs(interface)
         self._addresses, self._flags = self._addresses_of(residents), _flags()
@@ -352,7 +345,8 @@ class _CallGraphs:
             self._results = run_forward(code, run)
         self._copies = run.copies
         kept = {t.untyped_storage()._cdata for t in run.saved.values()}
-        self._read_later = [t.untyped_storage()._cdata in kept for t in self._results]
+        storages = [t.untyped_storage()._cdata for t in self._results]
+        self._read_later = [number for number, one in enumerate(storages) if one in kept]
         starts = zip(self._results, code.pattern, strict=True)
         self._tangents = [_static(t, [*s]) for t, s in starts if s is not None]  # type: ignore[misc]
 
@@ -363,34 +357,34 @@ class _CallGraphs:
         again = {name for of in (self._forward, self._backward) for _, name in of.again}
         if not again <= offsets.keys():
             raise RuntimeError("draws run again that the forward has made and let go of")
-        others = [*residents, *self._tangents]
-        self._lend(others)
-        self._watch(others)
+        self._lend([*residents, *self._tangents])
+        self._watch()
 
     def _lend(self, others: Tensors) -> None:
         """Let go of the memory of what is handed out, for other kinds of call to take as well: it
-        is there as long as these graphs, or somebody who has some of it. others: as in _watch."""
+        is there as long as these graphs, or somebody who has some of it. others: all that the
+        graphs read."""
         graphs = self._forward.graph, self._backward.graph
-        lent = {own._cdata: own for own in (t.untyped_storage() for t in others)}
+        seen = {t.untyped_storage()._cdata for t in others}
 
-        def lend(tensor: torch.Tensor) -> torch.Tensor:
-            own, device = tensor.untyped_storage(), tensor.device
-            if own._cdata not in lent:
-                place: dict[str, Any] = {"data": (own.data_ptr(), False), "shape": (own.nbytes(),)}
-                place |= {"typestr": "|u1", "version": 3}
-                memory = types.SimpleNamespace(__cuda_array_interface__=place, graphs=graphs)
-                lent[own._cdata] = torch.as_tensor(memory, device=device).untyped_storage()
-            empty = torch.empty(0, dtype=tensor.dtype, device=device)
-            begin = tensor.storage_offset()
-            return empty.set_(lent[own._cdata], begin, tensor.shape, tensor.stride())
+        def lent(tensor: torch.Tensor) -> torch.Tensor:
+            own, device = _plain(tensor).untyped_storage(), tensor.device
+            if own._cdata in seen:
+                raise RuntimeError("gradients or results share memory")
+            seen.add(own._cdata)
+            place: dict[str, Any] = {"data": (own.data_ptr(), False), "shape": (own.nbytes(),)}
+            place |= {"typestr": "|u1", "version": 3}
+            memory = types.SimpleNamespace(__cuda_array_interface__=place, graphs=graphs)
+            made = torch.as_tensor(memory, device=device).view(tensor.dtype)
+            return _alias(made.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
-        self._results = tuple(map(lend, self._results))
-        self._copies = tuple(map(lend, self._copies))
-        self._gradients = [[g if g is None else lend(g) for g in of] for of in self._gradients]
+        self._results, self._copies = (
+            tuple(map(lent, tensors)) for tensors in (self._results, self._copies)
+        )
+        self._gradients = [[g if g is None else lent(g) for g in of] for of in self._gradients]
 
-    def _watch(self, others: Tensors) -> None:
-        """Remember how often the memory that is handed out is referred to while nobody has it.
-        others: all that the graphs read."""
+    def _watch(self) -> None:
+        """Remember how often the memory that is handed out is referred to while nobody has it."""
         self._token = torch.empty(1, device=self._results[0].device)
         gradients = [g for given in self._gradients for g in given if g is not None]
         results = [t for t in self._results if t.nbytes > COPIED_BYTES]
@@ -398,13 +392,7 @@ class _CallGraphs:
             *((_WAITING, [self._token]), (_GRADIENTS, gradients)),
             *((_RESULTS, results), (_BUFFERS, self._copies)),
         )
-        if any(g.layout is not torch.strided or type(g) is not torch.Tensor for g in gradients):
-            raise RuntimeError("gradients are no plain tensors")
         self._handed = [(why, [t.untyped_storage() for t in given]) for why, given in groups]
-        storages = [one._cdata for _, own in self._handed for one in own]
-        apart = {t.untyped_storage()._cdata for t in others}
-        if len({*storages}) < len(storages) or not apart.isdisjoint(storages):
-            raise RuntimeError("gradients or results share memory")
         self._uses = [_uses(own) for _, own in self._handed]
         held = _alias(self._token)
         is_seen = self.held() == _WAITING
@@ -426,9 +414,7 @@ class _CallGraphs:
     def changed(self, residents: Tensors) -> str:
         """Return what else is not as it was recorded. residents: of a call."""
         if self._addresses_of(residents) != self._addresses:
-            return (
-                "parameters, buffers or constants lie elsewhere, or are other numbers on the host"
-            )
+            return "what it reads lies elsewhere than recorded, or is another number on the host"
         return "" if _flags() == self._flags else "PyTorch's precision or determinism is another"
 
     def forward(self, frame: Frame) -> tuple[torch.Tensor, ...]:
@@ -446,9 +432,8 @@ class _CallGraphs:
             else _memory(t).clone().as_strided(t.shape, t.stride())
             for t in self._results
         ]
-        for number, is_read in enumerate(self._read_later):
-            if is_read:  # so that a change of it is noticed before backward begins
-                frame.saved[f"result {number}"] = given[number]
+        # So that a change of one is noticed before backward begins.
+        frame.saved |= {f"result {number}": given[number] for number in self._read_later}
         return tuple(given)
 
     def backward(self, number: int, frame: Frame) -> tuple[torch.Tensor | None, ...]:
@@ -514,10 +499,16 @@ def _holders(of: dict[int, torch.Tensor], target: int) -> tuple[int, int]:
 
 def _static(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
     """Memory for a tensor that a graph reads."""
-    if type(like) not in (torch.Tensor, torch.nn.Parameter) or like.is_conj() or like.is_neg():
-        raise RuntimeError("arguments or results are no plain tensors")
-    memory = torch.empty(spanned(like.shape, strides), dtype=like.dtype, device=like.device)
-    return memory.as_strided(like.shape, strides)
+    size, of = spanned(like.shape, strides), _plain(like)
+    return torch.empty(size, dtype=of.dtype, device=of.device).as_strided(like.shape, strides)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Return it, if its memory has its elements as they are; otherwise raise RuntimeError."""
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
+    if not is_plain or tensor.is_conj() or tensor.is_neg():
+        raise RuntimeError("arguments, results or gradients are no plain tensors")
+    return tensor
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ elsewhere nothing breaks, but that the pool is larger; then the one of before is
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import gc
 import itertools
@@ -34,36 +33,33 @@ SMALL_BYTES = 1 << 20
 SEGMENT_BYTES = 2 << 20
 """Large segments are multiples of it."""
 
-WORTH = 0.97
-"""It is tried if at most this share of what the allocator reserves by itself would do."""
 
-
-def least(make: Callable[[Any, Before | None], Recorded], device: torch.device) -> Recorded:
+def least(make: Callable[[Any, Before], Recorded], device: torch.device) -> Recorded:
     """Return what `make` records in a new pool. make: (handle of the pool, what is to be called
     before each operator) -> something with which the pool ends."""
+    pool, calls, tracing = torch.cuda.graph_pool_handle(), itertools.count(), torch.cuda.memory
     if torch._C._cuda_isHistoryEnabled():  # somebody else's
-        return make(torch.cuda.graph_pool_handle(), None)
-    pool, counts = torch.cuda.graph_pool_handle(), [_counts(device)]
-    torch.cuda.memory._record_memory_history("all", context=None, max_entries=1 << 20)
+        return make(pool, lambda: None)
+    tracing._record_memory_history("all", context=None, max_entries=1 << 20)
     try:
-        made = make(pool, lambda: counts.append(_counts(device)))
-        events = torch.cuda.memory._snapshot(device)["device_traces"][device.index or 0]
+        made = make(pool, lambda: tracing._set_memory_metadata(str(next(calls))))
+        events = tracing._snapshot(device)["device_traces"][device.index or 0]
     finally:
-        torch.cuda.memory._record_memory_history(None)
-    segments = _segments(pool)
-    carver = _Carver(_blocks(events, counts, segments), device)
-    if not 0 < carver.arena_bytes <= WORTH * _size_bytes(segments):
+        tracing._record_memory_history(None)
+        tracing._set_memory_metadata("")
+    segments, carved = _segments(pool), torch.cuda.graph_pool_handle()
+    blocks = _blocks(events, segments)
+    if not blocks:
         return made
     del made
     _let_go()
-    pool = torch.cuda.graph_pool_handle()
-    with _segments_of_one_size(), contextlib.closing(carver):
-        made = make(pool, carver.before)
-    if _size_bytes(_segments(pool)) < _size_bytes(segments):
+    with _segments_of_one_size(), contextlib.closing(_Carver(blocks, device)) as carver:
+        made = make(carved, carver.before)
+    if sum(map(len, _segments(carved))) <= sum(map(len, segments)):
         return made
     del made
     _let_go()
-    return make(torch.cuda.graph_pool_handle(), None)
+    return make(torch.cuda.graph_pool_handle(), lambda: None)
 
 
 def watched(code: Executable, before: Before) -> Executable:
@@ -98,23 +94,22 @@ class _Carver:
             # A block keeps what is left of a hole if that is little.
             self._places.append(hole if hole[1] - end <= SMALL_BYTES else (hole[0], end))
             self._asked.setdefault(block.opens, []).append(hole)
-        top = max((end for _, end in itertools.chain(*self._asked.values())), default=0)
-        self.arena_bytes = -(-top // SEGMENT_BYTES) * SEGMENT_BYTES
-        self._whole = 0, self.arena_bytes if self.arena_bytes - top > SMALL_BYTES else top
+        top = max(end for _, end in itertools.chain(*self._asked.values()))
+        self._whole = 0, -(-top // SEGMENT_BYTES) * SEGMENT_BYTES
         self._call, self._held = -1, dict[Span, int]()
 
     def before(self) -> None:
         self._call += 1
-        holes, whole = self._asked.get(self._call), self._whole
+        holes = self._asked.get(self._call)
         if holes is None:
             return
         blocks = zip(self._blocks, self._places, strict=True)
         alive = [place for block, place in blocks if block.opens < self._call <= block.closes]
         try:
             if self._call == min(self._asked):  # so that it is one segment
-                self._take([whole])
+                self._take([self._whole])
             self.close()
-            self._cut(_between(alive, whole), holes)
+            self._cut(_between(alive, self._whole), holes)
         except torch.OutOfMemoryError:  # where no gap beside others is as large
             self._asked.clear()
             self.close()
@@ -125,9 +120,8 @@ class _Carver:
         self._take(sorted(free, key=lambda span: (span[1] - span[0], span)))
         for span in free:
             inside = [hole for hole in holes if span[0] <= hole[0] and hole[1] <= span[1]]
-            if inside:
-                self._give([span])
-                self._take(sorted([*_between(inside, span), *inside]))
+            self._give([span])
+            self._take(sorted([*_between(inside, span), *inside]))
         self._give([hole for hole in holes if hole in self._held])
 
     def close(self) -> None:
@@ -146,55 +140,37 @@ class _Carver:
 
 
 def _between(spans: Sequence[Span], whole: Span) -> list[Span]:
-    """Return what of `whole` is not in `spans`."""
+    """Return what of `whole` is not in `spans` and has room for a large block."""
     found, place = list[Span](), whole[0]
     for begin, end in sorted([*spans, (whole[1], whole[1])]):
-        if begin > place:
+        if begin - place > SMALL_BYTES:
             found.append((place, begin))
         place = max(place, end)
     return found
 
 
-def _blocks(
-    events: Sequence[Any], counts: Sequence[tuple[int, int]], inside: Sequence[Span]
-) -> list[AskedBlock]:
-    """counts: of requests and of frees, when the events began, and before each call of an operator;
-    inside: addresses of the pool."""
-    asked, freed = counts[0]
-    requests, frees = zip(*counts[1:], strict=True)
+def _blocks(events: Sequence[Any], segments: Sequence[range]) -> list[AskedBlock]:
+    """Of a trace in which the last call of an operator is noted beside each event, those in
+    segments."""
     found, number_at = list[AskedBlock](), dict[int, int]()
+    last = max((int(event["user_metadata"] or 0) for event in events), default=0)
     for event in events:
-        address, size_bytes = event["addr"], event["size"]
-        if size_bytes <= SMALL_BYTES:
-            continue
-        if event["action"] == "alloc":
-            opens = bisect.bisect_right(requests, asked) - 1
-            is_ours = any(begin <= address < end for begin, end in inside)
+        address, size_bytes, call = event["addr"], event["size"], event["user_metadata"]
+        if event["action"] == "free_completed" and address in number_at:
+            number = number_at.pop(address)
+            found[number] = replace(found[number], closes=int(call))
+        is_large = event["action"] == "alloc" and size_bytes > SMALL_BYTES
+        if is_large and call and any(address in segment for segment in segments):
             number_at[address] = len(found)
-            found.append(AskedBlock(opens if is_ours else -1, len(requests), size_bytes))
-            asked += 1
-        elif event["action"] == "free_completed":
-            if (number := number_at.pop(address, None)) is not None:
-                call = bisect.bisect_right(frees, freed) - 1
-                found[number] = replace(found[number], closes=call)
-            freed += 1
-    return [block for block in found if block.opens >= 0]
+            found.append(AskedBlock(int(call), last + 1, size_bytes))
+    return found
 
 
-def _counts(device: torch.device) -> tuple[int, int]:
-    """How many blocks were asked for, and given back, in all."""
-    found = torch._C._cuda_memoryStats(device.index or 0)["allocation"]["large_pool"]
-    return int(found["allocated"]), int(found["freed"])
-
-
-def _segments(pool: Any) -> list[Span]:
+def _segments(pool: Any) -> list[range]:
+    """Addresses of a pool."""
     torch.cuda.empty_cache()
     found = torch.cuda.memory_snapshot(pool)
-    return [(s["address"], s["address"] + s["total_size"]) for s in found]
-
-
-def _size_bytes(spans: Sequence[Span]) -> int:
-    return sum(end - begin for begin, end in spans)
+    return [range(s["address"], s["address"] + s["total_size"]) for s in found]
 
 
 @contextlib.contextmanager
