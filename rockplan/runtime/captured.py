@@ -136,15 +136,13 @@ class GraphPool:
         # One for all kinds: PyTorch gives memory again only to the stream that let go of it.
         stream = self._streams.setdefault(device.index, torch.cuda.Stream())
 
-        def make(memory: Any, before: carving.Before) -> _CallGraphs:
+        def make(memory: Any, before: carving.Before = lambda: None) -> _CallGraphs:
             self._memory = memory
             return _CallGraphs(memory, stream, before, *given)
 
         try:
             # PyTorch's pool is gone with the last of its graphs.
-            call = (
-                make(self._memory, lambda: None) if self.recorded else carving.least(make, device)
-            )
+            call = make(self._memory) if self.recorded else carving.least(make, device)
         except Exception:  # of whatever runs here for the first time
             with contextlib.suppress(RuntimeError):  # open where a capture became invalid
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._memory)
@@ -379,7 +377,8 @@ class _CallGraphs:
             return _alias(made.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
         self._results, self._copies = (
-            tuple(map(lent, tensors)) for tensors in (self._results, self._copies)
+            tuple(map(lent, self._results)),
+            tuple(map(lent, self._copies)),
         )
         self._gradients = [[g if g is None else lent(g) for g in of] for of in self._gradients]
 
@@ -465,8 +464,8 @@ _BUFFERS = "copies of buffers that one before it read are alive: let go of its r
 
 
 def _gradients(code: Executable, frame: Frame) -> list[list[torch.Tensor | None]]:
-    """Those of each slice. Several of one tensor are added up in the place of the first, as
-    autograd would before anybody gets it."""
+    """Those of each slice. Several of one tensor are added up before anybody gets it, as autograd
+    would: in the place of the first, where nobody else reads that."""
     of: dict[int, torch.Tensor] = {}
     slices: list[list[int | None]] = []
     for number, targets in enumerate(code.targets):
@@ -474,27 +473,21 @@ def _gradients(code: Executable, frame: Frame) -> list[list[torch.Tensor | None]
         made = run_slices(code, frame, range(number, number + 1))[::-1]
         for target in targets:
             slices[-1].append(None if target in of else target)
-            _add(of, target, made.pop())
+            of[_FRESH] = torch.empty(0)
+            if target not in of:
+                of[target] = made.pop()
+            elif _holders(of, target) == _holders(of, _FRESH):
+                of[target].add_(made.pop())
+            else:
+                of[target] = of[target] + made.pop()
     return [[None if t is None else of[t] for t in targets] for targets in slices]
 
 
-def _add(of: dict[int, torch.Tensor], target: int, gradient: torch.Tensor) -> None:
-    """Add a gradient to that of its tensor: in place where nobody else reads it, as autograd."""
-    if target not in of:
-        of[target] = gradient
-        return
-    of[_FRESH] = torch.empty(0)
-    first, is_alone = of[target], _holders(of, target) == _holders(of, _FRESH)
-    if is_alone and first.nbytes == first.untyped_storage().nbytes():
-        first.add_(gradient)
-    else:
-        of[target] = first + gradient
-    del of[_FRESH]
-
-
-def _holders(of: dict[int, torch.Tensor], target: int) -> tuple[int, int]:
-    held = of[target]
-    return sys.getrefcount(held), torch._C._storage_Use_Count(held.untyped_storage()._cdata)
+def _holders(of: dict[int, torch.Tensor], target: int) -> tuple[int, int, bool]:
+    """How many have a tensor and its memory; whether it is all of that."""
+    held, memory = of[target], of[target].untyped_storage()
+    uses = torch._C._storage_Use_Count(memory._cdata)
+    return sys.getrefcount(held), uses, held.nbytes == memory.nbytes()
 
 
 def _static(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:

@@ -34,12 +34,12 @@ SEGMENT_BYTES = 2 << 20
 """Large segments are multiples of it."""
 
 
-def least(make: Callable[[Any, Before], Recorded], device: torch.device) -> Recorded:
+def least(make: Callable[..., Recorded], device: torch.device) -> Recorded:
     """Return what `make` records in a new pool. make: (handle of the pool, what is to be called
-    before each operator) -> something with which the pool ends."""
+    before each operator, if anything) -> something with which the pool ends."""
     pool, calls, tracing = torch.cuda.graph_pool_handle(), itertools.count(), torch.cuda.memory
     if torch._C._cuda_isHistoryEnabled():  # somebody else's
-        return make(pool, lambda: None)
+        return make(pool)
     tracing._record_memory_history("all", context=None, max_entries=1 << 20)
     try:
         made = make(pool, lambda: tracing._set_memory_metadata(str(next(calls))))
@@ -59,7 +59,7 @@ def least(make: Callable[[Any, Before], Recorded], device: torch.device) -> Reco
         return made
     del made
     _let_go()
-    return make(torch.cuda.graph_pool_handle(), lambda: None)
+    return make(torch.cuda.graph_pool_handle())
 
 
 def watched(code: Executable, before: Before) -> Executable:
@@ -86,16 +86,19 @@ class _Carver:
     """Shares out one segment. `before` is called before each operator; afterwards it is closed."""
 
     def __init__(self, blocks: Sequence[AskedBlock], device: torch.device) -> None:
-        self._blocks, self._device = blocks, device
+        self._blocks, self._device, places = blocks, device, packed(blocks)
+        self._whole = 0, -(-max(end for _, end in places) // SEGMENT_BYTES) * SEGMENT_BYTES
         self._places = list[Span]()
         self._asked: dict[int, list[Span]] = {}
-        for hole, block in zip(packed(blocks), blocks, strict=True):
-            end = hole[0] + block.size_bytes
-            # A block keeps what is left of a hole if that is little.
-            self._places.append(hole if hole[1] - end <= SMALL_BYTES else (hole[0], end))
+
+        def filled(begin: int, end: int, limit: int) -> Span:
+            """What is left up to a limit stays with a block if that is little."""
+            return begin, limit if limit - end <= SMALL_BYTES else end
+
+        for (begin, end), block in zip(places, blocks, strict=True):
+            hole = filled(begin, end, self._whole[1])
+            self._places.append(filled(begin, begin + block.size_bytes, hole[1]))
             self._asked.setdefault(block.opens, []).append(hole)
-        top = max(end for _, end in itertools.chain(*self._asked.values()))
-        self._whole = 0, -(-top // SEGMENT_BYTES) * SEGMENT_BYTES
         self._call, self._held = -1, dict[Span, int]()
 
     def before(self) -> None:
