@@ -16,6 +16,7 @@ import pickle
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -322,6 +323,20 @@ def test_gradients_that_add_up_are_copied_after() -> None:
         assert (weight.grad.data_ptr() in own) == (len(counts) == 1)
         planned.zero_grad()
     assert counts == [2, 6, 6]
+
+
+@pytest.mark.parametrize("is_read", [False, True])
+def test_contributions_add_up_where_nobody_reads(
+    is_read: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = [(torch.ones(4),), (torch.ones(4),)]
+    place, kept = made[0][0].data_ptr(), made[0][0].view(2, 2) if is_read else None
+    monkeypatch.setattr(captured, "run_slice", lambda code, frame, number: made.pop(0))
+    code: Any = SimpleNamespace(targets=((0,), (0,)))
+    (first,), (second,) = captured._gradients(code, code)
+    assert second is None and first is not None and first.tolist() == [2.0] * 4
+    assert (first.data_ptr() == place) != is_read
+    assert kept is None or kept.tolist() == [[1.0, 1.0], [1.0, 1.0]]
 
 
 def test_gradients_of_autograd_grad_keep_their_memory() -> None:

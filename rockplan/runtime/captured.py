@@ -274,8 +274,7 @@ class _PhaseGraph:
             self.graph.register_generator_state(clone)
 
     def recording(self, pool: Any, stream: torch.cuda.Stream) -> torch.cuda.graph:
-        """Return a context in which what is launched is recorded. Other threads may ask for memory
-        meanwhile."""
+        """Return a context that records what is launched. Other threads may ask for memory then."""
         mode = "thread_local"
         self.own.graphsafe_set_state(self.first)
         return torch.cuda.graph(self.graph, pool=pool, stream=stream, capture_error_mode=mode)
@@ -302,7 +301,6 @@ class _RecordedFrame(Frame):
         self.saved[name] = torch.empty(0)
 
     def begin_replay(self, name: str, device: str) -> None:
-        """name: of the state of the first draw."""
         clone = self.graph.unused.pop()
         self.graph.again.append((clone, name))
         self.graph.own.graphsafe_set_state(clone)
@@ -359,9 +357,8 @@ class _CallGraphs:
         self._watch()
 
     def _lend(self, others: Tensors) -> None:
-        """Let go of the memory of what is handed out, for other kinds of call to take as well: it
-        is there as long as these graphs, or somebody who has some of it. others: all that the
-        graphs read."""
+        """Let go of the memory of what is handed out, for other kinds of call to take as well. It
+        stays as long as these graphs, or who has some of it. others: all that the graphs read."""
         graphs = self._forward.graph, self._backward.graph
         seen = {t.untyped_storage()._cdata for t in others}
 
@@ -391,8 +388,8 @@ class _CallGraphs:
             *((_WAITING, [self._token]), (_GRADIENTS, gradients)),
             *((_RESULTS, results), (_BUFFERS, self._copies)),
         )
-        self._handed = [(why, [t.untyped_storage() for t in given]) for why, given in groups]
-        self._uses = [_uses(own) for _, own in self._handed]
+        handed = ((why, [t.untyped_storage() for t in given]) for why, given in groups)
+        self._handed = [(why, own, _uses(own)) for why, own in handed]
         held = _alias(self._token)
         is_seen = self.held() == _WAITING
         del held
@@ -401,8 +398,7 @@ class _CallGraphs:
 
     def held(self) -> str:
         """Return what of the pool is in somebody's hands; '' if nothing is."""
-        pairs = zip(self._handed, self._uses, strict=True)
-        return next((why for (why, own), uses in pairs if _uses(own) != uses), "")
+        return next((why for why, own, uses in self._handed if _uses(own) != uses), "")
 
     def _addresses_of(self, residents: Tensors) -> list[Any]:
         """Of those that are read where they lie: arguments are copied. Of a number on the host,
@@ -449,8 +445,6 @@ class _CallGraphs:
 
 
 _WAITING = "one before it has not had its backward pass, and it would write over what that one kept"
-_FRESH = -1
-"""Where a tensor is that nobody else holds."""
 
 _GRADIENTS = (
     "gradients of one before it are alive, where it would write. Later ones are copied out, which "
@@ -473,10 +467,10 @@ def _gradients(code: Executable, frame: Frame) -> list[list[torch.Tensor | None]
         made = run_slices(code, frame, range(number, number + 1))[::-1]
         for target in targets:
             slices[-1].append(None if target in of else target)
-            of[_FRESH] = torch.empty(0)
+            of[-1] = torch.empty(0)  # which nobody else has
             if target not in of:
                 of[target] = made.pop()
-            elif _holders(of, target) == _holders(of, _FRESH):
+            elif _holders(of, target) == _holders(of, -1):
                 of[target].add_(made.pop())
             else:
                 of[target] = of[target] + made.pop()
@@ -498,10 +492,10 @@ def _static(like: torch.Tensor, strides: Sequence[int]) -> torch.Tensor:
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
     """Return it, if its memory has its elements as they are; otherwise raise RuntimeError."""
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-    if not is_plain or tensor.is_conj() or tensor.is_neg():
-        raise RuntimeError("arguments, results or gradients are no plain tensors")
-    return tensor
+    is_resolved = not tensor.is_conj() and not tensor.is_neg()
+    if is_resolved and type(tensor) in (torch.Tensor, torch.nn.Parameter):
+        return tensor
+    raise RuntimeError("arguments, results or gradients are no plain tensors")
 
 
 def _memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,10 +28,8 @@ Span = tuple[int, int]
 """Where something begins in the memory that is shared out, and where it ends, in bytes."""
 
 SMALL_BYTES = 1 << 20
-"""Blocks up to this size have segments of their own, which are left as they are."""
-
-SEGMENT_BYTES = 2 << 20
-"""Large segments are multiples of it."""
+"""Blocks up to this size have segments of their own, which are left as they are; the sizes of other
+segments are multiples of twice of it."""
 
 
 def least(make: Callable[..., Recorded], device: torch.device) -> Recorded:
@@ -48,12 +46,10 @@ def least(make: Callable[..., Recorded], device: torch.device) -> Recorded:
         tracing._record_memory_history(None)
         tracing._set_memory_metadata("")
     segments, carved = _segments(pool), torch.cuda.graph_pool_handle()
-    blocks = _blocks(events, segments)
-    if not blocks:
-        return made
+    carver = _Carver(_blocks(events, segments), device)
     del made
     _let_go()
-    with _segments_of_one_size(), contextlib.closing(_Carver(blocks, device)) as carver:
+    with _segments_of_one_size(), contextlib.closing(carver):
         made = make(carved, carver.before)
     if sum(map(len, _segments(carved))) <= sum(map(len, segments)):
         return made
@@ -87,24 +83,21 @@ class _Carver:
 
     def __init__(self, blocks: Sequence[AskedBlock], device: torch.device) -> None:
         self._blocks, self._device, places = blocks, device, packed(blocks)
-        self._whole = 0, -(-max(end for _, end in places) // SEGMENT_BYTES) * SEGMENT_BYTES
+        top, segment_bytes = max((end for _, end in places), default=0), 2 * SMALL_BYTES
+        self._whole = 0, -(-top // segment_bytes) * segment_bytes
         self._places = list[Span]()
         self._asked: dict[int, list[Span]] = {}
-
-        def filled(begin: int, end: int, limit: int) -> Span:
-            """What is left up to a limit stays with a block if that is little."""
-            return begin, limit if limit - end <= SMALL_BYTES else end
-
         for (begin, end), block in zip(places, blocks, strict=True):
-            hole = filled(begin, end, self._whole[1])
-            self._places.append(filled(begin, begin + block.size_bytes, hole[1]))
-            self._asked.setdefault(block.opens, []).append(hole)
+            # What is left behind a hole or a block stays a part of it if that is little.
+            end = self._whole[1] if self._whole[1] - end <= SMALL_BYTES else end
+            self._asked.setdefault(block.opens, []).append((begin, end))
+            filled = begin + block.size_bytes
+            self._places.append((begin, end if end - filled <= SMALL_BYTES else filled))
         self._call, self._held = -1, dict[Span, int]()
 
     def before(self) -> None:
         self._call += 1
-        holes = self._asked.get(self._call)
-        if holes is None:
+        if (holes := self._asked.get(self._call)) is None:
             return
         blocks = zip(self._blocks, self._places, strict=True)
         alive = [place for block, place in blocks if block.opens < self._call <= block.closes]
@@ -132,10 +125,8 @@ class _Carver:
         self._give([*self._held])
 
     def _take(self, spans: Sequence[Span]) -> None:
-        stream = torch.cuda.current_stream(self._device)
         for begin, end in spans:
-            place = torch.cuda.caching_allocator_alloc(end - begin, self._device, stream)
-            self._held[begin, end] = place
+            self._held[begin, end] = torch.cuda.caching_allocator_alloc(end - begin, self._device)
 
     def _give(self, spans: Sequence[Span]) -> None:
         for span in spans:
