@@ -331,7 +331,7 @@ def test_contributions_add_up_where_nobody_reads(
 ) -> None:
     made = [(torch.ones(4),), (torch.ones(4),)]
     place, kept = made[0][0].data_ptr(), made[0][0].view(2, 2) if is_read else None
-    monkeypatch.setattr(captured, "run_slice", lambda code, frame, number: made.pop(0))
+    monkeypatch.setattr(captured, "run_slices", lambda code, frame, run: [*made.pop(0)])
     code: Any = SimpleNamespace(targets=((0,), (0,)))
     (first,), (second,) = captured._gradients(code, code)
     assert second is None and first is not None and first.tolist() == [2.0] * 4
