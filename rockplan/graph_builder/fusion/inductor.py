@@ -335,10 +335,10 @@ def _direct(guarded: Function) -> Function:
 
 
 class _Written:
-    """An argument of a launch, as the text has it."""
+    """The text of an argument of a launch, with which nothing can be computed."""
 
-    def __init__(self, node: ast.expr) -> None:
-        self._text = ast.unparse(node)
+    def __init__(self, text: str) -> None:
+        self._text = text
 
     def __repr__(self) -> str:
         return self._text
@@ -346,22 +346,25 @@ class _Written:
 
 def _launch(scope: dict[str, Any], match: re.Match[str]) -> str:
     """Return text that passes on what the only launcher of a kernel passes to the driver."""
-    name, *_ = match.groups()
-    call: Any = ast.parse(match[0], mode="eval").body
+    name, launch = match[1], f"{match[1]}_launch"
     (launcher,) = scope[name].launchers
-    kernel, passed = launcher.__globals__["runner"].__self__, []
-    driver = kernel.C_impl
-    kernel.C_impl = types.SimpleNamespace(_launch_kernel=lambda *given: passed.append(given))
+    call: Any = ast.parse(match[0], mode="eval").body
+    given = [
+        a.value if isinstance(a, ast.Constant) else _Written(ast.unparse(a)) for a in call.args
+    ]
+    passed: list[tuple[Any, ...]] = []
     try:
-        given = [a.value if isinstance(a, ast.Constant) else _Written(a) for a in call.args]
-        launcher(*given, stream=_Written(call.keywords[0].value))
-    except TypeError:  # a grid of sizes
-        scope[f"{name}_launch"] = launcher
-        return match[0].replace(".run(", "_launch(")
-    finally:
-        kernel.C_impl = driver
-    scope[f"{name}_launch"] = driver._launch_kernel
-    return f"{name}_launch{passed[0]!r}"
+        kernel = launcher.__globals__["runner"].__self__
+        noting = object.__new__(type(kernel))
+        note = types.SimpleNamespace(_launch_kernel=lambda *given: passed.append(given))
+        vars(noting).update(vars(kernel), C_impl=note)
+        known = {**launcher.__globals__, "runner": noting.run}
+        types.FunctionType(launcher.__code__, known)(*given, stream=_Written(match[3]))
+        scope[launch] = kernel.C_impl._launch_kernel
+    except (AttributeError, TypeError):  # Triton's own launcher, or a grid of sizes
+        scope[launch] = launcher
+        return match[0].replace(f"{name}.run(", f"{launch}(")
+    return f"{launch}{passed[0]!r}"
 
 
 # -- side by side ------------------------------------------------------------------------------
