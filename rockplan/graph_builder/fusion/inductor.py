@@ -249,9 +249,8 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
     for wait in waits:
         wait()
     inputs = trial_inputs(kernel)
-    first = tuple(_with_written(function, kernel)([*kernel.sizes, *inputs]))
-    function = _with_written(_direct(function), kernel)
-    second = tuple(function([*kernel.sizes, *inputs]))
+    runs = function, _direct(function)
+    first, second = (tuple(_whole(run, kernel)([*kernel.sizes, *inputs])) for run in runs)
     new, over = _new(kernel), dict(kernel.over)
     made = {results[place].untyped_storage()._cdata for results in (first, second) for place in new}
     of_inputs = {t.untyped_storage()._cdata for t in inputs}
@@ -266,22 +265,28 @@ def _finished(kernel: Kernel, function: Function, waits: Waits) -> Function:
             _check_same_memory(first[place], kernel.result_specs[place])
     if others and kernel.sizes:
         raise RuntimeError("a result has other strides in a dimension of size 1")
-    return _restoring(function, kernel, others) if others else function
+    return _whole(runs[1], kernel, others)
 
 
-def _with_written(function: Function, kernel: Kernel) -> Function:
-    if not kernel.over:
-        return function
+def _whole(function: Function, kernel: Kernel, others: Sequence[int] = ()) -> Function:
+    """Return a function of all results of the kernel, those that are written over operands among
+    them. others: places of results that get the strides of their specs."""
     operands = [len(kernel.sizes) + operand for _, operand in kernel.over]
     order = [*(place for place, _ in kernel.over), *_new(kernel)]
     places = [order.index(place) for place in range(len(order))]
+    looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in others]
+    if not operands and not looks:
+        return function
 
-    def written(arguments: list[Any]) -> list[torch.Tensor]:
-        results = [arguments[operand] for operand in operands]
-        results += function(arguments)
-        return [results[place] for place in places]
+    def whole(arguments: list[Any]) -> list[torch.Tensor]:
+        made = [arguments[operand] for operand in operands]
+        made += function(arguments)
+        results = [made[place] for place in places]
+        for place, shape, stride in looks:
+            results[place] = results[place].as_strided(shape, stride)
+        return results
 
-    return written
+    return whole
 
 
 def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
@@ -294,18 +299,6 @@ def _check_same_memory(made: torch.Tensor, spec: TensorSpec) -> None:
             f"a result is {tuple(made.shape)} in strides {tuple(made.stride())} of {made.dtype}, "
             f"where {spec.shape} in {spec.stride} of {spec.dtype} was recorded"
         )
-
-
-def _restoring(function: Function, kernel: Kernel, places: Sequence[int]) -> Function:
-    looks = [(p, kernel.result_specs[p].shape, kernel.result_specs[p].stride) for p in places]
-
-    def restored(arguments: list[Any]) -> list[torch.Tensor]:
-        results = list(function(arguments))
-        for place, shape, stride in looks:
-            results[place] = results[place].as_strided(shape, stride)
-        return results
-
-    return restored
 
 
 # -- launches ----------------------------------------------------------------------------------
