@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from rockplan.oracles.lifetimes import Lifetime, Owner, alive_at, lifetimes
-from rockplan.values.graph import CDGraph
+from rockplan.values.graph import CDGraph, ComputeNode
 from rockplan.values.names import activation_names, operation_names, pattern_of
 from rockplan.values.schedule import Schedule
 
 
-@dataclass(frozen=True, slots=True)
-class PeakOwner:
-    """The group of tensors that owns the most bytes at a peak, as in `reports.explain.Share`.
-
-    pattern: what their names have in common; tenants: how many they are. largest: name of the
-    largest of them; module, source: where the largest is made, '' if the caller makes it.
-    """
-
-    pattern: str
-    tenants: int
-    size_bytes: int
-    largest: str
-    module: str
-    source: str
-
-    @property
-    def shown(self) -> str:
-        return f"{self.tenants} tensors of {self.pattern}" if self.tenants > 1 else self.largest
-
-
-def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | None:
-    """Return which group of tensors takes most memory at `event` (a position in the schedule), and
-    its largest member; None if nothing is alive. Tensors whose names differ only in numbers are one
-    group. The graph needs no prices."""
+def peak_owner(
+    graph: CDGraph, schedule: Schedule, event: int
+) -> tuple[str, int, ComputeNode | None]:
+    """Return the group of tensors that takes most memory at `event` (a position in the schedule):
+    what it is called, its bytes, and what makes the largest of it, None for the caller. '' and 0 if
+    nothing is alive. Tensors whose names differ only in numbers are one group. The graph needs no
+    prices."""
     operations, storages = operation_names(graph), activation_names(graph)
     groups: dict[str, list[tuple[int, str, Lifetime]]] = {}
     for lifetime in alive_at(lifetimes(graph, schedule), event):
@@ -42,22 +23,12 @@ def peak_owner(graph: CDGraph, schedule: Schedule, event: int) -> PeakOwner | No
         entry = (lifetime.size_bytes, marked(name, kind), lifetime)
         groups.setdefault(marked(pattern_of(name), kind), []).append(entry)
     if not groups:
-        return None
-
-    def total_bytes(pattern: str) -> int:
-        return sum(size_bytes for size_bytes, *_ in groups[pattern])
-
-    pattern = max(sorted(groups), key=total_bytes)
-    _, largest, lifetime = max(groups[pattern], key=lambda entry: entry[:2])
-    node = lifetime.maker(graph)
-    return PeakOwner(
-        pattern=pattern,
-        tenants=len(groups[pattern]),
-        size_bytes=total_bytes(pattern),
-        largest=largest,
-        module=node.module if node else "",
-        source=node.source if node else "",
-    )
+        return "", 0, None
+    group_bytes = {name: sum(size_bytes for size_bytes, *_ in groups[name]) for name in groups}
+    pattern = max(sorted(groups), key=lambda name: group_bytes[name])
+    count, (_, largest, lifetime) = len(groups[pattern]), max(groups[pattern], key=lambda e: e[:2])
+    shown = f"{count} tensors of {pattern}" if count > 1 else largest
+    return shown, group_bytes[pattern], lifetime.maker(graph)
 
 
 def marked(name: str, kind: str) -> str:

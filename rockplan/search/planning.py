@@ -266,17 +266,17 @@ def _too_small(
         where += ", with room for the loss of the caller"
     asked = [f"{n}={getattr(options, n)!r}" for n in ("keep", "recompute") if getattr(options, n)]
     where += f" (under {', '.join(asked)})" if asked else ""
-    owner = peak_owner(problem.graph, schedule, peak.peak_event)
+    owner, owner_bytes, maker = peak_owner(problem.graph, schedule, peak.peak_event)
     return InfeasibleBudget(
         budget_bytes,
         peak.peak_bytes,
         where,
         least.is_complete,
         unplanned_bytes=problem.unplanned.peak_bytes,
-        owner=owner.shown if owner else "",
-        owner_bytes=owner.size_bytes if owner else 0,
-        module_path=owner.module if owner else None,
-        source=owner.source if owner else None,
+        owner=owner,
+        owner_bytes=owner_bytes,
+        module_path=maker.module if maker else None,
+        source=maker.source if maker else None,
     )
 
 
