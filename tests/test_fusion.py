@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 import rockplan
 from rockplan.errors import InvalidInput, MissingLibrary
 from rockplan.graph_builder.capture import capture
+from rockplan.graph_builder.costs.ruler import peak_live_bytes
 from rockplan.graph_builder.fusion import inductor, kernels
 from rockplan.graph_builder.fusion import kinds as kinds_of_kernels
 from rockplan.graph_builder.fusion.dataflow import dataflow_of
@@ -463,6 +464,16 @@ def test_what_each_layer_makes_anew_is_made_once(interpreted: list[str]) -> None
     assert len(calls) == 2 and calls[0].args == calls[1].args  # operators make what is changed
     planned = rockplan.solve(model, case.args, "100%", options=COMPILED)
     assert distance(gradients(case, planned), gradients(case, model)) < 1e-5
+
+
+def test_what_one_operator_reads_twice_is_made_twice(interpreted: list[str]) -> None:
+    """An LSTM of oneDNN needs more where its two states share memory."""
+    model = nn.LSTM(3, 3, 2)
+    case = Case("states", model, (torch.randn(2, 4, 3),), {}, lambda made: made[0].square().mean())
+    planned: Any = rockplan.solve(model, case.args, "100%", options=COMPILED)
+    graph = rockplan.plan_of(planned).graph
+    assert sum(not n.reads for n in graph.forward) == 2
+    assert peak_live_bytes(lambda: case.step(planned)).peak_bytes <= planned.plan.peak_bytes
 
 
 def test_what_forward_operators_read_is_made_there(interpreted: list[str]) -> None:

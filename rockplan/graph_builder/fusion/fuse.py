@@ -63,9 +63,10 @@ def fused(capture: Capture, keeps_roundings: bool) -> Capture:
 
 def _once(capture: Capture) -> Capture:
     """Leave out kernels that compute what one before them, of the same phase, has computed, such as
-    the mask that each layer makes anew."""
+    the mask that each layer makes anew. What one call reads both of stays apart: an operator whose
+    operands share memory may need more (an LSTM of oneDNN, whose two states begin as zeros)."""
     run, same = capture.view, dict[int, int]()
-    first: dict[tuple[Call, Phase], tuple[int, ...]] = {}
+    first: dict[tuple[Call, Phase], tuple[tuple[int, ...], set[int]]] = {}
 
     def known(value: int) -> int:
         return same.get(value, value)
@@ -74,9 +75,13 @@ def _once(capture: Capture) -> Capture:
         call = recorded.call
         if is_kernel(call.op) and run.is_plain(position):
             key = renamed(call, known, lambda _: None), recorded.phase
-            made = first.setdefault(key, call.made)
-            if made != call.made and run.wanted.isdisjoint(run.storages(call.made)):
-                same |= zip(call.made, made, strict=True)
+            storages = run.storages(call.made)
+            made, readers = first.setdefault(key, (call.made, set()))
+            own_readers = {reader for s in storages for reader in run.readers.get(s, ())}
+            is_shared = run.wanted.isdisjoint(storages) and readers.isdisjoint(own_readers)
+            if made == call.made or is_shared:
+                readers |= own_readers
+                same |= {new: one for new, one in zip(call.made, made, strict=True) if new != one}
     return read_in_place_of(capture, same)
 
 
