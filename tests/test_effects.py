@@ -470,6 +470,11 @@ def grid(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return made.flatten(1)
 
 
+def looked_at(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    check(x, "check")
+    return x * y[0]
+
+
 class CastsInside(nn.Module):
     def __init__(self, of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -491,6 +496,7 @@ class CastsInside(nn.Module):
         lambda x, y: pure_product(x, y),
         grid,
         lambda x, y: nn.functional.bilinear(x, x, y.expand(16, 16, 16)),
+        looked_at,
     ],
 )
 def test_kernels_cast_inside_as_in_eager(of: Any, budget: str) -> None:

@@ -82,7 +82,8 @@ def _define(name: str, inner: OpOverload) -> None:
     short = packet if overload == "default" else f"{packet}.{overload}"
     opened = _opened(library)
     opened.define(short + str(inner._schema).removeprefix(inner.name()), tags=inner.tags)
-    opened.impl(short, run if _UNTRIED in kinds else fake, "CompositeExplicitAutograd")
+    is_compared = _UNTRIED in kinds and inner._schema.returns
+    opened.impl(short, run if is_compared else fake, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{library}::{short}", fake, lib=opened)
 
 
