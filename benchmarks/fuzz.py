@@ -27,7 +27,7 @@ With `--autocast` every call is under autocast, a norm comes before the network 
 gets was computed), and the network is planned with it or alone, as a block.
 
 Command: OMP_NUM_THREADS=1 python -m benchmarks.fuzz --seconds 600 [--first 0] [--seed 17]
-         [--compile] [--autocast]
+         [--compile | --autocast]
 Results: benchmarks/results/fuzz.jsonl, one line a run with `--keep`.
 
 With `--python-state` the seeds are models that keep something in Python, see
@@ -705,6 +705,8 @@ def main() -> None:
     parser.add_argument("--python-state", action="store_true", help="models with state in Python")
     parser.add_argument("--brief", action="store_true", help="of those, print what fails alone")
     arguments = parser.parse_args()
+    if arguments.compile and arguments.autocast:
+        parser.error("a block that is compiled alone is another program than in a compiled whole")
     if arguments.minutes is not None:
         arguments.seconds = 60 * arguments.minutes
     if arguments.python_state:
