@@ -246,6 +246,7 @@ class _Emitter:
         most_bytes, waiting_bytes, begin = max(during[slices[0][0] :], default=0), 0, 0
         for number, (first, last) in enumerate(slices):
             needed_bytes = waiting_bytes + max(during[first:last], default=0)
+            # Of a program for many sizes the bytes of other calls are not known here.
             if number > begin and (needed_bytes > most_bytes or self._interface.sizes.symbols):
                 yield range(begin, number)
                 waiting_bytes, begin = 0, number

@@ -312,7 +312,7 @@ _LAUNCH = re.compile(r"(\w+)\.run\((.*), stream=(\w+)\)")
 
 
 def _direct(guarded: Function) -> Function:
-    """Return a function that launches what `guarded`, code of Inductor's, launches, in half the
+    """Return a function that launches what `guarded`, code of Inductor's, launches, for less of the
     host's time: what its launchers pass to the driver is written down. While another device is
     current or a profiler looks, and where this Inductor writes or launches otherwise, it is
     `guarded`."""
